@@ -4,30 +4,25 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
-import shlex
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from rich.console import Console
-from rich.live import Live
-from rich.table import Table
 
+from ddm_lightning.cli.islands import command_line, launch_members, print_skipped, show_status, status_of
 from ddm_lightning.config.experiment import Experiment
-from ddm_lightning.core import processes, remote
+from ddm_lightning.core import processes
 from ddm_lightning.core.devices import check_devices, configure_torch
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.formatting import Bars
-from ddm_lightning.core.registry import LAUNCHERS, require
+from ddm_lightning.core.registry import require
 from ddm_lightning.ensemble.manifest import added, assemble, removed, replaced
 from ddm_lightning.islands.local import default_jobs, fit_members
 from ddm_lightning.islands.shared import is_shared, publish_prepared, pull_ensemble, pull_manifest
-from ddm_lightning.islands.status import statuses
 from ddm_lightning.members.preflight import (
     check_networks,
     check_plugins,
@@ -38,18 +33,11 @@ from ddm_lightning.members.preflight import (
 from ddm_lightning.members.roles import ROUTER, island_of, parse_members
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import RunFolder, refuse_changed
-from ddm_lightning.members.status import status_table
 from ddm_lightning.shards.manifest import DataSizes, Manifest
-from ddm_lightning.training.guard import skipped_of
 from ddm_lightning.use.ensemble import DecentralizedEnsemble
 from ddm_lightning.use.saved import export_diffusers, fetched, manifest_with_about, resolve, save_ensemble
 
 _WATCH_SECONDS = 5.0
-
-
-def _command(name: str, options: argparse.Namespace) -> str:
-    """Command line for the user to type next, with the file and overrides of this one."""
-    return shlex.join(["python", "-m", "ddm_lightning", name, "-c", options.config, *options.overrides])
 
 
 def _prepare(experiment: Experiment, options: argparse.Namespace) -> None:
@@ -68,7 +56,7 @@ def _prepare(experiment: Experiment, options: argparse.Namespace) -> None:
     prepared = run.folder.prepared
     print(f"shards: {run.folder.shards}")
     print(f"report: {prepared / 'report' / 'report.html'}, {prepared / 'clusters.png'}")
-    print(f"next: {_command('fit', options)}")
+    print(f"next: {command_line('fit', options)}")
 
 
 def _check(experiment: Experiment, options: argparse.Namespace) -> None:
@@ -141,7 +129,7 @@ def _fit_one(member: str, experiment: Experiment, options: argparse.Namespace) -
         return None
     if status.state == "stopped":
         return None if ranks.has_agent() else processes.STOPPED
-    _print_skipped([member], run, options)
+    print_skipped([member], run, options)
     print(f"artifact: {run.folder.artifact(member)}\ncurves: tensorboard --logdir {run.folder.root}")
     return None
 
@@ -156,8 +144,8 @@ def _fit_several(members: list[str], experiment: Experiment, options: argparse.N
         run = _prepared(experiment, options)
     refuse_stale(members, run)
     failures = fit_members(members, run, options.jobs or default_jobs(experiment), console)
-    console.print(_status_table(run))
-    _print_skipped(members, run, options)
+    console.print(status_of(run))
+    print_skipped(members, run, options)
     for member, failure in failures.items():
         print(f"{member}: {failure.reason}", file=sys.stderr)
     if failures:
@@ -182,27 +170,13 @@ def _fit_several(members: list[str], experiment: Experiment, options: argparse.N
     return None
 
 
-def _print_skipped(members: Sequence[str], run: Run, options: argparse.Namespace) -> None:
-    for member in members:
-        if num := len({skipped.step for skipped in skipped_of(run.folder.member(member))}):
-            steps = "1 step" if num == 1 else f"{num} steps"
-            print(
-                f"{member}: skipped {steps} without a finite gradient; "
-                f"see {_command('replay', options)} member={member}"
-            )
-
-
-def _status_table(run: Run) -> Table:
-    return status_table(remote.shown(run.url or str(run.folder.root)), statuses(run))
-
-
 def _grid(experiment: Experiment) -> Path:
     return RunFolder.of(experiment).samples / f"{experiment.sample.strategy}.png"
 
 
 def _sample_command(experiment: Experiment, options: argparse.Namespace) -> str:
     kind = experiment.condition.kind
-    return _command("sample", options) + {"class": " --class …", "none": ""}.get(kind, " --prompt …")
+    return command_line("sample", options) + {"class": " --class …", "none": ""}.get(kind, " --prompt …")
 
 
 def _captions(experiment: Experiment, options: argparse.Namespace) -> None:
@@ -278,44 +252,6 @@ def _diagnose(experiment: Experiment, options: argparse.Namespace) -> None:
     print(f"diagnosis: {run.folder.root / 'diagnosis' / 'diagnosis.json'}, and figures beside it")
 
 
-def _launch(experiment: Experiment, options: argparse.Namespace) -> None:
-    from ddm_lightning.islands.launch import build_launcher, cancel, jobs_of, launch
-
-    run, members = Run(experiment), parse_members(options.only, experiment, "--only")
-    jobs = jobs_of(run, members, options.config, options.overrides)
-    if options.cancel:
-        found = cancel(run, members)
-    else:
-        if options.on is None:
-            raise UserError(f"launch: --on is missing; {LAUNCHERS.known()}")
-        launcher = build_launcher(options.on, run)
-        if options.dry_run:
-            print(*map(launcher.describe, jobs), sep="\n")
-            return
-        pull_manifest(run)
-        found = launch(run, jobs, launcher, options.on)
-    for one in found:
-        print(f"{one.member}: {one.action}" + (f" ({one.detail})" if one.detail else ""))
-    print(f"next: {_command('status', options)}")
-
-
-def _status(experiment: Experiment, options: argparse.Namespace) -> None:
-    run = Run(experiment) if experiment.remote else Run.open(experiment)
-    if options.json:
-        for status in statuses(run):
-            print(json.dumps({**asdict(status), "shown_state": status.shown_state()}))
-        return
-    if options.watch:
-        with Live(_status_table(run), auto_refresh=False) as live:
-            while any(status.state != "done" for status in statuses(run)):
-                time.sleep(_WATCH_SECONDS)
-                live.update(_status_table(run), refresh=True)
-        return
-    Console().print(_status_table(run))
-    _print_skipped(run.started, run, options)
-    print(f"curves: tensorboard --logdir {run.folder.root}")
-
-
 def _replay(experiment: Experiment, options: argparse.Namespace) -> None:
     member = _one_member(experiment, options)
     run = Run.open(experiment)
@@ -342,7 +278,7 @@ def _ema(experiment: Experiment, options: argparse.Namespace) -> None:
     averages = Averages(member, run)
     if options.use is None:
         Console().print(widths_table(averages.compare(options.width)))
-        print(f"next: {_command('ema', options)} member={member} --use WIDTH")
+        print(f"next: {command_line('ema', options)} member={member} --use WIDTH")
         return
     averages.use(width)
     print(f"artifact: {run.folder.artifact(member)}")
@@ -421,7 +357,7 @@ COMMANDS: Mapping[str, Callable[[Experiment, argparse.Namespace], int | None]] =
     "replay": _replay,
     "ema": _ema,
     "export": _export,
-    "launch": _launch,
-    "status": _status,
+    "launch": launch_members,
+    "status": show_status,
 }
 """Every command but ``config``, which needs no torch, and ``ensemble``, which needs no experiment."""
