@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import re
@@ -215,9 +216,11 @@ def _attempt(url: str, action: Callable[[Any, str], _Result]) -> _Result:
         except FileNotFoundError as error:
             raise FileNotFoundError(f"{shown(url)}: does not exist") from error
         except Exception as error:  # each file system raises its own
-            is_final = isinstance(error, (ImportError, ValueError, PermissionError)) or not is_url(url)
+            is_full = isinstance(error, OSError) and error.errno == errno.ENOSPC
+            is_final = isinstance(error, (ImportError, ValueError, PermissionError)) or is_full or not is_url(url)
             if is_final or attempt == _ATTEMPTS - 1:
-                raise OSError(shown(f"{url}: {_reason(error)}")) from error
+                kind = OSError if is_final else ConnectionError
+                raise kind(shown(f"{url}: {_reason(error)}")) from error
         disconnect()
         time.sleep(2**attempt + random.random() / 2)
     raise AssertionError("the last attempt returns or raises")

@@ -109,13 +109,16 @@ def single(folder: Path) -> EnsembleManifest:
     return EnsembleManifest((1.0,), meta.partition_sha256, {meta.member: folder}, {meta.member: meta})
 
 
-def write_ensemble(run_dir: Path, folders: Sequence[Path], priors: Sequence[float]) -> EnsembleManifest:
+def write_ensemble(
+    run_dir: Path, folders: Sequence[Path], priors: Sequence[float], *, partial: bool = False
+) -> EnsembleManifest:
     """Write ``run_dir/ensemble.json`` over artifacts inside ``run_dir``.
 
     Args:
         run_dir: the run's folder.
         folders: artifact folders of all K experts and perhaps of the router, in any order.
         priors: share of the data in each cluster, [K].
+        partial: whether experts may be missing.
 
     Raises:
         UserError: a folder is outside ``run_dir``, a ``member.json`` is bad, an expert is missing, or members do not
@@ -123,9 +126,16 @@ def write_ensemble(run_dir: Path, folders: Sequence[Path], priors: Sequence[floa
     """
     if outside := [folder for folder in folders if not folder.resolve().is_relative_to(run_dir.resolve())]:
         raise UserError(f"{outside[0]}: lies outside {run_dir}; copy the artifact folder into it")
-    manifest = checked(run_dir / ENSEMBLE_FILE, {read_meta(folder).member: folder for folder in folders}, priors)
-    write_manifest(run_dir, manifest)
+    present = {read_meta(folder).member: folder for folder in folders}
+    lost = _of_partition(len(priors)) - {*present} if partial else ()
+    manifest = checked(run_dir / ENSEMBLE_FILE, present, priors, lost=lost)
+    write_manifest(run_dir, replace(manifest, priors=tuple(priors)))
     return manifest
+
+
+def _of_partition(num_clusters: int) -> set[str]:
+    """Names of the members of an ensemble whose experts have not been changed."""
+    return {*map(expert_name, range(num_clusters)), *([ROUTER] if num_clusters > 1 else [])}
 
 
 def write_manifest(root: Path, manifest: EnsembleManifest) -> None:
@@ -169,7 +179,7 @@ def read_ensemble(path: Path, *, partial: bool = False) -> EnsembleManifest:
 
     Args:
         path: the file.
-        partial: whether to leave out members whose artifacts are missing.
+        partial: whether to leave out members that are not listed or whose artifacts are missing.
 
     Raises:
         UserError: as ``read_document``; a path leaves its folder; a ``member.json`` is bad or has another hash; an
@@ -178,9 +188,12 @@ def read_ensemble(path: Path, *, partial: bool = False) -> EnsembleManifest:
     document = read_document(path)
     about, members = document["about"], document["members"]
     folders = {entry["member"]: inside(path.parent, entry["path"], path) for entry in members}
-    lost = [name for name, folder in folders.items() if partial and not (folder / MEMBER_FILE).exists()]
     order = [name for name in folders if name != ROUTER] if document["changed"] else None
-    present = {name: folder for name, folder in folders.items() if name not in lost}
+    present, lost = folders, set[str]()
+    if partial:
+        present = {name: folder for name, folder in folders.items() if (folder / MEMBER_FILE).exists()}
+        all_names = {*folders} if order else _of_partition(len(document["priors"]))
+        lost = all_names - {*present}
     manifest = checked(path, present, document["priors"], order, lost)
     for entry in members:
         name, file = entry["member"], folders[entry["member"]] / MEMBER_FILE
@@ -242,7 +255,7 @@ def checked(
         folders={name: folders[name] for name in names},
         metas=metas,
         changed=changed,
-        lost={name: float(dict(zip(experts, priors, strict=True)).get(name, 0)) for name in lost},
+        lost={name: float(dict(zip(experts, priors, strict=True)).get(name, 0)) for name in sorted(lost)},
     )
 
 
@@ -261,8 +274,12 @@ def knows(router: ArtifactMeta | None, name: str, expert: ArtifactMeta) -> bool:
     return router is None or dict(enumerate(known_clusters(router))).get(cluster_of_expert(name)) == cluster_of(expert)
 
 
-def assemble(run: Run) -> bool:
+def assemble(run: Run, *, partial: bool = False) -> bool:
     """Write ``ensemble.json`` over the artifacts of all members, which must be finished.
+
+    Args:
+        run: the run.
+        partial: whether to leave out those that are not.
 
     Returns:
         Whether the ensemble has changed.
@@ -271,15 +288,15 @@ def assemble(run: Run) -> bool:
         UserError: artifacts are damaged or do not belong together.
     """
     try:
-        listed = read_ensemble(run.folder.ensemble).metas
+        listed = read_ensemble(run.folder.ensemble, partial=partial).metas
     except UserError:  # none yet, or its artifacts have changed
         listed = {}
-    folders = [run.folder.artifact(name) for name in run.names]
+    folders = [run.folder.artifact(name) for name in run.names if not partial or run.is_finished(name)]
     for folder in folders:
         meta = read_meta(folder)
         if listed.get(meta.member) != meta:  # hash only new weights: they are gigabytes
             check_recorded(folder / WEIGHTS_FILE, meta.model_sha256, REMEDY)
-    return write_ensemble(run.folder.root, folders, run.manifest.priors).metas != listed
+    return write_ensemble(run.folder.root, folders, run.manifest.priors, partial=partial).metas != listed
 
 
 # Changes of experts without training: each function returns the changed manifest and writes nothing. Without a router

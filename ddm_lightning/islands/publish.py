@@ -110,9 +110,10 @@ class Publisher:
                 self._pull_rest()
                 break
 
-    def _checkpoints(self) -> list[tuple[int, int, str]]:
-        """Step, generation and name of each published checkpoint, by step."""
-        names = {Path(name).parts[0] for name in remote.files(f"{self.url}/checkpoints") if Path(name).name == FILES}
+    def _checkpoints(self, *, whole: bool = True) -> list[tuple[int, int, str]]:
+        """Step, generation and name of each published checkpoint, by step; also of those that were not sent whole."""
+        paths = map(Path, remote.files(f"{self.url}/checkpoints"))
+        names = {path.parts[0] for path in paths if path.name == FILES or not whole}
         found = [(match, name) for name in names if (match := _CHECKPOINT.fullmatch(name))]
         return sorted((int(match[2]), int(match[3]), name) for match, name in found)
 
@@ -189,10 +190,16 @@ class Publisher:
             with suppress(FileNotFoundError):  # removed meanwhile; the next one will be newer
                 self._send(newest, f"{self.url}/checkpoints/{newest.name}.{self.held.generation}", FILES)
                 self._published_step = step_of(newest)
-            for _, _, stem in self._checkpoints()[:-_KEPT]:
-                remote.remove(f"{self.url}/checkpoints/{stem}")
+            self._remove_old_checkpoints()
         if self.run.is_finished(self.name):
             self._send(self.run.folder.artifact(self.name), f"{self.url}/artifact", MEMBER_FILE)
+
+    def _remove_old_checkpoints(self) -> None:
+        """Remove all but the newest, and what processes that were killed have sent of theirs."""
+        kept = self._checkpoints()[-_KEPT:]
+        for found in self._checkpoints(whole=False):
+            if found not in kept and found[1] <= self.held.generation:
+                remote.remove(f"{self.url}/checkpoints/{found[2]}")
 
     def _changed(self) -> list[tuple[Path, tuple[int, int]]]:
         """Files that are new or have changed, with their sizes and times."""

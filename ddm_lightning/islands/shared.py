@@ -18,6 +18,7 @@ from ddm_lightning.core.files import atomic_folder, sha256_file
 from ddm_lightning.core.weights import check_recorded
 from ddm_lightning.ensemble.manifest import assemble
 from ddm_lightning.members.artifact import REMEDY, WEIGHTS_FILE, read_meta
+from ddm_lightning.members.roles import ROUTER
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import MEMBER_FILE, refuse_changes
 from ddm_lightning.shards.manifest import manifest_path
@@ -126,7 +127,7 @@ def pull_artifact(name: str, run: Run) -> None:
 
 
 def pull_ensemble(run: Run) -> None:
-    """Bring all published artifacts, and assemble the ensemble if it is whole.
+    """Bring all published artifacts, and assemble the ensemble of the members that are finished.
 
     Raises:
         UserError: as ``pull_manifest``, or an artifact is damaged or not the experiment's.
@@ -138,5 +139,5 @@ def pull_ensemble(run: Run) -> None:
         for name in run.names:
             pull_artifact(name, run)
     Run.open(run.experiment, create=True)
-    if all(run.is_finished(name) for name in run.names):
-        assemble(run)
+    if any(run.is_finished(name) for name in run.names if name != ROUTER):
+        assemble(run, partial=True)

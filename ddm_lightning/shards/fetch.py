@@ -1,13 +1,16 @@
 """Shards of a member: read where they are or, if they are behind a URL or compressed, fetched into the member's cache.
 
 A shard appears in the cache complete and checked, or not at all. Ranks and workers of a node share the cache: a lock
-file per shard lets one process fetch it while the others wait or fetch another one.
+file per shard lets one process fetch it while the others wait or fetch another one. A training waits for a store that
+is down.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -17,11 +20,15 @@ from filelock import FileLock, Timeout
 from jaxtyping import Int
 
 from ddm_lightning.core import remote
-from ddm_lightning.core.errors import UserError, first_line
+from ddm_lightning.core.errors import UserError, first_line, note
 from ddm_lightning.core.files import inside, sha256_file
 from ddm_lightning.shards.mds import ShardFile, Shards
 from ddm_lightning.shards.mosaic import decompress
 from ddm_lightning.shards.verify import ShardError, file_problem, read_index, unreadable
+
+PATIENCE_SECONDS = 600.0
+"""Time to wait for a store that is down; below the time-out of the ranks that wait for this one."""
+_PAUSE_SECONDS = 3.0
 
 
 class Origin:
@@ -77,7 +84,7 @@ class Origin:
 
         Args:
             entry: entry of the shard in the index.
-            wait: whether to wait for a process that is fetching it.
+            wait: whether to wait for a process that is fetching it, and for a store that is down.
 
         Returns:
             Whether the shard is there now.
@@ -96,7 +103,7 @@ class Origin:
                 if not raw.is_file():
                     inside(self.folder, stored["basename"], self.folder / "index.json")
                     partial = Path(f"{raw}.part")
-                    remote.get(url, partial)
+                    _get(url, partial, PATIENCE_SECONDS if wait else 0.0)
                     if problem := file_problem(partial, stored):
                         raise ValueError(f"{url}: arrived damaged: {problem}")
                     if entry["zip_data"]:
@@ -106,8 +113,25 @@ class Origin:
         except Timeout:
             return False
         except Exception as error:  # each compression has its own
+            if isinstance(error, ConnectionError) and not wait:
+                return False
             raise unreadable(first_line(error) if url in str(error) else f"{url}: {first_line(error)}") from error
         return True
+
+
+def _get(url: str, path: Path, patience: float) -> None:
+    """Fetch a file; if the store is down, try again for ``patience`` seconds."""
+    end, has_said = time.monotonic() + patience, False
+    while True:
+        try:
+            return remote.get(url, path)
+        except ConnectionError as error:
+            if time.monotonic() >= end:
+                raise
+            if not has_said:
+                note(f"{first_line(error)}; waits up to {patience / 60:g} minutes")
+                has_said = True
+            time.sleep(_PAUSE_SECONDS)
 
 
 class FetchedShards(Shards):
@@ -126,7 +150,6 @@ class FetchedShards(Shards):
         in_place = [not origin.is_fetched for origin, _ in self._entries]
         self._is_here = np.array(in_place) | [file.path.is_file() for file in self.files]
         self._ahead: list[int] = []
-        self._error: ShardError | None = None
 
     def missing_bytes(self) -> int:
         """Return the bytes still to be fetched, uncompressed."""
@@ -139,29 +162,23 @@ class FetchedShards(Shards):
         return distinct[first.argsort()].tolist()
 
     def fetch(self, shard: int, *, wait: bool = True) -> None:
-        """Fetch a shard unless it is here, or unless another process is fetching it and ``wait`` is false.
+        """Fetch a shard unless it is here; ``wait`` as in ``Origin.fetch``.
 
         Raises:
-            ShardError: it cannot be fetched, or one could not be fetched ahead.
+            ShardError: it cannot be fetched.
         """
         if not self._is_here[shard]:
-            if self._error is not None:
-                raise self._error
             origin, entry = self._entries[shard]
             self._is_here[shard] = origin.fetch(entry, wait=wait)
 
     def fetch_ahead(self, shards: Sequence[int]) -> None:
-        """Fetch ``shards`` in a thread of this process; ``take`` raises if that fails."""
+        """Fetch ``shards`` in a thread of this process; one that fails is left to those that need it."""
         self._ahead = ahead = list(shards)
 
         def run() -> None:
-            try:
+            with suppress(IndexError, ShardError):  # emptied meanwhile, or damaged
                 while ahead:
                     self.fetch(ahead.pop(0), wait=False)
-            except IndexError:  # emptied meanwhile
-                pass
-            except ShardError as error:
-                self._error = error
             remote.disconnect()
 
         if ahead:
@@ -172,7 +189,7 @@ class FetchedShards(Shards):
         self._ahead.clear()
 
     def _visit(self, ids: Int[np.ndarray, "m"], visit: Any) -> None:
-        for wait in (False, True):  # first the shards that no other process is fetching
+        for wait in (False, True):  # first the shards that can be had at once
             for shard in self.missing(ids):
                 self.fetch(shard, wait=wait)
         super()._visit(ids, visit)

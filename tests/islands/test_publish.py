@@ -4,15 +4,20 @@ import hashlib
 import json
 import shutil
 import time
+from pathlib import Path
 
 import pytest
 from prepare.listed import hashes
 from shards import servers
 from shards.mds import WARNINGS
-from tiny_runs import MEMBERS, finish, prepared, settings, start
+from tiny_runs import MEMBERS, TINY, finish, prepared, settings, start
 
 from ddm_lightning.cli.parser import main
+from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core import remote
+from ddm_lightning.islands import lease
+from ddm_lightning.islands.publish import Publisher
+from ddm_lightning.members.run import Run
 
 pytestmark = [*WARNINGS, pytest.mark.slow]
 QUICK = ("island.publish_every_n_minutes=0.001", "island.checkpoint_every_n_steps=5")
@@ -134,6 +139,85 @@ def test_a_damaged_published_checkpoint_gives_way_to_the_one_before_it(store, fi
     assert "damaged checkpoint (rest.pt has changed since it was written)" in said
     assert f"takes over the checkpoint of step {int(older[5:13])}" in said
     assert weights(tmp_path / "two/members/expert-0") == weights(finished_run / "members/expert-0")
+
+
+@pytest.fixture
+def publisher(tmp_path, tiny_prepared, monkeypatch):
+    """Publishes the first expert of a run that this process has not trained, to a folder."""
+    monkeypatch.setattr(lease, "HEARTBEAT_SECONDS", 0.02)
+    run = Run(load_experiment(str(TINY), [f"run_dir={tmp_path / 'run'}", f"remote={tmp_path / 'store'}"]))
+    shutil.copytree(tiny_prepared, run.folder.root)
+    held = lease.claim("expert-0", f"{run.url}/members/expert-0/lease", print)
+    (run.folder.member("expert-0") / "tensorboard").mkdir(parents=True)
+    return Publisher("expert-0", run, held)
+
+
+@pytest.mark.parametrize(("way", "act"), [("put", Publisher.publish), ("get", Publisher.pull)])
+def test_the_heart_beats_during_a_long_transfer(publisher, monkeypatch, way, act):
+    (publisher.folder / "tensorboard/events").write_text("one")
+    remote.write(f"{publisher.url}/checkpoints/step-00000010.ckpt.1/files.json", b"{}")
+    beats = []
+
+    def transfer(*_):
+        before = lease.read_lease(publisher.held.url, 1)["beat"]
+        wait_for(lambda: beats.append(lease.read_lease(publisher.held.url, 1)["beat"]) or beats[-1] > before + 2, 20)
+        raise FileNotFoundError
+
+    publisher.start()
+    with monkeypatch.context() as patched:
+        patched.setattr(remote, "write", write_directly)
+        patched.setattr(remote, way, transfer)
+        act(publisher)
+    publisher.finish()
+    assert beats
+
+
+def write_directly(url, content):
+    Path(url).with_suffix(".new").write_bytes(content)
+    Path(url).with_suffix(".new").replace(url)
+
+
+def test_a_file_that_could_not_be_sent_is_sent_later(publisher, monkeypatch):
+    (publisher.folder / "tensorboard/events").write_text("one")
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="down"):
+        patched.setattr(remote, "put", failing)
+        publisher.publish()
+    publisher.publish()
+    assert remote.read(f"{publisher.url}/tensorboard/events") == b"one"
+
+
+def failing(*_):
+    raise OSError("down")
+
+
+def test_what_a_killed_process_has_half_sent_is_removed(publisher):
+    folder = publisher.folder / "checkpoints/step-00000030.ckpt"
+    folder.mkdir(parents=True)
+    for name in ("files.json", "rest.pt"):
+        (folder / name).write_text("{}")
+    there = f"{publisher.url}/checkpoints"
+    for stem in ("step-00000010.ckpt.1", "step-00000020.ckpt.1"):
+        remote.write(f"{there}/{stem}/files.json", b"{}")
+    for stem in ("step-00000025.ckpt.1", "step-00000040.ckpt.2"):  # the second one's process goes on
+        remote.write(f"{there}/{stem}/rest.pt", b"half")
+    publisher.publish()
+    assert {name.split("/")[0] for name in remote.files(there)} == {
+        "step-00000020.ckpt.1",
+        "step-00000030.ckpt.1",
+        "step-00000040.ckpt.2",
+    }
+
+
+def test_an_ensemble_samples_without_a_lost_island(store, finished_run, tmp_path, capsys):
+    url, _ = store
+    for member in ("expert-1", "router"):
+        assert main(["fit", *settings(tmp_path / member), f"remote={url}", f"member={member}"]) == 0
+    capsys.readouterr()
+    assert main(["sample", *settings(tmp_path / "rest"), f"remote={url}"]) == 0
+    assert "the artifact of expert-0 is missing; samples are made without it" in capsys.readouterr().err
+    assert main(["fit", *settings(tmp_path / "late"), f"remote={url}", "member=expert-0"]) == 0
+    assert main(["sample", *settings(tmp_path / "rest"), f"remote={url}", "--out", str(tmp_path / "all.png")]) == 0
+    assert (tmp_path / "all.png").read_bytes() == (finished_run / "samples/top-1.png").read_bytes()
 
 
 def refused(capsys, *arguments):

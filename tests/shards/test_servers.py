@@ -1,6 +1,7 @@
 """Shards behind real servers on this machine: S3's protocol (moto) and SFTP (asyncssh)."""
 
 import time
+from threading import Thread
 
 import pytest
 from deadline import within
@@ -8,6 +9,7 @@ from shards import servers
 from shards.mds import WARNINGS, write_mds
 from shards.ranks import data_module, on_ranks
 
+from ddm_lightning.shards import fetch
 from ddm_lightning.shards.verify import ShardError
 
 pytestmark = [*WARNINGS, pytest.mark.slow]
@@ -34,6 +36,11 @@ def settings_of(url, tmp_path, num_workers):
     return {"shards": url, "clusters": [0], "batch_size": 16, "seed": 1, "cache": cache, "num_workers": num_workers}
 
 
+def wait_until(condition):
+    while not condition():
+        time.sleep(0.05)
+
+
 def two_epochs(rank, num_ranks, settings):
     loader = data_module(rank, num_ranks, settings).train_dataloader()
     return [[i for batch in loader for i in batch["sample_id"].tolist()] for _ in range(2)]
@@ -56,7 +63,24 @@ def test_a_connection_that_is_cut_in_mid_read_is_made_again(remote, tmp_path):
     assert sorted(found) == list(range(NUM_SAMPLES))
 
 
-def test_a_connection_that_is_always_cut_ends_with_one_clear_line(remote, tmp_path):
+def test_a_store_that_is_down_for_a_while_is_waited_for(remote, tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(fetch, "_PAUSE_SECONDS", 0.1)
+    monkeypatch.setattr(fetch, "note", said.append)
+    url, line = remote
+    loader = data_module(0, 1, settings_of(url, tmp_path, 0)).train_dataloader()
+    line.fail(20_000)
+    back = Thread(target=lambda: (wait_until(lambda: said), line.fail(0, times=0)))
+    back.start()
+    with within(80):
+        found = [i for batch in loader for i in batch["sample_id"].tolist()]
+    back.join()
+    assert sorted(found) == list(range(NUM_SAMPLES))
+    assert [line.rpartition("; ")[2] for line in said] == ["waits up to 10 minutes"]
+
+
+def test_a_connection_that_is_always_cut_ends_with_one_clear_line(remote, tmp_path, monkeypatch):
+    monkeypatch.setattr(fetch, "PATIENCE_SECONDS", 0.0)
     url, line = remote
     loader = data_module(0, 1, settings_of(url, tmp_path, 2)).train_dataloader()
     line.fail(20_000)
@@ -71,6 +95,7 @@ def test_a_connection_that_is_always_cut_ends_with_one_clear_line(remote, tmp_pa
 
 def test_a_server_that_falls_silent_is_given_up(remote, tmp_path, monkeypatch):
     monkeypatch.setattr("ddm_lightning.core.remote.SILENT_SECONDS", 0.5)
+    monkeypatch.setattr(fetch, "PATIENCE_SECONDS", 0.0)
     url, line = remote
     loader = data_module(0, 1, settings_of(url, tmp_path, 2)).train_dataloader()
     line.fail(20_000, silent=True)
