@@ -20,11 +20,11 @@ BROWSER := $(BIN)/python -m playwright install --only-shell chromium > /dev/null
 	|| echo "no browser is in reach: the test of the page will skip"
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-long smoke-gpu bench-gpu report lint type imports format clean
+.PHONY: help install demo test test-long test-slurm smoke-gpu bench-gpu report lint type imports format clean
 .DELETE_ON_ERROR:
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "  (PYTHON=python3.12 make ... picks the interpreter that makes $(VENV))"
 
 install: $(TEST) ## make .venv with everything that the demo and the tests need
@@ -37,6 +37,9 @@ test: $(TEST) lint type imports ## what CI runs: lint, types, import rules, test
 
 test-long: $(TEST) ## the tests that take minutes: kills at every moment, quick runs of benchmarks
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "long and not gpu and not slurm"
+
+test-slurm: $(TEST) ## the tests on SLURM, which root starts from packages; says why where it cannot
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slurm
 
 smoke-gpu: export PYTHONPATH := $(CURDIR):$(PYTHONPATH)
 smoke-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(TEST)) ## the first day on a GPU: ten steps, expected against found; a virtual GPU if there is none

@@ -6,6 +6,7 @@ import gc
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import weakref
 from collections.abc import Iterator
@@ -50,12 +51,9 @@ install_import_hook(
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run ``slow`` tests last, and skip what this machine cannot run."""
     without_gpu = pytest.mark.skip(reason="needs a CUDA device")
-    without_slurm = pytest.mark.skip(reason="needs SLURM's sbatch")
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(without_gpu)
-        if item.get_closest_marker("slurm") and shutil.which("sbatch") is None:
-            item.add_marker(without_slurm)
     items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
 
 
@@ -68,6 +66,25 @@ def _own_environment() -> Iterator[None]:
     yield
     os.environ.clear()
     os.environ.update(before)
+
+
+@pytest.fixture(scope="session")
+def slurm_cluster() -> None:
+    """SLURM, started here if there is none and root allows; it stays for other tests: ``slurm.sh stop`` ends it."""
+    if shutil.which("sinfo") and subprocess.run(["sinfo"], capture_output=True, check=False).returncode == 0:
+        return
+    script = Path(__file__).parent / "islands" / "slurm.sh"
+    if os.getuid() != 0:
+        pytest.skip(f"needs SLURM; as root: {script} start")
+    done = subprocess.run([script, "start"], capture_output=True, text=True, timeout=300, check=False)
+    if done.returncode:
+        pytest.skip(f"{script} start: {done.stderr.strip()}")
+
+
+@pytest.fixture(autouse=True)
+def _slurm_where_marked(request: pytest.FixtureRequest) -> None:
+    if request.node.get_closest_marker("slurm"):
+        request.getfixturevalue("slurm_cluster")
 
 
 @pytest.fixture(autouse=True)

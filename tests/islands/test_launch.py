@@ -4,7 +4,6 @@ import hashlib
 import json
 import shlex
 import shutil
-import subprocess
 import sys
 import time
 
@@ -82,18 +81,8 @@ def test_on_a_host_by_ssh(run, tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.slurm
-def test_on_slurm_with_a_preemption(run, tmp_path, capsys):
+def test_on_slurm(run, tmp_path, capsys):
     stops_and_resumes(run, tmp_path, capsys, "slurm", "launch.slurm.cpus_per_device=1")
-    again = [*run[:2], f"run_dir={tmp_path / 'preempted'}", f"remote={tmp_path / 'other'}", *LONG]
-    prepared(tmp_path / "preempted", *again[3:])
-    (started,) = launch(capsys, again, "launch.slurm.cpus_per_device=1", "--on", "slurm", "--only", "expert-0")
-    assert started == "expert-0: started"
-    status = tmp_path / "preempted/members/expert-0/status.json"
-    wait_for(lambda: status.exists() and json.loads(status.read_text())["state"] == "training")
-    handle = json.loads((tmp_path / "preempted/launched.json").read_text())["expert-0"][1]
-    subprocess.run(["scancel", "--signal=USR2", handle], check=True)
-    wait_for((tmp_path / "other/members/expert-0/artifact/member.json").exists, 300)
-    assert weights(tmp_path / "other") == weights(tmp_path / "plain")
 
 
 def test_all_members_of_a_run_become_an_ensemble(run, tmp_path, capsys, quick_prepare):

@@ -1,0 +1,68 @@
+"""Members on SLURM that lose their node, are preempted or meet their time limit end with the same bits."""
+
+import hashlib
+import json
+import shutil
+import subprocess
+import time
+
+import pytest
+from sample_log import LOGS_SAMPLES, python_path
+from tiny_runs import MEMBERS, ROOT, TINY, finish, read_status, start
+
+from ddm_lightning.cli.parser import main
+
+pytestmark = [pytest.mark.slow, pytest.mark.slurm]
+SETTINGS = (
+    LOGS_SAMPLES,
+    "expert.train.max_steps=200",
+    "router.train.max_steps=200",
+    "island.checkpoint_every_n_steps=1000",
+    "launch.slurm={cpus_per_device: 1, notice_seconds: 5}",
+)
+
+
+def slurm(*command):
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def wait_for(condition, seconds=240):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, slurm("squeue", "--long")
+        time.sleep(0.5)
+
+
+def weights(folder):
+    files = {name: folder / "members" / name / "artifact/model.safetensors" for name in MEMBERS}
+    return {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}
+
+
+def test_requeued_members_resume_to_the_same_bits(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'data'}:{python_path()}")
+    run, store = tmp_path / "run", tmp_path / "store"
+    own = ["-c", str(TINY), f"run_dir={run}", f"remote={store}", *SETTINGS]
+    assert main(["prepare", *own]) == 0
+    monkeypatch.setenv("STEP_SECONDS", "0.3")  # a minute and no member is through
+    assert main(["launch", *own, "--on", "slurm", "--only", "expert-0,expert-1"]) == 0
+    assert main(["launch", *own, "--on", "slurm", "--only", "router", "launch.slurm.minutes=1"]) == 0
+    handles = {name: handle for name, (_, handle) in json.loads((run / "launched.json").read_text()).items()}
+
+    shutil.copytree(run / "prepared", tmp_path / "plain" / "prepared")
+    with monkeypatch.context() as quick:
+        quick.delenv("STEP_SECONDS")
+        plain = start("fit", tmp_path / "plain", *SETTINGS)
+
+    wait_for(lambda: all(read_status(run, name).get("step", 0) > 0 for name in MEMBERS))
+    node = slurm("squeue", "--noheader", "--jobs", handles["expert-0"], "--format=%N")
+    slurm("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
+    slurm("scontrol", "update", f"nodename={node}", "state=resume")
+    slurm("scancel", "--signal=USR2", handles["expert-1"])
+
+    finish(plain)
+    wait_for(lambda: all((store / "members" / name / "artifact/member.json").exists() for name in MEMBERS))
+    for handle in handles.values():  # the router has met its time limit
+        assert "Restarts=0" not in slurm("scontrol", "show", "job", handle)
+    assert weights(store) == weights(tmp_path / "plain")
+    assert main(["sample", *own, f"run_dir={tmp_path / 'elsewhere'}"]) == 0
+    assert (tmp_path / "elsewhere/samples/top-1.png").exists()
