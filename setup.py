@@ -57,6 +57,8 @@ PAGE = ["gradio>=6.15"]
 NOTEBOOK = ["notebook>=7"]
 COMPLETION = ["argcomplete>=3"]
 SLURM = ["submitit>=1.5"]
+# Signatures of artifacts by OpenSSF.
+SIGNING = ["model-signing>=1.1"]
 RAY = ["ray[data]>=2.40"]
 WANDB = ["wandb>=0.18"]
 
@@ -69,6 +71,7 @@ TEST = [
     *PAGE,
     *COMPLETION,
     *RAY,
+    *SIGNING,
     # They write what tests read.
     "datasets>=5",
     "webdataset>=0.2.100",
@@ -112,6 +115,7 @@ setup(
         "notebook": NOTEBOOK,
         "completion": COMPLETION,
         "ray": RAY,
+        "signing": SIGNING,
         "slurm": SLURM,
         "wandb": WANDB,
         "test": TEST,

@@ -6,7 +6,7 @@ import argparse
 import itertools
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -32,7 +32,8 @@ from ddm_lightning.members.preflight import (
 )
 from ddm_lightning.members.roles import ROUTER, island_of, parse_members
 from ddm_lightning.members.run import Run
-from ddm_lightning.members.run_folder import RunFolder, refuse_changed
+from ddm_lightning.members.run_folder import SIGNATURE, RunFolder, refuse_changed
+from ddm_lightning.members.signatures import PREPARE, check_keys, refuse_older, sign_manifest, verify
 from ddm_lightning.shards.manifest import DataSizes, Manifest
 from ddm_lightning.use.ensemble import DecentralizedEnsemble
 from ddm_lightning.use.saved import export_diffusers, fetched, manifest_with_about, resolve, save_ensemble
@@ -59,9 +60,11 @@ def _prepare(experiment: Experiment, options: argparse.Namespace) -> None:
     print(f"next: {command_line('fit', options)}")
 
 
-def _check(experiment: Experiment, options: argparse.Namespace) -> None:
+def _check(experiment: Experiment, options: argparse.Namespace, members: Sequence[str] = ()) -> None:
     check_plugins(experiment, options.config, options.overrides)
     refuse_changed(experiment)
+    for name in (PREPARE, *members):
+        check_keys(name, Run(experiment))
 
 
 def _networks_check(experiment: Experiment, options: argparse.Namespace) -> Callable[[DataSizes | Manifest], None]:
@@ -80,6 +83,7 @@ def _prepared(experiment: Experiment, options: argparse.Namespace) -> Run:
         check(prepare(experiment, RunFolder.of(experiment).root, reporter, check, prune))  # also if it is up to date
         # Only now: after an error in prepare, the corrected experiment may use the same folder.
         run = Run.open(experiment, create=True)
+        sign_manifest(run)
         publish_prepared(run, lambda done, total: reporter.advance("publish", done, total))
     return run
 
@@ -103,7 +107,7 @@ def _fit(experiment: Experiment, options: argparse.Namespace) -> int | None:
 
 def _fit_one(member: str, experiment: Experiment, options: argparse.Namespace) -> int | None:
     experiment = replace(experiment, island=island_of(member, experiment))
-    _check(experiment, options)
+    _check(experiment, options, [member])
     run = Run(experiment)
     pull_manifest(run)
     manifest = run.manifest  # an island gets prepared shards; it does not make them
@@ -140,7 +144,7 @@ def _fit_several(members: list[str], experiment: Experiment, options: argparse.N
     if is_shared(Run(experiment)) or is_collected(members, Run(experiment)):
         run = Run.open(experiment, create=True)
     else:
-        _check(experiment, options)
+        _check(experiment, options, members)
         run = _prepared(experiment, options)
     refuse_stale(members, run)
     failures = fit_members(members, run, options.jobs or default_jobs(experiment), console)
@@ -300,6 +304,10 @@ def change_ensemble(options: argparse.Namespace) -> None:
     if options.action != "remove" and options.images is not None and options.images < 1:
         raise UserError(f"--images {options.images}: must be at least 1")
     before, out = manifest_with_about(fetched(options.folder), partial=True), Path(options.out)
+    if options.action != "remove" and options.trust:
+        verify(Path(options.artifact), Path(options.artifact) / SIGNATURE, [Path(key) for key in options.trust])
+        if options.action == "replace" and options.member in before.experts:
+            refuse_older(Path(options.artifact), before.folders[options.member])
     if options.action == "remove":
         after = removed(before, options.member)
     elif options.action == "replace":

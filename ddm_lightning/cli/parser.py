@@ -191,6 +191,7 @@ def _changes() -> dict[str, tuple[str, _Options]]:
     member = {"member": _option("name of the expert, such as expert-2", metavar="EXPERT")}
     artifact = {"artifact": _option("artifact folder of the new expert", metavar="ARTIFACT")}
     images = _option("images in its cluster, for its prior", type=int, metavar="N")
+    trust = _option("public key that must have signed ARTIFACT; repeat it for more", action="append", metavar="KEY")
     out = {"--out": _option("new folder, a saved ensemble", required=True, metavar="OUT")}
     tune = "extend the router: run folders with the shards of its own clusters, and with those of the new one"
     return {
@@ -201,6 +202,7 @@ def _changes() -> dict[str, tuple[str, _Options]]:
                 **artifact,
                 "--images": {**images, "required": True},
                 "--tune-router": _option(tune, nargs=2, metavar=("RUN", "NEW_RUN")),
+                "--trust": trust,
                 **out,
             },
         ),
@@ -210,7 +212,7 @@ def _changes() -> dict[str, tuple[str, _Options]]:
         ),
         "replace": (
             "Put another artifact in the place of an expert.",
-            {**folder, **member, **artifact, "--images": images, **out},
+            {**folder, **member, **artifact, "--images": images, "--trust": trust, **out},
         ),
     }
 

@@ -243,6 +243,11 @@ class IslandConfig:
     """Minutes between publications of the newest checkpoint and the curves at ``remote``."""
     milestone_every_n_steps: int | None = option(None, low=1)
     """Steps between checkpoints that are never deleted; null for none."""
+    signing_key: str | None = None
+    """File of the private key (elliptic curve, PEM) that signs what this island hands over; null to sign nothing."""
+    trusted_keys: dict[str, Any] = field(default_factory=dict)
+    """Public keys that must have signed what others hand over: ``{prepare: a.pub, expert: [b.pub, c.pub]}``, or
+    ``{all: a.pub}``; empty to check no signatures."""
 
 
 @dataclass

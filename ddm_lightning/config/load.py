@@ -21,6 +21,7 @@ from ddm_lightning.config.merge import merge
 from ddm_lightning.config.validate import check_experiment
 from ddm_lightning.core import checks
 from ddm_lightning.core.errors import UserError, first_line
+from ddm_lightning.core.files import sha256_json
 
 
 def load_experiment(path: str | Path, overrides: Sequence[str] = (), record: Path | None = None) -> Experiment:
@@ -223,6 +224,21 @@ def describe() -> Iterator[tuple[str, str, str]]:
 def changeable_keys() -> tuple[str, ...]:
     """Dotted keys of fields and sections that may differ between two starts, as the schema declares."""
     return tuple(key for key, _, own, _ in _schema(Experiment()) if own.metadata.get("changeable"))
+
+
+def fingerprint(experiment: Experiment) -> str:
+    """Hash of the settings that shape a result: neither ``changeable_keys`` nor numbers of steps.
+
+    Keys at their defaults do not count, so that a release with more keys gives the same.
+    """
+    free = tuple(f"{key}." for key in changeable_keys())
+    defaults = dict(leaves(asdict(Experiment()), lists=False))
+    own = {
+        key: value
+        for key, value in leaves(asdict(experiment), lists=False)
+        if value != defaults.get(key) and not f"{key}.".startswith(free) and not key.endswith(".max_steps")
+    }
+    return sha256_json(own)
 
 
 @functools.cache

@@ -26,6 +26,8 @@ from ddm_lightning.members.artifact import (
 from ddm_lightning.members.roles import EXPERT, ROUTER, cluster_of_expert, expert_name, role_of
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import ENSEMBLE_FILE, MEMBER_FILE, read_record
+from ddm_lightning.members.signatures import accept, check_manifest
+from ddm_lightning.shards.manifest import manifest_path
 
 # Experts that were added may have been trained on another partition.
 _SHARED_BY_PARTITION = ("partition_sha256", "num_clusters")
@@ -285,18 +287,21 @@ def assemble(run: Run, *, partial: bool = False) -> bool:
         Whether the ensemble has changed.
 
     Raises:
-        UserError: artifacts are damaged or do not belong together.
+        UserError: artifacts are damaged or do not belong together, or a signature is refused.
     """
+    check_manifest(run.experiment, manifest_path(run.folder.root))
+    folders = {name: run.folder.artifact(name) for name in run.names if not partial or run.is_finished(name)}
+    for name, folder in folders.items():
+        accept(name, folder, run)
     try:
         listed = read_ensemble(run.folder.ensemble, partial=partial).metas
     except UserError:  # none yet, or its artifacts have changed
         listed = {}
-    folders = [run.folder.artifact(name) for name in run.names if not partial or run.is_finished(name)]
-    for folder in folders:
+    for folder in folders.values():
         meta = read_meta(folder)
         if listed.get(meta.member) != meta:  # hash only new weights: they are gigabytes
             check_recorded(folder / WEIGHTS_FILE, meta.model_sha256, REMEDY)
-    return write_ensemble(run.folder.root, folders, run.manifest.priors, partial=partial).metas != listed
+    return write_ensemble(run.folder.root, [*folders.values()], run.manifest.priors, partial=partial).metas != listed
 
 
 # Changes of experts without training: each function returns the changed manifest and writes nothing. Without a router

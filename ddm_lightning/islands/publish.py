@@ -28,6 +28,7 @@ from ddm_lightning.islands.lease import Lease, LostLeaseError
 from ddm_lightning.islands.shared import pull_artifact, reaching
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import MEMBER_FILE
+from ddm_lightning.members.signatures import ACCEPTED_FILE
 from ddm_lightning.training import ranks
 from ddm_lightning.training.checkpoint import FILES, TEMPORARY, damage_of, newest_checkpoint, step_of
 
@@ -37,7 +38,7 @@ STOP_SECONDS = 20.0
 """The same after a stop, as a scheduler kills what takes longer."""
 _KEPT = 2
 # Neither of use elsewhere, nor whole at any time.
-_PRIVATE = ("artifact", "cache", "checkpoints", "experiment.yaml", "log.txt", "status.json")
+_PRIVATE = (ACCEPTED_FILE, "artifact", "cache", "checkpoints", "experiment.yaml", "log.txt", "status.json")
 _CHECKPOINT = re.compile(r"(step-(\d{8,})\.ckpt)\.(\d+)")
 
 

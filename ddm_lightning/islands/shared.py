@@ -13,18 +13,20 @@ from omegaconf import OmegaConf
 
 from ddm_lightning.config.load import read_yaml
 from ddm_lightning.core import remote
-from ddm_lightning.core.errors import UserError, first_line
+from ddm_lightning.core.errors import DOWNLOADS, UserError, first_line
 from ddm_lightning.core.files import atomic_folder, sha256_file
 from ddm_lightning.core.weights import check_recorded
 from ddm_lightning.ensemble.manifest import assemble
 from ddm_lightning.members.artifact import REMEDY, WEIGHTS_FILE, read_meta
 from ddm_lightning.members.roles import ROUTER
 from ddm_lightning.members.run import Run
-from ddm_lightning.members.run_folder import MEMBER_FILE, refuse_changes
+from ddm_lightning.members.run_folder import MEMBER_FILE, SIGNATURE, STATEMENT, refuse_changes
+from ddm_lightning.members.signatures import accept, check_manifest, signature_of
 from ddm_lightning.shards.manifest import manifest_path
 from ddm_lightning.shards.upload import upload_shards
 
 _MANIFEST = "prepared/manifest.json"
+_SIGNATURE = f"{_MANIFEST}.sig"
 
 
 @contextmanager
@@ -50,16 +52,20 @@ def publish_prepared(run: Run, tick: Callable[[int, int], None]) -> None:
         return
     manifest, folder = manifest_path(run.folder.root), run.folder
     target = f"{run.url}/{_MANIFEST}"
+    is_there = False
     with reaching():
         with suppress(FileNotFoundError):
-            if remote.read(target) == manifest.read_bytes():
-                return
-            raise UserError(
-                f"key 'remote': {remote.shown(run.url)}: holds a run prepared from other data; set another address"
-            )
-        upload_shards(folder.shards, f"{run.url}/{folder.shards.relative_to(folder.root).as_posix()}", tick)
-        remote.put(folder.experiment, f"{run.url}/{folder.experiment.name}")
-        remote.put(manifest, target)
+            is_there = remote.read(target) == manifest.read_bytes()
+            if not is_there:
+                raise UserError(
+                    f"key 'remote': {remote.shown(run.url)}: holds a run prepared from other data; set another address"
+                )
+        if signature_of(manifest).exists():
+            remote.put(signature_of(manifest), f"{run.url}/{_SIGNATURE}")
+        if not is_there:
+            upload_shards(folder.shards, f"{run.url}/{folder.shards.relative_to(folder.root).as_posix()}", tick)
+            remote.put(folder.experiment, f"{run.url}/{folder.experiment.name}")
+            remote.put(manifest, target)
 
 
 def pull_manifest(run: Run) -> None:
@@ -68,11 +74,14 @@ def pull_manifest(run: Run) -> None:
     Raises:
         UserError: the URL cannot be read, or holds nothing, another experiment or other shards.
     """
+    path = manifest_path(run.folder.root)
     if run.url is None:
+        check_manifest(run.experiment, path)
         return
-    shown, path = remote.shown(run.url), manifest_path(run.folder.root)
+    shown = remote.shown(run.url)
     with TemporaryDirectory() as scratch, reaching():
         record, manifest = Path(scratch) / "experiment.yaml", Path(scratch) / path.name
+        DOWNLOADS[scratch] = f"{shown}/prepared"
         try:
             remote.get(f"{run.url}/{_MANIFEST}", manifest)
             remote.get(f"{run.url}/{record.name}", record)
@@ -80,8 +89,13 @@ def pull_manifest(run: Run) -> None:
             raise UserError(
                 f"key 'remote': {shown}: holds no prepared run; start with prepare and the same remote"
             ) from None
+        with suppress(FileNotFoundError):
+            remote.get(f"{run.url}/{_SIGNATURE}", signature_of(manifest))
+        check_manifest(run.experiment, manifest)
         recorded: Any = OmegaConf.to_container(read_yaml(record))
         refuse_changes(f"{shown}/experiment.yaml", recorded, asdict(run.experiment))
+        if signature_of(manifest).exists():
+            remote.get(str(signature_of(manifest)), signature_of(path))
         if not path.exists():
             remote.get(str(manifest), path)
         elif sha256_file(path) != sha256_file(manifest):
@@ -113,7 +127,7 @@ def pull_artifact(name: str, run: Run) -> None:
 
     Raises:
         OSError: the store cannot be read.
-        UserError: the artifact is damaged.
+        UserError: the artifact is damaged, or its signature is refused.
     """
     url, folder = f"{run.url}/members/{name}/artifact", run.folder.artifact(name)
     with suppress(FileNotFoundError):
@@ -121,8 +135,13 @@ def pull_artifact(name: str, run: Run) -> None:
         if (folder / MEMBER_FILE).exists() and (folder / MEMBER_FILE).read_bytes() == description:
             return
         with atomic_folder(folder) as temporary:
+            DOWNLOADS[str(temporary)] = remote.shown(url)
             (temporary / MEMBER_FILE).write_bytes(description)
+            for file in (STATEMENT, SIGNATURE):
+                with suppress(FileNotFoundError):
+                    remote.get(f"{url}/{file}", temporary / file)
             remote.get(f"{url}/{WEIGHTS_FILE}", temporary / WEIGHTS_FILE)
+            accept(name, temporary, run)
             check_recorded(temporary / WEIGHTS_FILE, read_meta(temporary).model_sha256, REMEDY)
 
 

@@ -7,7 +7,7 @@ checked, and networks are found by name among those installed here.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -129,8 +129,16 @@ def _contradiction(document: Mapping[str, Any]) -> str | None:
     return next((problem for is_wrong, problem in rules if is_wrong), None)
 
 
-def write_artifact(folder: Path, state_dict: Mapping[str, Tensor], meta: ArtifactMeta) -> ArtifactMeta:
+def write_artifact(
+    folder: Path, state_dict: Mapping[str, Tensor], meta: ArtifactMeta, sign: Callable[[Path], None] | None = None
+) -> ArtifactMeta:
     """Write ``model.safetensors`` and ``member.json``; ``folder`` appears whole or not at all.
+
+    Args:
+        folder: the artifact.
+        state_dict: its weights by name.
+        meta: its description.
+        sign: adds a signature to the folder it is called with.
 
     Returns:
         ``meta`` with the hash of the written weights.
@@ -145,6 +153,8 @@ def write_artifact(folder: Path, state_dict: Mapping[str, Tensor], meta: Artifac
         if problem := checks.problem_with(document, _CHECKS) or _contradiction(document):
             raise ValueError(problem)
         atomic_write_json(temporary / MEMBER_FILE, document)
+        if sign is not None:
+            sign(temporary)
     return meta
 
 
@@ -290,6 +300,7 @@ def hand_over(
     weights: Mapping[str, Tensor],
     prediction: str,
     status: MemberStatus,
+    sign: Callable[[Path], None] | None = None,
 ) -> None:
     """Write the artifact of a member after its last step.
 
@@ -300,6 +311,7 @@ def hand_over(
         weights: averaged weights on the CPU.
         prediction: prediction type of an expert's network.
         status: steps and figures of the training.
+        sign: as in ``write_artifact``.
 
     Raises:
         UserError: a weight is not finite.
@@ -312,4 +324,4 @@ def hand_over(
         num_samples=status.step * member.batch_size,
         metrics={**status.metrics, **validated},
     )
-    write_artifact(folder, weights, meta)
+    write_artifact(folder, weights, meta, sign)

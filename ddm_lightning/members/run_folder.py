@@ -20,6 +20,8 @@ from ddm_lightning.core.files import read_json
 
 MEMBER_FILE = "member.json"
 """Description of an artifact's weights."""
+SIGNATURE, STATEMENT = "model.sig", "signed.json"
+"""Signature of an artifact, and what it says besides (``members.signatures``); absent without keys."""
 ENSEMBLE_FILE = "ensemble.json"
 
 

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -21,9 +22,10 @@ from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_folder
 from ddm_lightning.core.formatting import Bars
 from ddm_lightning.core.weights import load_weights
-from ddm_lightning.members.artifact import build_network, read_artifact, write_artifact
+from ddm_lightning.members.artifact import ArtifactMeta, build_network, read_artifact, write_artifact
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import lock_member
+from ddm_lightning.members.signatures import sign_artifact
 from ddm_lightning.members.status import HELD_OUT_STEP, loss_of
 from ddm_lightning.training import ema
 from ddm_lightning.training.fit import build_data
@@ -149,10 +151,13 @@ class Averages:
                 if not self._original.exists():
                     with atomic_folder(self._original) as temporary:
                         shutil.copytree(self.artifact, temporary, dirs_exist_ok=True)
-                write_artifact(self.artifact, weights, replace(self.meta, metrics={**self.meta.metrics, **found}))
+                self._write(weights, replace(self.meta, metrics={**self.meta.metrics, **found}))
             elif self._original.exists():
                 meta, weights = read_artifact(self._original)
-                write_artifact(self.artifact, weights, meta)
+                self._write(weights, meta)
+
+    def _write(self, weights: Mapping[str, Tensor], meta: ArtifactMeta) -> None:
+        write_artifact(self.artifact, weights, meta, partial(sign_artifact, name=self.name, run=self.run))
 
     def _shares(self, width: float) -> Float[np.ndarray, " n"]:
         """Share of each snapshot in the average of ``width``.

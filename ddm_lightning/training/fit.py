@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import warnings
+from functools import partial
 from pathlib import Path
 
 import lightning as L
@@ -23,6 +24,7 @@ from ddm_lightning.members.cost import checkpoint_bytes, step_cost
 from ddm_lightning.members.member import Member
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import lock_member
+from ddm_lightning.members.signatures import sign_artifact
 from ddm_lightning.members.status import MemberStatus
 from ddm_lightning.networks.attention import chosen_kernel
 from ddm_lightning.shards.datamodule import ClusterDataModule
@@ -144,7 +146,8 @@ def _hand_over(objective: Objective, trainer: L.Trainer, run: Run, status: Membe
         weights |= ema.kept_buffers(objective.network)
         # The one that ``ema`` replaced has fewer steps.
         shutil.rmtree(run.folder.member(member.name) / ema.FOLDER / "artifact", ignore_errors=True)
-        hand_over(run.folder.artifact(member.name), member, run.manifest, weights, objective.prediction, status)
+        folder, sign = run.folder.artifact(member.name), partial(sign_artifact, name=member.name, run=run)
+        hand_over(folder, member, run.manifest, weights, objective.prediction, status, sign)
 
 
 def build_data(member: Member, run: Run) -> ClusterDataModule:

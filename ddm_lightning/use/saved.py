@@ -47,7 +47,15 @@ from ddm_lightning.ensemble.routing import with_strategy
 from ddm_lightning.members.artifact import REMEDY, WEIGHTS_FILE
 from ddm_lightning.members.preflight import check_strategy
 from ddm_lightning.members.roles import condition_spec
-from ddm_lightning.members.run_folder import ENSEMBLE_FILE, MEMBER_FILE, RunFolder, load_run, refuse_changed
+from ddm_lightning.members.run_folder import (
+    ENSEMBLE_FILE,
+    MEMBER_FILE,
+    SIGNATURE,
+    STATEMENT,
+    RunFolder,
+    load_run,
+    refuse_changed,
+)
 from ddm_lightning.shards.manifest import Manifest, manifest_path
 
 _PIPELINE = '''"""Code of this folder for diffusers: the class is part of the installed package ddm_lightning."""
@@ -59,6 +67,8 @@ _CARD = Environment(
 ).get_template("model_card.md.j2")
 
 
+# Of an artifact; those of a signature need not exist.
+_FILES = (MEMBER_FILE, WEIGHTS_FILE, STATEMENT, SIGNATURE)
 # Sections that may be overridden for a saved ensemble.
 _FREE = ("island", "sample", "evaluate")
 
@@ -93,7 +103,7 @@ def fetched(address: str | Path) -> Path:
         document = read_document(run.ensemble)
         for relative in {entry["path"] for entry in document["members"]}:
             folder = inside(run.root, relative, run.ensemble)
-            fetch(folder / MEMBER_FILE, folder / WEIGHTS_FILE)
+            fetch(*(folder / file for file in _FILES))
         if document["about"] is None:
             fetch(run.experiment, manifest_path(run.root))
     except OSError as error:
@@ -278,8 +288,9 @@ def save_ensemble(ensemble: EnsembleManifest, out: Path, licence: str | None = N
         for name, folder in ensemble.folders.items():
             check_recorded(folder / WEIGHTS_FILE, ensemble.metas[name].model_sha256, REMEDY)
             (temporary / name).mkdir()
-            for file in (MEMBER_FILE, WEIGHTS_FILE):
-                shutil.copyfile(folder / file, temporary / name / file)
+            for file in _FILES:
+                if (folder / file).exists():
+                    shutil.copyfile(folder / file, temporary / name / file)
         folders = {name: temporary / name for name in ensemble.folders}
         changed = bool(ensemble.changed or ensemble.lost)
         write_manifest(temporary, replace(ensemble, folders=folders, about=about, changed=changed))

@@ -1,0 +1,204 @@
+"""Signatures of what islands hand over: elliptic-curve keys and bundles of OpenSSF's ``model-signing``.
+
+The signature of an artifact covers its whole folder, with ``signed.json`` in it: that names the experiment and counts
+the versions of the member, so that an older artifact is not taken for the newest. The private key stays at its path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ddm_lightning.config.experiment import Experiment
+from ddm_lightning.config.load import fingerprint
+from ddm_lightning.core import checks
+from ddm_lightning.core.errors import UserError, first_line
+from ddm_lightning.core.files import atomic_write, atomic_write_json, sha256_file, sha256_json
+from ddm_lightning.core.registry import require
+from ddm_lightning.members.artifact import REMEDY, read_meta
+from ddm_lightning.members.roles import island_of
+from ddm_lightning.members.run import Run
+from ddm_lightning.members.run_folder import MEMBER_FILE, SIGNATURE, STATEMENT, read_record
+from ddm_lightning.shards.manifest import manifest_path
+
+PREPARE = "prepare"
+"""Who signs the prepared manifest."""
+
+ACCEPTED_FILE = "accepted.json"
+"""In a member's folder, never published: the newest version that was accepted here."""
+_REMEDY = "get it and its signature again from where it was made"
+_STATEMENT: dict[str, checks.Check] = {"experiment": checks.SHA256, "version": checks.integer(1)}
+_ACCEPTED: dict[str, checks.Check] = {
+    "step": checks.integer(0),
+    "version": checks.integer(0),
+    "content": checks.ANY_TEXT,
+}
+
+
+def signature_of(file: Path) -> Path:
+    """Path of the signature of a single file."""
+    return file.with_name(f"{file.name}.sig")
+
+
+def check_keys(name: str, run: Run) -> None:
+    """Check the keys for a member, or for ``PREPARE``, before work begins that would be lost without them.
+
+    Raises:
+        UserError: a key is missing or unusable, can be read by others or would be published, or the package is missing.
+    """
+    _signer(name, run)
+    for key in _trusted(name, run.experiment):
+        if not key.is_file():
+            raise UserError(f"key 'island.trusted_keys': {key}: there is no such file; copy the public key there")
+
+
+def sign_artifact(folder: Path, name: str, run: Run) -> None:
+    """Sign the new artifact of a member in ``folder``, which will replace its present one; nothing without a key.
+
+    Raises:
+        UserError: as ``check_keys``.
+    """
+    config = _signer(name, run)
+    if config is not None:
+        earlier = run.folder.artifact(name)
+        version = _statement(earlier)["version"] if (earlier / STATEMENT).exists() else 0
+        atomic_write_json(folder / STATEMENT, {"experiment": fingerprint(run.experiment), "version": version + 1})
+        config.sign(folder, folder / SIGNATURE)
+
+
+def sign_manifest(run: Run) -> None:
+    """Sign the prepared manifest; nothing without a key.
+
+    Raises:
+        UserError: as ``check_keys``.
+    """
+    manifest = manifest_path(run.folder.root)
+    config = _signer(PREPARE, run)
+    if config is not None:
+        atomic_write(signature_of(manifest), lambda temporary: config.sign(manifest, temporary))
+
+
+def check_manifest(experiment: Experiment, manifest: Path) -> None:
+    """Check the signature of a prepared manifest, if keys are trusted.
+
+    Raises:
+        UserError: it is not signed, or not by a trusted key, or has changed.
+    """
+    if experiment.island.trusted_keys:
+        verify(manifest, signature_of(manifest), _trusted(PREPARE, experiment))
+
+
+def accept(name: str, folder: Path, run: Run) -> None:
+    """Check the signature of a member's artifact before it is used, if keys are trusted, and remember its version.
+
+    Raises:
+        UserError: it is not signed, or not by a key trusted for the member; it has changed; or it belongs to another
+            member or experiment, or is older than one that was accepted here.
+    """
+    if not run.experiment.island.trusted_keys:
+        return
+    keys, record = _trusted(name, run.experiment), run.folder.member(name) / ACCEPTED_FILE
+    last: dict[str, Any] = {"step": 0, "version": 0, "content": ""}
+    if record.exists():
+        last = read_record(record, _ACCEPTED, "the record of accepted artifacts", "remove it")
+    parts = (folder / SIGNATURE, folder / MEMBER_FILE, *keys)
+    content = sha256_json([sha256_file(part) for part in parts if part.exists()])
+    if content == last["content"]:
+        return  # weights, which are gigabytes, are hashed again when they are loaded
+    verify(folder, folder / SIGNATURE, keys)
+    meta, statement = read_meta(folder), _statement(folder)
+    accepted = {"step": meta.step, "version": statement["version"], "content": content}
+    if meta.member != name:
+        raise UserError(f"{folder}: is signed as {meta.member}, not as {name}; {REMEDY}")
+    if statement["experiment"] != fingerprint(run.experiment):
+        raise UserError(f"{folder}: is signed for an experiment with other settings; {REMEDY}")
+    if (meta.step, statement["version"]) < (last["step"], last["version"]):
+        raise UserError(
+            f"{folder}: is older (step {meta.step}, version {statement['version']}) than the one accepted before "
+            f"(step {last['step']}, version {last['version']}); {REMEDY}; to go back on purpose, remove {record}"
+        )
+    atomic_write_json(record, accepted)
+
+
+def refuse_older(folder: Path, replaced: Path) -> None:
+    """Refuse a signed artifact that is an earlier version of the one it would replace.
+
+    Raises:
+        UserError: it is.
+    """
+    if not (replaced / STATEMENT).exists():
+        return
+    new, old = (
+        (one["experiment"], meta.member, meta.step, one["version"])
+        for one, meta in ((_statement(place), read_meta(place)) for place in (folder, replaced))
+    )
+    if new[:2] == old[:2] and new[2:] < old[2:]:
+        raise UserError(f"{folder}: is older than {replaced}, which it would replace; give the newest artifact")
+
+
+def verify(path: Path, signature: Path, keys: Sequence[Path]) -> None:
+    """Check that a file or folder is as one of the owners of ``keys`` signed it.
+
+    Args:
+        path: the file or folder.
+        signature: a bundle of ``model-signing``.
+        keys: public keys.
+
+    Raises:
+        UserError: it is not, or there is no signature, or the package is missing.
+    """
+    require("key 'island.trusted_keys'", "model_signing", extra="signing")
+    from model_signing.verifying import Config
+
+    if not signature.is_file():
+        raise UserError(f"{path}: is not signed ({signature.name} is missing); {_REMEDY}")
+    problems = []
+    for key in keys:
+        try:
+            Config().use_elliptic_key_verifier(public_key=key).verify(path, signature)
+        except Exception as error:  # noqa: BLE001  # a forged bundle makes the library raise anything
+            problems.append(f"{key}: {first_line(error)}")
+        else:
+            return
+    raise UserError(f"{path}: its signature is refused ({'; '.join(problems)}); {_REMEDY}")
+
+
+def _statement(folder: Path) -> dict[str, Any]:
+    return read_record(folder / STATEMENT, _STATEMENT, "the statement of a signed artifact", REMEDY)
+
+
+def _trusted(name: str, experiment: Experiment) -> list[Path]:
+    """Public keys of which one must have signed what ``name`` hands over."""
+    keys = experiment.island.trusted_keys
+    if not keys:
+        return []
+    for key in (name, name.partition("-")[0], "all"):
+        if key in keys:
+            return [Path(path).expanduser() for path in ([keys[key]] if isinstance(keys[key], str) else keys[key])]
+    raise UserError(f"key 'island.trusted_keys' has no key for {name}; add {name}: FILE or all: FILE")
+
+
+def _signer(name: str, run: Run) -> Any:
+    """The library's settings to sign with the island's key; None if it has none."""
+    island = run.experiment.island if name == PREPARE else island_of(name, run.experiment)
+    if island.signing_key is None:
+        return None
+    path, place = Path(island.signing_key).expanduser(), f"key 'island.signing_key': {island.signing_key}"
+    require("key 'island.signing_key'", "model_signing", extra="signing")
+    from model_signing import hashing, signing
+
+    if not path.is_file():
+        raise UserError(f"{place}: there is no such file; make one with openssl genpkey, or set null")
+    if path.stat().st_mode & 0o077:
+        raise UserError(f"{place}: others may read this private key; run chmod 600 on it")
+    if path.resolve().is_relative_to(run.folder.root.resolve()):
+        raise UserError(f"{place}: lies in the run folder, which is published; move it elsewhere")
+    try:
+        config = signing.Config().use_elliptic_key_signer(private_key=path)
+    except Exception as error:
+        raise UserError(
+            f"{place}: is not an unencrypted private key of the curve P-256, P-384 or P-521 ({first_line(error)}); "
+            "make one with openssl genpkey"
+        ) from error
+    return config.set_hashing_config(hashing.Config().set_ignored_paths(paths=[SIGNATURE]))
