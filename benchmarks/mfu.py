@@ -16,14 +16,14 @@ import torch
 from common import MEMBER, Report, console, device_of, load, parse, parser, run
 from recipe_cost import TrainingStep, measured
 from step_clock import median
-from step_memory import peak_bytes, planned_bytes
+from step_memory import peak_bytes
 from step_networks import in_turn
 
 from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core import processes
 from ddm_lightning.core.devices import peak_of_this_device
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.members.cost import training_bytes
+from ddm_lightning.members.cost import MemberCost
 from ddm_lightning.shards.manifest import DataSizes
 
 LATENTS = DataSizes((4, 32, 32), 768, (77, 768), 1000)
@@ -69,7 +69,8 @@ def add(
 ) -> None:
     """Add the row and the figures of one batch size."""
     step, _ = measured(partial(TrainingStep, MEMBER, experiment, sizes, device))
-    planned, peak = planned_bytes(step), peak_bytes(step)
+    cost, peak = MemberCost(step.member), peak_bytes(step)
+    planned = cost.memory(step.island, "single").peak
     seconds = median(in_turn({"step": step}, num_rounds, STEPS_PER_TURN)["step"])
     described, peak_flops = peak_of_this_device("gpu" if device.type == "cuda" else "cpu", experiment.island.precision)
     report.figures |= {
@@ -77,7 +78,7 @@ def add(
         f"seconds_{batch}": seconds,
         "parameters": step.num_parameters,
         "gflop_a_sample": step.model_flops / 1e9,
-        "gb_of_weights_and_state": training_bytes(step.num_parameters) / 1e9,
+        "gb_of_weights_and_state": cost.state.training / 1e9,
         f"planned_gb_{batch}": planned / 1e9,
         f"peak_gb_{batch}": peak / 1e9,
         f"peak_over_planned_{batch}": peak / planned,

@@ -21,11 +21,10 @@ from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.members.cost import step_cost
 from ddm_lightning.members.member import Member
 from ddm_lightning.networks.attention import set_attention
-from ddm_lightning.networks.blocks import compile_blocks
+from ddm_lightning.networks.blocks import checkpoint_blocks, compile_blocks
 from ddm_lightning.shards.manifest import DataSizes, Manifest
 from ddm_lightning.training.ema import track_ema
 from ddm_lightning.training.optimizer import build_optimizer, clip_in_step
-from ddm_lightning.training.parallel import checkpoint_blocks
 
 PRECISIONS = ("32-true", "bf16-mixed")
 
@@ -52,7 +51,8 @@ class TrainingStep(Timed):
                 f"key 'island.precision' = {island.precision!r}: steps are timed in {' and '.join(PRECISIONS)}; set one"
             )
         self.half, self.compiled = island.precision == "bf16-mixed", island.compile
-        resolved = Member.resolve(member, experiment, sizes)
+        resolved = self.member = Member.resolve(member, experiment, sizes)
+        self.island = island
         with device:  # faster than on the host for billions of weights
             self.network = resolved.build_network()
         cost = step_cost(resolved, island, self.network)

@@ -1,4 +1,4 @@
-"""Memory of a training step: predicted without running it, and measured."""
+"""Memory of a training step, measured."""
 
 from __future__ import annotations
 
@@ -8,13 +8,6 @@ import torch
 from step_networks import Timed
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
-
-from ddm_lightning.members.cost import step_bytes
-
-
-def planned_bytes(step: Timed) -> int:
-    """Predict the peak memory of ``step``, whose optimizer has taken a step; see ``step_bytes``."""
-    return step_bytes(step.network, step.loss, _bytes_of(held(step)), accumulates=step.num_parts > 1)
 
 
 def peak_bytes(step: Timed) -> int:

@@ -6,12 +6,17 @@ A multiply-add counts as two operations.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import math
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from ddm_lightning.config.experiment import IslandConfig
@@ -19,6 +24,10 @@ from ddm_lightning.core.devices import peak_of_this_device
 from ddm_lightning.core.errors import first_line
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.members.member import Member
+from ddm_lightning.networks.blocks import checkpoint_blocks, compile_blocks, is_muon_matrix
+
+HALF = ("bf16-mixed",)
+"""Precisions under which sharded weights are gathered in two bytes; the range of float16 is too small for a copy."""
 
 
 def flops_per_sample(
@@ -30,30 +39,33 @@ def flops_per_sample(
     (elementwise) is not counted.
     """
     num = 2  # a batch of one may take a shortcut
-    meta = _on_meta(network).train(backward)
-    x_t = torch.zeros(num, *x_shape, device="meta")
-    t = torch.zeros(num, device="meta")
+    meta = _empty_copy(network, "meta").train(backward)
+    inputs = _example(x_shape, condition, num, "meta")
     with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(backward):
-        output = meta(x_t, t, _example_condition(condition, num))
+        output = meta(*inputs)
         if backward:
             output.sum().backward()
     return counter.get_total_flops() / num
 
 
-def _example_condition(condition: ConditionSpec, num: int) -> Condition | None:
-    if condition.kind == "none":
-        return None
-    dtype = torch.int64 if condition.kind == "class" else torch.float32
-    return Condition.of(torch.zeros(num, *condition.row_shape, dtype=dtype, device="meta"))
+def _example(
+    x_shape: tuple[int, int, int], condition: ConditionSpec, num: int, device: str
+) -> tuple[Tensor, Tensor, Condition | None]:
+    """``x_t``, ``t`` and condition of ``num`` samples."""
+    rows = None
+    if condition.kind != "none":
+        dtype = torch.int64 if condition.kind == "class" else torch.float32
+        rows = Condition.of(torch.zeros(num, *condition.row_shape, dtype=dtype, device=device))
+    return torch.zeros(num, *x_shape, device=device), torch.zeros(num, device=device), rows
 
 
-def _on_meta(network: nn.Module) -> nn.Module:
-    """A copy without data, which takes no memory."""
-    memo: dict[int, torch.Tensor] = {
-        id(parameter): nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+def _empty_copy(network: nn.Module, device: str, dtype: torch.dtype | None = None) -> nn.Module:
+    """A copy with empty tensors on ``device``; ``dtype`` is that of its parameters, by default their own."""
+    memo: dict[int, Tensor] = {
+        id(parameter): nn.Parameter(torch.empty_like(parameter, device=device, dtype=dtype), parameter.requires_grad)
         for parameter in network.parameters()
     }
-    memo |= {id(buffer): torch.empty_like(buffer, device="meta") for buffer in network.buffers()}
+    memo |= {id(buffer): torch.empty_like(buffer, device=device) for buffer in network.buffers()}
     return copy.deepcopy(network, memo)
 
 
@@ -102,72 +114,226 @@ def relative_cost(member: Member) -> int:
     return num_parameters * member.batch_size * member.train.max_steps
 
 
-def checkpoint_bytes(num_parameters: int, num_widths: int = 0) -> int:
-    """Bytes of weights, two AdamW moments, the EMA and ``num_widths`` power-function averages, all fp32."""
-    return 4 * (4 + num_widths) * num_parameters
+@dataclass(frozen=True)
+class State:
+    """Bytes that a training needs besides activations, all fp32 and unsharded."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    """Two moments of AdamW; one of Muon for its matrices."""
+    ema: int
+    """The exponential average, and power-function averages."""
+
+    @property
+    def checkpoint(self) -> int:
+        """What a checkpoint holds: everything but the gradients."""
+        return self.weights + self.optimizer + self.ema
+
+    @property
+    def training(self) -> int:
+        """Memory of a training without activations."""
+        return self.checkpoint + self.gradients
 
 
-def training_bytes(num_parameters: int, num_widths: int = 0) -> int:
-    """Unsharded memory of a training besides activations: the checkpoint's contents and the gradients."""
-    return checkpoint_bytes(num_parameters, num_widths + 1)
-
-
-def step_bytes(network: nn.Module, loss: Callable[[], Tensor], state: int, *, accumulates: bool) -> int:
-    """Predict the peak memory of a training step from forward passes of the first two blocks.
-
-    Weights and optimizer state exist all the time. When the backward pass begins, the tensors kept by the forward pass
-    exist as well; when it ends, all gradients and the tensors kept by the first block. Activation checkpointing adds
-    the recomputed tensors of one block. Temporary tensors are not counted.
+def state_bytes(num_parameters: int, num_widths: int = 0, num_muon: int = 0) -> State:
+    """Bytes of a training's state.
 
     Args:
-        network: on its device, with equal ``blocks``.
-        loss: computes the loss of one micro-batch.
-        state: bytes that outlast a step: weights, buffers and optimizer state.
-        accumulates: whether a step has several micro-batches, and gradients exist from the first on.
+        num_parameters: number of the network's parameters.
+        num_widths: number of power-function averages.
+        num_muon: number of parameters that Muon trains.
     """
-    blocks = network.blocks
-    assert isinstance(blocks, nn.ModuleList)
-    one, two = (_kept_by_first(network, loss, blocks, num) for num in (1, 2))
-    kept = one + (len(blocks) - 1) * (two - one)
-    anew = 0
-    if "forward" in vars(blocks[0]):
-        with _as_written(blocks[0]):
-            anew = _kept_by_first(network, loss, blocks, 1) - one
-    gradients = sum(parameter.nbytes for parameter in network.parameters())
-    return state + anew + max(kept + gradients * accumulates, gradients + one)
+    each = 4 * num_parameters
+    return State(each, each, 2 * each - 4 * num_muon, (1 + num_widths) * each)
 
 
-def activation_bytes(network: nn.Module, loss: Callable[[], Tensor]) -> int:
-    """Bytes that a forward pass keeps for the backward pass, without uncast weights."""
-    own = {tensor.untyped_storage().data_ptr() for tensor in network.state_dict(keep_vars=True).values()}
-    kept: dict[int, int] = {}
+def chosen_strategy(island: IslandConfig, state: State, num_bytes: int) -> str:
+    """Resolve ``island.strategy``: ``auto`` is the one with the least communication that fits the devices.
 
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()  # by address: a view of a kept tensor costs nothing
-        return tensor.detach()  # the tensor itself and its graph would keep each other alive
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        value = loss()
-    del value  # only now: its graph keeps the counted tensors, so that no address is reused
-    return sum(kept.values())
-
-
-def _kept_by_first(network: nn.Module, loss: Callable[[], Tensor], blocks: nn.ModuleList, num: int) -> int:
-    network.blocks = nn.ModuleList(list(blocks)[:num])
-    try:
-        return activation_bytes(network, loss)
-    finally:
-        network.blocks = blocks
+    Args:
+        island: its devices and settings.
+        state: of the training.
+        num_bytes: memory of one device.
+    """
+    if island.devices == 1 and island.strategy in ("auto", "single"):
+        return "single"
+    if island.strategy != "auto":
+        return island.strategy
+    room = 0.5 * num_bytes  # the other half is left to activations
+    if state.training < room:
+        return "ddp"
+    # Gathered weights come on top of the shards. A block's whole gradients do, too, but are far smaller.
+    gathered = _gathered_bytes(state, island) + state.training / island.devices
+    return "fsdp-shard-grad-op" if gathered < room else "fsdp"
 
 
-@contextmanager
-def _as_written(block: nn.Module) -> Iterator[None]:
-    """Run ``block`` neither compiled nor checkpointed, by removing the attributes that hide its class's methods."""
-    names = [name for name in ("forward", "_compiled_call_impl") if name in vars(block)]
-    hidden: dict[str, object] = {name: vars(block).pop(name) for name in names}
-    try:
-        yield
-    finally:
-        vars(block).update(hidden)
+def _gathered_bytes(state: State, island: IslandConfig) -> int:
+    return state.weights // 2 if island.precision in HALF else state.weights
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one device in a training step.
+
+    Gradients come as the activations go, so that ``peak`` counts the larger of the two, unless both exist at once:
+    with micro-batches, and with sharded gradients, which outlast the step's backward pass.
+    """
+
+    weights: int
+    """The device's share, its buffers, and gathered weights under FSDP2."""
+    gradients: int
+    optimizer: int
+    ema: int
+    activations: int
+    """Tensors that the forward pass of a micro-batch keeps for the backward pass, half-precision weights included."""
+    temporary: int
+    """Everything else that exists at the worst moment."""
+    peak: int
+    """The most at once."""
+
+
+def micro_batch_of(member: Member, island: IslandConfig) -> tuple[int, int]:
+    """Samples that a device computes at once, and how often it does so in a step."""
+    num = math.ceil(member.batch_size / island.devices)
+    parts = math.ceil(num / (island.micro_batch_size or num))
+    return math.ceil(num / parts), parts
+
+
+class MemberCost:
+    """Parameters, FLOPs and memory of one member, counted without computing anything.
+
+    Args:
+        member: the member; its network is built on the meta device.
+
+    Raises:
+        UserError: as ``Member.build_network``.
+    """
+
+    def __init__(self, member: Member) -> None:
+        self.member, self.network = member, member.plan_network()
+        named = dict(self.network.named_parameters())
+        self.num_parameters = sum(parameter.numel() for parameter in named.values())
+        by_muon = member.train.optimizer == "muon"
+        self.num_muon = sum(p.numel() for name, p in named.items() if by_muon and is_muon_matrix(name, p))
+        self.state = state_bytes(self.num_parameters, len(member.train.ema_widths), self.num_muon)
+        self._held: dict[tuple[object, ...], tuple[int, int]] = {}
+
+    def flops(self, *, backward: bool = True) -> float:
+        """FLOPs of one sample; see ``flops_per_sample``."""
+        return flops_per_sample(self.network, self.member.x_shape, self.member.condition, backward=backward)
+
+    def memory(self, island: IslandConfig, strategy: str) -> Memory:
+        """Predict the memory of one device.
+
+        A step with tensors that have no data counts what is alive. It takes a second, with compiled blocks some more:
+        their graphs are those of torch's compiler before it makes kernels, so ``temporary`` is an upper bound.
+
+        Args:
+            island: devices and settings.
+            strategy: from ``chosen_strategy``.
+
+        Raises:
+            RuntimeError: an operation of a plug-in needs data.
+        """
+        state, num_shards = self.state, island.devices if strategy.startswith("fsdp") else 1
+        is_sharded = num_shards > 1
+        num, parts = micro_batch_of(self.member, island)
+        half = is_sharded and island.precision in HALF
+        key = (num, parts > 1, is_sharded, half, island.precision, island.activation_checkpointing, island.compile)
+        if key not in self._held:
+            self._held[key] = self._count(island, num, accumulates=parts > 1, sharded=is_sharded, half=half)
+        activations, most = self._held[key]
+        gathered = _gathered_bytes(state, island) if is_sharded else 0
+        if strategy == "fsdp":  # two blocks at a time: one in use, one on its way
+            gathered = min(gathered, 2 * gathered // max(1, len(getattr(self.network, "blocks", ()))))
+        shares = {name: getattr(state, name) // num_shards for name in ("weights", "gradients", "optimizer", "ema")}
+        kept = activations + shares["gradients"] if is_sharded or parts > 1 else max(activations, shares["gradients"])
+        # Muon keeps its matrices in case that a step is skipped.
+        most = max(most + shares["gradients"] * is_sharded, shares["gradients"] + 4 * self.num_muon)
+        shares["weights"] += gathered + sum(buffer.nbytes for buffer in self.network.buffers())
+        peak = shares["weights"] + shares["optimizer"] + shares["ema"] + most
+        return Memory(**shares, activations=activations, temporary=most - kept, peak=peak)
+
+    def _count(
+        self, island: IslandConfig, num: int, *, accumulates: bool, sharded: bool, half: bool
+    ) -> tuple[int, int]:
+        """Bytes kept by a forward pass, and the most bytes of a step besides state; without gradients if sharded."""
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            network = _empty_copy(self.network, "cpu", torch.bfloat16 if half else None).train()
+            if sharded:
+                for parameter in network.parameters():
+                    parameter.register_post_accumulate_grad_hook(_free_gradient)
+            if island.activation_checkpointing:
+                checkpoint_blocks(network)
+            inputs = _example(self.member.x_shape, self.member.condition, num, "cpu")
+
+            def loss() -> Tensor:
+                with torch.autocast("cpu", torch.bfloat16, enabled=island.precision != "32-true"):
+                    output = network(*inputs)
+                    return (output.float() - torch.zeros_like(output)).square().mean()
+
+            if island.compile:
+                compile_blocks(network, "aot_eager_decomp_partition")
+                loss().backward()
+                network.zero_grad()
+            kept = 0
+            with _Held([*network.parameters(), *network.buffers(), *tree_leaves(inputs)]) as held:
+                for _ in range(1 + accumulates):
+                    before = held.now
+                    value = loss()
+                    kept = held.now - before
+                    value.backward()
+                    del value
+        return kept, held.most
+
+
+def _free_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+class _Held(TorchDispatchMode):
+    """Counts the bytes of tensors that are made within it and are alive.
+
+    Args:
+        known: tensors that exist before.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, known: Iterable[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.most = 0
+        storages = [value.untyped_storage() for value in known if isinstance(value, Tensor)]
+        self._alive: dict[int, object] = {id(storage): storage for storage in storages}
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """True: otherwise torch refuses to run compiled blocks."""
+        return True
+
+    def __torch_dispatch__(
+        self,
+        function: Callable[..., Any],
+        types: Sequence[type],
+        args: Any = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        output = function(*args, **(kwargs or {}))
+        for value in tree_leaves(output):
+            if isinstance(value, Tensor):
+                self._add(value.untyped_storage())
+        return output
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key, num_bytes = id(storage), storage.nbytes()
+        if key in self._alive:
+            return
+
+        def free(_: object) -> None:
+            del self._alive[key]
+            self.now -= num_bytes
+
+        self._alive[key] = weakref.ref(storage, free)
+        self.now += num_bytes
+        self.most = max(self.most, self.now)

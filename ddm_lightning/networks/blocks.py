@@ -5,13 +5,15 @@ Their options (``Recipe``): SwiGLU, RMSNorm, adaLN-single. ``Architecture`` adds
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from ddm_lightning.core.checks import option
 from ddm_lightning.networks.attention import attention, rotate
@@ -301,3 +303,23 @@ def compile_blocks(network: nn.Module, backend: str = "inductor", *, any_size: b
     config.recompile_limit = max(config.recompile_limit, _MOST_VARIANTS)
     for block in getattr(network, "blocks", ()):
         block.compile(fullgraph=True, backend=backend)
+
+
+class _Recomputed:
+    """A block's forward pass that is recomputed in the backward pass.
+
+    A compiler skips torch's partial and would compile nothing. A copied block has to call its own forward pass, which
+    a closure would not.
+    """
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self.forward = forward
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        return checkpoint(self.forward, *inputs, use_reentrant=False, **named)
+
+
+def checkpoint_blocks(network: nn.Module) -> None:
+    """Keep only the input of each block and recompute the rest in the backward pass (Chen et al., 1604.06174)."""
+    for block in getattr(network, "blocks", ()):
+        block.forward = _Recomputed(block.forward)  # wrapping the module instead would rename its weights

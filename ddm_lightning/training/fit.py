@@ -20,7 +20,7 @@ from ddm_lightning.core.formatting import format_bytes
 from ddm_lightning.core.processes import FITTED_BY, keep_heap
 from ddm_lightning.core.registry import CALLBACKS, require
 from ddm_lightning.members.artifact import hand_over
-from ddm_lightning.members.cost import checkpoint_bytes, step_cost
+from ddm_lightning.members.cost import state_bytes, step_cost
 from ddm_lightning.members.member import Member
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import lock_member
@@ -85,7 +85,7 @@ def _train(member: Member, run: Run, status: MemberStatus, console: Console) -> 
     num_parameters = sum(parameter.numel() for parameter in module.network.parameters())
     num_widths = len(member.train.ema_widths)
     strategy, reason = choose_strategy(island, num_parameters, num_widths, member.train.optimizer)
-    size = format_bytes(checkpoint_bytes(num_parameters, num_widths))
+    size = format_bytes(state_bytes(num_parameters, num_widths).checkpoint)
     console.print(f"{member.name}: {num_parameters / 1e6:.2f} M parameters, {reason}")
     console.print(f"{member.name}: a checkpoint takes {size} of the disk and of the host's memory")
     console.print(f"{member.name}: {module.speed.cost.line}")

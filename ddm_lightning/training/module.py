@@ -19,13 +19,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import AdamW
 
 from ddm_lightning.config.experiment import IslandConfig
-from ddm_lightning.members.cost import UNKNOWN_COST, StepCost
+from ddm_lightning.members.cost import HALF, UNKNOWN_COST, StepCost
 from ddm_lightning.networks.attention import check_attention
 from ddm_lightning.training.ema import ema_weights, track_ema
 from ddm_lightning.training.guard import FiniteGuard
 from ddm_lightning.training.objective import NUM_VALIDATION_TIMESTEPS, Averages, NoisyBatch, Objective, Position
 from ddm_lightning.training.optimizer import build_optimizer, build_schedule, clip_in_step
-from ddm_lightning.training.parallel import HALF, Sharded, apply_island, shard_blocks
+from ddm_lightning.training.parallel import Sharded, apply_island, shard_blocks
 
 
 class MemberModule(L.LightningModule):

@@ -22,15 +22,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils.checkpoint import checkpoint
 
 from ddm_lightning.config.experiment import IslandConfig
 from ddm_lightning.core.devices import device_bytes, device_of
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.formatting import format_bytes
-from ddm_lightning.members.cost import training_bytes
+from ddm_lightning.members.cost import chosen_strategy, state_bytes
 from ddm_lightning.networks.attention import set_attention
-from ddm_lightning.networks.blocks import compile_blocks
+from ddm_lightning.networks.blocks import checkpoint_blocks, compile_blocks
 from ddm_lightning.training.checkpoint import (
     CheckpointWriter,
     load_groups,
@@ -43,8 +42,6 @@ from ddm_lightning.training.ranks import is_rank
 
 _SHARDED_PRECISIONS = ("32-true", "bf16-mixed")
 """Precisions that Lightning's ModelParallelStrategy supports."""
-HALF = ("bf16-mixed",)
-"""Precisions under which sharded weights are gathered in two bytes; the range of float16 is too small for a copy."""
 
 
 class BackgroundCheckpoints(strategies.Strategy):
@@ -177,19 +174,14 @@ def choose_strategy(
     Raises:
         UserError: a precision or optimizer that FSDP2 does not support.
     """
-    devices, name = island.devices, island.strategy
-    if devices == 1 and name in ("auto", "single"):
+    devices, state = island.devices, state_bytes(num_parameters, num_widths)
+    name = chosen_strategy(island, state, device_bytes(island.accelerator))
+    if name == "single":
         device = device_of(island.accelerator)
         return OneDevice(torch.device("cuda", 0) if device.type == "cuda" else device), "one device"
     reason = "asked for by island.strategy"
-    if name == "auto":
-        unsharded = training_bytes(num_parameters, num_widths)
-        weights = (2 if island.precision in HALF else 4) * num_parameters
-        room = 0.5 * device_bytes(island.accelerator)  # the other half is left to activations
-        reason = f"weights, gradients, AdamW and EMA take {format_bytes(unsharded)} per device unsharded"
-        # Gathered weights come on top of the shards. A block's whole gradients do, too, but are far smaller.
-        gathered = "fsdp-shard-grad-op" if weights + unsharded / island.devices < room else "fsdp"
-        name = "ddp" if unsharded < room else gathered
+    if island.strategy == "auto":
+        reason = f"weights, gradients, AdamW and EMA take {format_bytes(state.training)} per device unsharded"
     if name == "ddp":
         # A bucket view: otherwise DDP keeps another copy of all gradients.
         return Replicated(gradient_as_bucket_view=True), f"DDP over {devices} devices: {reason}"
@@ -216,26 +208,6 @@ def apply_island(network: nn.Module, island: IslandConfig) -> None:
         checkpoint_blocks(network)
     if island.compile:
         compile_blocks(network)
-
-
-class _Recomputed:
-    """A block's forward pass that is recomputed in the backward pass.
-
-    A compiler skips torch's partial and would compile nothing. A copied block has to call its own forward pass, which
-    a closure would not.
-    """
-
-    def __init__(self, forward: Callable[..., Any]) -> None:
-        self.forward = forward
-
-    def __call__(self, *inputs: Any, **named: Any) -> Any:
-        return checkpoint(self.forward, *inputs, use_reentrant=False, **named)
-
-
-def checkpoint_blocks(network: nn.Module) -> None:
-    """Keep only the input of each block and recompute the rest in the backward pass (Chen et al., 1604.06174)."""
-    for block in getattr(network, "blocks", ()):
-        block.forward = _Recomputed(block.forward)  # wrapping the module instead would rename its weights
 
 
 def shard_blocks(

@@ -12,9 +12,9 @@ from ddm_lightning.core.registry import EXPERTS
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.flow.path import interpolate, training_target
 from ddm_lightning.members.cost import flops_per_sample
+from ddm_lightning.networks.blocks import checkpoint_blocks
 from ddm_lightning.networks.unet import UNet
 from ddm_lightning.testing import check_expert
-from ddm_lightning.training.parallel import checkpoint_blocks
 
 NONE, CLASSES = ConditionSpec("none", 0), ConditionSpec("class", 4)
 

@@ -10,13 +10,10 @@ from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.devices import check_devices, configure_torch, device_of, resolve_accelerator, resolve_precision
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.flow.condition import ConditionSpec
-from ddm_lightning.members.cost import checkpoint_bytes, flops_per_sample
-from ddm_lightning.networks.blocks import compile_blocks
+from ddm_lightning.members.cost import flops_per_sample, state_bytes
+from ddm_lightning.networks.blocks import checkpoint_blocks, compile_blocks
 from ddm_lightning.networks.dit import DiT
-from ddm_lightning.training.parallel import (
-    checkpoint_blocks,
-    choose_strategy,
-)
+from ddm_lightning.training.parallel import choose_strategy
 
 GIGABYTE = 1024**3
 
@@ -75,7 +72,7 @@ def test_under_ddp_only_rank_zero_saves(tmp_path, monkeypatch):
 
 def test_auto_shards_above_half_of_a_device():
     # A CPU counts as 16 GiB; weight, gradient, two moments and the average take 4 bytes each.
-    assert [checkpoint_bytes(1, num_widths) for num_widths in (0, 2)] == [4 * 4, 6 * 4]
+    assert [state_bytes(1, num_widths).checkpoint for num_widths in (0, 2)] == [4 * 4, 6 * 4]
     half = island(devices=2, precision="16-mixed")
     assert isinstance(choose_strategy(half, 8 * GIGABYTE // 20 - 1)[0], DDPStrategy)
     with pytest.raises(UserError, match=r"8\.6 GB per device unsharded\) takes 32-true or bf16-mixed"):
