@@ -22,7 +22,7 @@ from ddm_lightning.core.formatting import Bars
 from ddm_lightning.core.registry import require
 from ddm_lightning.ensemble.manifest import added, assemble, removed, replaced
 from ddm_lightning.islands.local import default_jobs, fit_members
-from ddm_lightning.islands.shared import is_shared, publish_prepared, pull_ensemble, pull_manifest
+from ddm_lightning.islands.shared import check_writable, is_shared, publish_prepared, pull_ensemble, pull_manifest
 from ddm_lightning.members.preflight import (
     check_networks,
     check_plugins,
@@ -78,6 +78,7 @@ def _prepared(experiment: Experiment, options: argparse.Namespace) -> Run:
     from ddm_lightning.prepare.stages import prepare
 
     check = _networks_check(experiment, options)
+    check_writable(Run(experiment))
     with Bars(Console(), transient=True) as bars:
         prune, reporter = getattr(options, "prune", False), RichReporter(bars)
         check(prepare(experiment, RunFolder.of(experiment).root, reporter, check, prune))  # also if it is up to date

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -22,7 +23,7 @@ from ddm_lightning.members.roles import ROUTER
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import MEMBER_FILE, SIGNATURE, STATEMENT, refuse_changes
 from ddm_lightning.members.signatures import accept, check_manifest, signature_of
-from ddm_lightning.shards.manifest import manifest_path
+from ddm_lightning.shards.manifest import Manifest, manifest_path
 from ddm_lightning.shards.upload import upload_shards
 
 _MANIFEST = "prepared/manifest.json"
@@ -36,6 +37,19 @@ def reaching() -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(f"key 'remote': {first_line(error)}; check the address and the access to it") from error
+
+
+def check_writable(run: Run) -> None:
+    """Write a small file at the run's URL and remove it, before hours of work whose result goes there.
+
+    Raises:
+        UserError: the URL cannot be written.
+    """
+    if run.url is not None:
+        probe = f"{run.url}/probe-{uuid.uuid4().hex}"
+        with reaching():
+            remote.write(f"{probe}/empty", b"")
+            remote.remove(probe)
 
 
 def publish_prepared(run: Run, tick: Callable[[int, int], None]) -> None:
@@ -80,8 +94,8 @@ def pull_manifest(run: Run) -> None:
         return
     shown = remote.shown(run.url)
     with TemporaryDirectory() as scratch, reaching():
-        record, manifest = Path(scratch) / "experiment.yaml", Path(scratch) / path.name
-        DOWNLOADS[scratch] = f"{shown}/prepared"
+        record, manifest = Path(scratch) / "experiment.yaml", manifest_path(Path(scratch))
+        DOWNLOADS[scratch] = shown
         try:
             remote.get(f"{run.url}/{_MANIFEST}", manifest)
             remote.get(f"{run.url}/{record.name}", record)
@@ -92,6 +106,7 @@ def pull_manifest(run: Run) -> None:
         with suppress(FileNotFoundError):
             remote.get(f"{run.url}/{_SIGNATURE}", signature_of(manifest))
         check_manifest(run.experiment, manifest)
+        Manifest.read(Path(scratch))
         recorded: Any = OmegaConf.to_container(read_yaml(record))
         refuse_changes(f"{shown}/experiment.yaml", recorded, asdict(run.experiment))
         if signature_of(manifest).exists():

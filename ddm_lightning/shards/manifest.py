@@ -145,7 +145,7 @@ def _problem_with(stored: Any) -> str | None:
     """Describe the first value that is wrong or contradicts another; None if there is none."""
     version = stored.get("format_version") if isinstance(stored, dict) else None
     if version != FORMAT_VERSION:
-        return f"format_version {version!r:.20} is not {FORMAT_VERSION}"
+        return f"format_version {version!r:.20} is not {FORMAT_VERSION} (another release of ddm_lightning wrote it)"
     if odd := stored.keys() ^ {field.name for field in dataclasses.fields(Manifest)}:
         return f"keys missing or unknown: {', '.join(sorted(odd))}"
     if problem := checks.problem_with({key: stored[key] for key in _CHECKS}, _CHECKS):

@@ -239,17 +239,25 @@ def test_bad_remotes_are_one_line(store, tmp_path, capsys):
     prepared(tmp_path / "other", "seed=1")
     other = refused(capsys, "prepare", "-c", own[1], f"run_dir={tmp_path / 'other'}", "seed=1", f"remote={url}")
     assert other == f"key 'remote': {url}: holds a run prepared from other data; set another address"
+    assert f"{url.replace('images', 'other')}/probe-" in refused(
+        capsys, "prepare", *own, f"remote={url.replace('images', 'other')}"
+    )
+    newer = remote.read(f"{url}/prepared/manifest.json").replace(b'"format_version": ', b'"format_version": 9')
+    remote.write(f"{url}/prepared/manifest.json", newer)
+    found = refused(capsys, "fit", *own, "member=expert-0", f"remote={url}")
+    assert found.startswith(f"{url}/prepared/manifest.json: format_version 9")
     line.fail(0)
     assert refused(capsys, "status", *own, f"remote={url}").startswith(f"key 'remote': {url}/members/expert-0/lease: ")
     assert not (tmp_path / "run").exists()
 
 
 def test_prepare_publishes_once_per_address(tmp_path, monkeypatch, quick_prepare):
-    sent, put = [], remote.put
-    monkeypatch.setattr(remote, "put", lambda path, url: (sent.append(url), put(path, url)))
+    seen, put = [], remote.put
+    monkeypatch.setattr(remote, "put", lambda path, url: (seen.append(url), put(path, url)))
     for place, is_new in (("a", True), ("a", False), ("b", True)):
-        sent.clear()
+        seen.clear()
         assert main(["prepare", *settings(tmp_path / "run"), f"remote=file://{tmp_path / place}"]) == 0
+        sent = [url for url in seen if "/probe-" not in url]
         assert bool(sent) == is_new
         assert not is_new or sent[-1].endswith("/prepared/manifest.json")
     for place in ("a", "b"):

@@ -51,7 +51,7 @@ def test_a_written_manifest_is_read(tmp_path):
         (None, "is missing; run prepare first"),
         ("not json", "cannot be read"),
         ({"format_version": 99}, "format_version 99 is not 3"),
-        ({"format_version": 1}, "format_version 1 is not 3; delete it and run prepare"),
+        ({"format_version": 1}, r"format_version 1 is not 3 \(another release .*\); delete it and run prepare"),
         ({"surprise": 1}, "missing or unknown: surprise"),
         ({"x_shape": [1, 2]}, "'x_shape'"),
         ({"clusters": [{"train": 1}]}, "'clusters'"),
