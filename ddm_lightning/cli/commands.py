@@ -115,9 +115,11 @@ def _fit_one(member: str, experiment: Experiment, options: argparse.Namespace) -
     if not run.folder.experiment.exists():
         _networks_check(experiment, options)(manifest)
     from ddm_lightning.islands.publish import published
+    from ddm_lightning.islands.slots import Slot
     from ddm_lightning.training import ranks
 
-    with run.claimed_for(member), published(member, run):
+    with run.claimed_for(member), Slot(member, run) as slot, published(member, run) as slot.publisher:
+        slot.begin()
         refuse_stale([member], run)
 
         if experiment.island.devices > 1 and not ranks.is_rank() and not run.is_finished(member):
@@ -155,7 +157,8 @@ def _fit_several(members: list[str], experiment: Experiment, options: argparse.N
         print(f"{member}: {failure.reason}", file=sys.stderr)
     if failures:
         print(f"logs: {run.folder.root / 'members'}; run the same command again to train the rest", file=sys.stderr)
-        return 2 if all(failure.code == 2 for failure in failures.values()) else 1
+        codes = {failure.code for failure in failures.values()}
+        return codes.pop() if codes in ({2}, {processes.STOPPED}) else 1
     if all(run.is_finished(member) for member in run.names):
         is_new = assemble(run)
         grid = _grid(experiment)

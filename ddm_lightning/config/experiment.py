@@ -248,6 +248,15 @@ class IslandConfig:
     trusted_keys: dict[str, Any] = field(default_factory=dict)
     """Public keys that must have signed what others hand over: ``{prepare: a.pub, expert: [b.pub, c.pub]}``, or
     ``{all: a.pub}``; empty to check no signatures."""
+    max_minutes: float | None = option(None, low=0.01)
+    """Minutes from the start of ``fit`` in which a member stops, saves and publishes; null for no limit."""
+    lease_file: str | None = None
+    """File in which the machine's lender writes the end of the slot, in ISO 8601 or Unix seconds; null for none."""
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether the machine may be lent for a limited time."""
+        return self.max_minutes is not None or self.lease_file is not None
 
 
 @dataclass

@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ STOPPED = 130
 """Exit code of a process that was stopped on request, as after Ctrl-C."""
 FITTED_BY = "DDM_LIGHTNING_FITTED_BY"
 """Environment variable of members started by a ``fit`` of several: its process id; empty after ``begin``."""
+STARTED = time.monotonic()
+"""Start of this process by its own clock: the command line imports this module first."""
 PARENT_SECONDS = 0.5
 """Interval at which ``on_orphaned`` looks for the parent."""
 _default = gc.get_threshold()

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
@@ -25,7 +25,8 @@ from ddm_lightning.config.load import to_yaml
 from ddm_lightning.core.devices import resolve_accelerator
 from ddm_lightning.core.files import atomic_write_text
 from ddm_lightning.core.formatting import Bars
-from ddm_lightning.core.processes import FITTED_BY, STOPPED, handling, num_cores
+from ddm_lightning.core.processes import FITTED_BY, STARTED, STOPPED, handling, num_cores
+from ddm_lightning.islands.slots import LEAVING_SECONDS, seconds_left
 from ddm_lightning.members.cost import relative_cost
 from ddm_lightning.members.run import Run
 
@@ -120,6 +121,9 @@ def fit_members(members: Sequence[str], run: Run, jobs: int, console: Console) -
                         note=status.state if run.is_finished(member) else "waiting",
                     )
                 while (waiting or running) and not requests:
+                    if waiting and seconds_left(run.experiment.island) < LEAVING_SECONDS:
+                        failures |= {name: Failure(STOPPED, "not started: the slot is over") for name in waiting}
+                        waiting.clear()
                     free = [slot for slot in range(jobs) if slot not in {child.slot for child in running}]
                     for slot in free[: len(waiting)]:
                         if requests:
@@ -156,7 +160,9 @@ def _start(member: str, slot: int, run: Run) -> _Child:
         environment["CUDA_VISIBLE_DEVICES"] = gpus_of_slot(slot, island.devices, visible, count)
     # Not the run's experiment.yaml, into which another fit may write the settings of another island meanwhile.
     settings = folder / "experiment.yaml"
-    atomic_write_text(settings, to_yaml(run.experiment))
+    if island.max_minutes is not None:  # from the start of this process, not of the child's
+        island = replace(island, max_minutes=max(0.01, island.max_minutes - (time.monotonic() - STARTED) / 60))
+    atomic_write_text(settings, to_yaml(replace(run.experiment, island=island)))
     command = [sys.executable, "-m", "ddm_lightning", "fit", "-c", str(settings), f"member={member}"]
     log = folder / "log.txt"
     with log.open("ab") as stream:

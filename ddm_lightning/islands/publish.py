@@ -37,13 +37,14 @@ FINAL_SECONDS = 600.0
 STOP_SECONDS = 20.0
 """The same after a stop, as a scheduler kills what takes longer."""
 _KEPT = 2
+_EARLY_SECONDS = 2.0
 # Neither of use elsewhere, nor whole at any time.
 _PRIVATE = (ACCEPTED_FILE, "artifact", "cache", "checkpoints", "experiment.yaml", "log.txt", "status.json")
 _CHECKPOINT = re.compile(r"(step-(\d{8,})\.ckpt)\.(\d+)")
 
 
 @contextmanager
-def published(name: str, run: Run) -> Iterator[None]:
+def published(name: str, run: Run) -> Iterator[Publisher | None]:
     """Hold the member's lease, bring what is published of it here, and publish what the block trains.
 
     Does nothing if the experiment has no ``remote``.
@@ -54,7 +55,7 @@ def published(name: str, run: Run) -> Iterator[None]:
     if run.url is None or ranks.is_rank():
         if run.url is not None and not ranks.is_own_rank():
             raise UserError("with remote, start fit without torchrun: it starts one process per device itself")
-        yield
+        yield None
         return
     url = f"{run.url}/members/{name}"
     with reaching():
@@ -64,7 +65,7 @@ def published(name: str, run: Run) -> Iterator[None]:
     try:
         with reaching():
             publisher.pull()
-        yield
+        yield publisher
     finally:
         publisher.finish()
 
@@ -83,11 +84,13 @@ class Publisher:
         self.folder, self.url = run.folder.member(name), f"{run.url}/members/{name}"
         self._sent: dict[Path, tuple[int, int]] = {}
         self._published_step = -1
-        self._training_over, self._over = threading.Event(), threading.Event()
+        self.training_over, self._over = threading.Event(), threading.Event()
         self._lost: LostLeaseError | None = None
         self._is_down = False
+        self.publication_seconds = 0.0
+        """Time that the longest publication of a checkpoint has taken."""
         seconds = 60 * run.experiment.island.publish_every_n_minutes
-        self._publishing = self._repeating(self.publish, seconds, self._training_over)
+        self._publishing = self._repeating(self.publish, seconds, self.training_over)
         self._beating = self._repeating(self._beat, min(lease.HEARTBEAT_SECONDS, seconds), self._over)
 
     # At the start.
@@ -151,8 +154,11 @@ class Publisher:
         self._publishing.start()
 
     def _repeating(self, action: Callable[[], None], seconds: float, over: threading.Event) -> threading.Thread:
+        # On a lent machine, a first publication tells early how long it takes to leave.
+        early = min(seconds, _EARLY_SECONDS) if self.run.experiment.island.is_lent else seconds
+
         def repeat() -> None:
-            while self._lost is None and not over.wait(seconds):
+            while self._lost is None and not over.wait(early if self._published_step < 0 else seconds):
                 try:
                     action()
                     self._is_down = False
@@ -189,7 +195,9 @@ class Publisher:
         newest = newest_checkpoint(self.folder / "checkpoints")
         if newest is not None and step_of(newest) > self._published_step:
             with suppress(FileNotFoundError):  # removed meanwhile; the next one will be newer
+                began = time.monotonic()
                 self._send(newest, f"{self.url}/checkpoints/{newest.name}.{self.held.generation}", FILES)
+                self.publication_seconds = max(self.publication_seconds, time.monotonic() - began)
                 self._published_step = step_of(newest)
             self._remove_old_checkpoints()
         if self.run.is_finished(self.name):
@@ -230,7 +238,7 @@ class Publisher:
         Raises:
             UserError: another process has taken the member over, or the artifact cannot be published.
         """
-        self._training_over.set()
+        self.training_over.set()
         self._publishing.join()
         is_finished = self.run.is_finished(self.name)
         end = time.monotonic() + (FINAL_SECONDS if is_finished else STOP_SECONDS)

@@ -29,10 +29,7 @@ from ddm_lightning.training.checkpoint import TEMPORARY, checkpoints_in, read_re
 from ddm_lightning.training.guard import skipped_file
 from ddm_lightning.training.module import MemberModule
 from ddm_lightning.training.parallel import BackgroundCheckpoints
-from ddm_lightning.training.ranks import has_agent, is_rank_zero
-
-POLL_STEPS = 10
-"""Steps after which ranks ask one another whether one was told to stop."""
+from ddm_lightning.training.ranks import POLL_STEPS, has_agent, is_rank_zero
 
 
 class Reporter(L.Callback):
@@ -165,7 +162,7 @@ class RollingCheckpoints(L.Callback):
     def __init__(self, folder: Path, island: IslandConfig, origin: Mapping[str, Any]) -> None:
         self.folder, self.keep, self.origin = folder, island.keep_checkpoints, origin
         self.milestone_every_n_steps = island.milestone_every_n_steps
-        self.every_n_minutes = island.checkpoint_every_n_minutes
+        self.every_n_minutes, self.is_lent = island.checkpoint_every_n_minutes, island.is_lent
         by_steps = None if self.every_n_minutes else island.checkpoint_every_n_steps
         self.due = [n for n in (by_steps, island.validate_every_n_steps, self.milestone_every_n_steps) if n]
         self._newest_step, self._saved_at = -1, time.monotonic()
@@ -186,8 +183,12 @@ class RollingCheckpoints(L.Callback):
             self.save(trainer)
 
     def is_late(self) -> bool:
-        """Whether the newest checkpoint is older than ``checkpoint_every_n_minutes`` by this process's clock."""
-        return self.every_n_minutes is not None and time.monotonic() - self._saved_at >= 60 * self.every_n_minutes
+        """Whether a checkpoint is due by this process's clock: by its interval, or the first one on a lent machine.
+
+        That one tells how long it takes to leave.
+        """
+        is_due = self.every_n_minutes is not None and time.monotonic() - self._saved_at >= 60 * self.every_n_minutes
+        return is_due or (self.is_lent and self._newest_step < 0)
 
     def save(self, trainer: L.Trainer) -> None:
         """Save this step, once; a collective of all ranks.

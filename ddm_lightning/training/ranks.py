@@ -35,6 +35,8 @@ from ddm_lightning.members.status import MemberStatus
 
 _OWN = "ddm-lightning-fit-"
 _POLL_SECONDS = 0.1
+POLL_STEPS = 10
+"""Steps after which ranks ask one another whether one was told to stop."""
 
 
 def _number(name: str, default: int) -> int:

@@ -238,6 +238,7 @@ def test_numbers_that_yaml_reads_in_another_base_are_refused(path: Path, text: s
         (["prepare.partition.num_clusters=0"], "'prepare.partition.num_clusters' = 0: must be at least 1"),
         (["router.train.learning_rate=0"], "'router.train.learning_rate' = 0: must be at least 1e-12"),
         (["island.checkpoint_every_n_minutes=0"], "'island.checkpoint_every_n_minutes' = 0: must be at least 0.01"),
+        (["island.max_minutes=-1"], "'island.max_minutes' = -1: must be at least 0.01"),
         (
             ["prepare.partition.num_fine_centroids=8", "prepare.partition.num_clusters=16"],
             "'prepare.partition.num_clusters' = 16: exceeds prepare.partition.num_fine_centroids",
