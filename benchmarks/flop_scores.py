@@ -71,7 +71,7 @@ def kid(generated: Float[Tensor, "n d"], real: Float[Tensor, "m d"]) -> KernelDi
 
 def precision_recall(generated: Float[Tensor, "n d"], real: Float[Tensor, "m d"]) -> dict[str, float]:
     """Improved precision and recall (1904.06991)."""
-    return {name: score.value for name, score in shares_of(generated, real)._asdict().items()}
+    return {name: score.value for name, score in shares_of(generated, real).items()}
 
 
 @dataclass(frozen=True)

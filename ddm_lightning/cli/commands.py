@@ -74,13 +74,13 @@ def _networks_check(experiment: Experiment, options: argparse.Namespace) -> Call
 
 def _prepared(experiment: Experiment, options: argparse.Namespace) -> Run:
     """Prepare the run if it is not up to date, and open its folder."""
-    from ddm_lightning.prepare.engine import RichReporter
+    from ddm_lightning.prepare.engine import Reporter
     from ddm_lightning.prepare.stages import prepare
 
     check = _networks_check(experiment, options)
     check_writable(Run(experiment))
     with Bars(Console(), transient=True) as bars:
-        prune, reporter = getattr(options, "prune", False), RichReporter(bars)
+        prune, reporter = getattr(options, "prune", False), Reporter(bars)
         check(prepare(experiment, RunFolder.of(experiment).root, reporter, check, prune))  # also if it is up to date
         # Only now: after an error in prepare, the corrected experiment may use the same folder.
         run = Run.open(experiment, create=True)
@@ -204,9 +204,14 @@ def _sample(experiment: Experiment, options: argparse.Namespace) -> None:
     from ddm_lightning.use.samples import check_out, write_samples
 
     given = {"--strategy": options.strategy, "--num": options.num, "--seed": options.seed}
-    source = " ".join(f"{name} {value}" for name, value in given.items() if value is not None) or options.config
-    changes = {"strategy": options.strategy, "num_per_prompt": options.num, "seed": options.seed}
-    settings = resolve(experiment, options.overrides, source, **changes)
+    settings = resolve(
+        experiment,
+        options.overrides,
+        source=" ".join(f"{name} {value}" for name, value in given.items() if value is not None) or options.config,
+        strategy=options.strategy,
+        num_per_prompt=options.num,
+        seed=options.seed,
+    )
     own = RunFolder.of(settings).samples
     path = own if options.out is None else check_out(options.out)
     if path.suffix != ".png":
@@ -344,8 +349,7 @@ def _demo(experiment: Experiment, options: argparse.Namespace) -> None:
     check_strategy(experiment, options.config, options.overrides)
     with listen(options.host, options.port) as listener:  # before anything is loaded
         ensemble = DecentralizedEnsemble.open(experiment, partial=True)
-        captions = example_captions(RunFolder.of(experiment).prepared, NUM_EXAMPLES)
-        serve(ensemble, listener, options.host, captions)
+        serve(ensemble, listener, options.host, example_captions(RunFolder.of(experiment).prepared, NUM_EXAMPLES))
 
 
 def run_command(experiment: Experiment, options: argparse.Namespace) -> int:

@@ -67,8 +67,12 @@ def build_parser() -> argparse.ArgumentParser:
                 _add(actions.add_parser(action, help=words, description=words), own)
             continue
         command.add_argument("-c", "--config", required=True, metavar="FILE", help=_PLACES.get(name, _PLACE))
-        overrides = "settings that override the file, such as sample.num_steps=20"
-        command.add_argument("overrides", nargs="*", metavar="key=value", help=overrides)
+        command.add_argument(
+            "overrides",
+            nargs="*",
+            metavar="key=value",
+            help="settings that override the file, such as sample.num_steps=20",
+        )
         _add(command.add_mutually_exclusive_group() if name in ("prepare", "ema") else command, options)
     return parser
 
@@ -80,8 +84,11 @@ def _add(command: argparse._ActionsContainer, options: _Options) -> None:
 
 def _commands() -> dict[str, tuple[str, _Options]]:
     """Description and options of each command."""
-    paths = "let encoders load local paths or hub models that only the ensemble's files name"
-    allow_paths = {"--allow-paths": _option(paths, action="store_true")}
+    allow_paths = {
+        "--allow-paths": _option(
+            "let encoders load local paths or hub models that only the ensemble's files name", action="store_true"
+        )
+    }
     return {
         "prepare": (
             "Cluster the data set and write one folder of shards per cluster.",
@@ -270,9 +277,11 @@ def _run(options: argparse.Namespace) -> int:
     else:
         from ddm_lightning.use.saved import load_settings
 
-        # Commands without the option use no encoder.
-        allow_paths = getattr(options, "allow_paths", True)
-        experiment = load_settings(options.config, options.overrides, allow_paths=allow_paths)
+        experiment = load_settings(
+            options.config,
+            options.overrides,
+            allow_paths=getattr(options, "allow_paths", True),  # commands without the option use no encoder
+        )
     if options.command == "config":
         print(to_yaml(experiment), end="")
         return 0

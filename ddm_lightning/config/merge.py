@@ -42,5 +42,6 @@ def changed(section: _Section, change: Mapping[str, Any] | None) -> _Section:
     """A section with some keys changed."""
     if change is None:
         return section
-    merged = merge(OmegaConf.structured(section), OmegaConf.create(dict(change)))
-    return OmegaConf.to_object(merged)  # type: ignore[return-value]  # may be of any dataclass
+    return OmegaConf.to_object(  # type: ignore[return-value]  # may be of any dataclass
+        merge(OmegaConf.structured(section), OmegaConf.create(dict(change)))
+    )

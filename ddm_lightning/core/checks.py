@@ -148,8 +148,14 @@ def option(
     changeable: bool = False,
 ) -> Any:
     """Field of a settings dataclass: a text among ``choices``, or a number from ``low`` to ``high``."""
-    check = one_of(choices) if choices else within(low, high)
-    return field(default=default, metadata={"check": check, "choices": choices, "changeable": changeable})
+    return field(
+        default=default,
+        metadata={
+            "check": one_of(choices) if choices else within(low, high),
+            "choices": choices,
+            "changeable": changeable,
+        },
+    )
 
 
 @functools.cache

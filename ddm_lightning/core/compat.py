@@ -75,8 +75,11 @@ class _DeferredPackage(ModuleType):
 
 def defer_torchmetrics() -> None:
     """Let Lightning start without the parts of torchmetrics that it does not use; call it before importing it."""
-    names = {"Metric": "metric", "MetricCollection": "collections", "__version__": "__about__"}
-    import_light("torchmetrics", first="torchmetrics.utilities", names=names)
+    import_light(
+        "torchmetrics",
+        first="torchmetrics.utilities",
+        names={"Metric": "metric", "MetricCollection": "collections", "__version__": "__about__"},
+    )
 
 
 def import_light(*packages: str, first: str, names: Mapping[str, str] | None = None) -> None:
@@ -136,9 +139,8 @@ def _declare_operators(registrations: Path) -> None:
     import torch
 
     code = registrations.read_text(encoding="utf-8")
-    names = set(re.findall(r"""register_fake\(\s*["']torchvision::(\w+)["']""", code))
     library = torch.library.Library("torchvision", "FRAGMENT")
-    for name in sorted(names):
+    for name in sorted({*re.findall(r"""register_fake\(\s*["']torchvision::(\w+)["']""", code)}):
         if not hasattr(torch.ops.torchvision, name):
             library.define(name + _SCHEMA)
     _declared.append(library)

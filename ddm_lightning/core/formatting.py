@@ -11,7 +11,6 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
-    ProgressColumn,
     Task,
     TaskID,
     TextColumn,
@@ -41,17 +40,6 @@ def _digits(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def member_columns() -> tuple[ProgressColumn, ...]:
-    """Columns of the training progress bars: name, bar, steps, time, newest metrics."""
-    return (
-        TextColumn("{task.description:<10}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(elapsed_when_finished=True),
-        TextColumn("{task.fields[note]}"),
-    )
-
-
 class Bars(Progress):
     """Progress bars on a terminal; elsewhere a line about the running tasks every ``LINE_SECONDS``, if it is new.
 
@@ -64,8 +52,16 @@ class Bars(Progress):
     def __init__(self, console: Console | None = None, *, show: bool = True, transient: bool = False) -> None:
         console = console or Console(stderr=True)
         self._shows_lines, self._over = show and not console.is_terminal, threading.Event()
-        disable = self._shows_lines or not show
-        super().__init__(*member_columns(), console=console, disable=disable, transient=transient)
+        super().__init__(
+            TextColumn("{task.description:<10}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(elapsed_when_finished=True),
+            TextColumn("{task.fields[note]}"),
+            console=console,
+            disable=self._shows_lines or not show,
+            transient=transient,
+        )
 
     def start(self) -> None:
         """Show the bars, or begin to print lines."""

@@ -59,7 +59,6 @@ def labelled_grid(
     footer_top = grid_top + len(rows) * (cell_height + _GAP) - _GAP + _MARGIN
     full_height = footer_top + len(footer_lines) * (_FOOTER_SIZE + _GAP) + (_MARGIN if footer_lines else 0)
 
-    cell_size = (cell_width, cell_height)
     canvas = Image.new("RGB", (full_width, full_height), _PAPER)
     draw = ImageDraw.Draw(canvas)
     for column, heading in enumerate(headings):
@@ -71,7 +70,9 @@ def labelled_grid(
         place = (grid_left - _MARGIN, top + cell_height // 2)
         draw.multiline_text(place, "\n".join(label), _INK, font=font, anchor="rm", align="right", spacing=_GAP)
         for column, image in enumerate(images):
-            enlarged = Image.fromarray(np.ascontiguousarray(image)).resize(cell_size, Image.Resampling.LANCZOS)
+            enlarged = Image.fromarray(np.ascontiguousarray(image)).resize(
+                (cell_width, cell_height), Image.Resampling.LANCZOS
+            )
             canvas.paste(enlarged, (grid_left + column * (cell_width + _GAP), top))
     for index, line in enumerate(footer_lines):
         draw.text((_MARGIN, footer_top + index * (_FOOTER_SIZE + _GAP)), line, _PALE_INK, font=footer_font)

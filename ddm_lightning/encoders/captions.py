@@ -202,9 +202,12 @@ class _TextModel(Pretrained):
     def _tokens(self, captions: Sequence[str]) -> tuple[Int[Tensor, "n max_tokens"], Int[Tensor, "n"]]:
         """Return padded ids and the number of tokens of each caption."""
         # Tokenizers refuse lone surrogates, which broken JSON may hold.
-        clean = [caption.encode("utf-8", "replace").decode("utf-8") for caption in captions]
         found = self._tokenizer(
-            clean, truncation=True, max_length=self.max_tokens, padding="max_length", return_tensors="pt"
+            [caption.encode("utf-8", "replace").decode("utf-8") for caption in captions],
+            truncation=True,
+            max_length=self.max_tokens,
+            padding="max_length",
+            return_tensors="pt",
         )
         return found["input_ids"], found["attention_mask"].sum(1)
 

@@ -113,8 +113,10 @@ class DiffusersVAE(Pretrained):
         scale = float(config["scaling_factor"])
         self.normalisation: dict[str, float | list[float]] = {"scale": scale, "shift": config["shift_factor"] or 0.0}
         if config["latents_mean"] and config["latents_std"]:
-            scales = [scale / std for std in config["latents_std"]]
-            self.normalisation = {"scale": scales, "shift": list(map(float, config["latents_mean"]))}
+            self.normalisation = {
+                "scale": [scale / std for std in config["latents_std"]],
+                "shift": list(map(float, config["latents_mean"])),
+            }
 
     def x_shape(self, image_size: int) -> tuple[int, int, int]:
         """Return channels, height and width of ``x_0`` for square images of ``image_size`` pixels.

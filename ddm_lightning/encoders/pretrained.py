@@ -162,8 +162,9 @@ class Pretrained:
         return Path(found)
 
     def _read(self, folder: Path) -> None:
-        remedy = "set 'path' to a model's folder"
-        self.config = read_json(folder / "config.json", "the model's configuration", remedy, link=True)
+        self.config = read_json(
+            folder / "config.json", "the model's configuration", "set 'path' to a model's folder", link=True
+        )
         self.weights = _weight_files(folder, self.stem)
         self.shapes = {
             key: tuple(weight.shape)

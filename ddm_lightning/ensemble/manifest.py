@@ -345,8 +345,7 @@ def added(ensemble: EnsembleManifest, folder: Path, num_images: int, router: Pat
         raise UserError(f"{folder}: is already in the ensemble as {present[0]}; add another expert")
     name, num_clusters = meta.member, max(meta.num_clusters for meta in ensemble.metas.values())
     if meta.partition_sha256 != ensemble.partition_sha256 or name in ensemble.folders:
-        taken = [cluster_of_expert(name) for name in ensemble.experts]
-        name = expert_name(max(num_clusters, *(k + 1 for k in taken)))
+        name = expert_name(max(num_clusters, *(cluster_of_expert(name) + 1 for name in ensemble.experts)))
     return _with_artifact(ensemble, name, folder, num_images, router)
 
 

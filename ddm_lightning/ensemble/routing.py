@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -13,13 +13,69 @@ from torch import Tensor
 from ddm_lightning.config.experiment import SampleConfig
 from ddm_lightning.core.errors import UserError, note
 from ddm_lightning.core.registry import SOLVERS, STRATEGIES
-from ddm_lightning.ensemble.trace import Key, Trace
 from ddm_lightning.ensemble.velocity import Ensemble, NotFiniteError, Route, both_branches, finite
 from ddm_lightning.flow.condition import Condition
-from ddm_lightning.flow.path import Samples, Times, VelocityField, guided, time_rows
+from ddm_lightning.flow.path import Samples, Times, VelocityField, guided, time_rows, x_0_from_velocity
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.flow.solvers import Solver
 from ddm_lightning.flow.timesteps import sampling_times
+
+Key: TypeAlias = tuple[int | str, ...]
+"""Key of a sample's noise, such as ``("red apple", 0)``."""
+
+
+class Trace:
+    """The sampling trajectory of some samples, by their keys; give it to ``sample``. It is on the CPU.
+
+    Evaluations stay on the device until a batch is finished, so that no step waits for them. A strategy that mixes the
+    experts on its own and does not call ``Batch.record`` leaves the trace empty.
+
+    Args:
+        keys: samples whose weights are kept; None for all.
+        images: samples of which x_t and x_0 are kept, too.
+    """
+
+    def __init__(self, keys: Collection[Key] | None = None, images: Collection[Key] = ()) -> None:
+        self._keys, self._images = keys, images
+        self.times: Float[Tensor, " num_times"] = torch.empty(0)
+        """Decreasing times of the steps; the last one is 0."""
+        self.weights: dict[Key, Float[Tensor, "steps K"]] = {}
+        """Weights of the experts at the start of each step."""
+        self.x_t: dict[Key, Float[Tensor, "num_times c h w"]] = {}
+        """The sample at each time, from noise to the end."""
+        self.x_0: dict[Key, Float[Tensor, "num_times c h w"]] = {}
+        """Its estimate of x_0 at each time, ``x_t - t·velocity``."""
+
+    def begin(self, keys: Sequence[Key], device: torch.device) -> None:
+        """Begin a batch of the samples ``keys``."""
+        self._batch, self._evaluations = keys, list[tuple[Tensor, ...]]()
+        shown = [row for row, key in enumerate(keys) if key in self._images]
+        self._rows = torch.tensor(shown, dtype=torch.long, device=device)
+
+    def add(self, x_t: Samples, t: Times, weights: Float[Tensor, "b K"], velocity: Samples) -> None:
+        """Keep one evaluation of the batch."""
+        x_t, velocity = x_t[self._rows], velocity[self._rows]
+        self._evaluations.append((t, weights, x_t, x_0_from_velocity(x_t, velocity, t[self._rows])))
+
+    def end(self, times: Float[Tensor, " num_times"], x_0: Float[Tensor, "b c h w"]) -> None:
+        """Find the evaluation at each of ``times``; that at the last one is the finished ``x_0``."""
+        if not self._evaluations:
+            return
+        t, weights, x_t, estimates = (torch.stack(parts) for parts in zip(*self._evaluations, strict=True))
+        # Solvers also evaluate between steps, and some choose their own steps. Take the closest; of equals, the last.
+        distances = (t.flip(0) - times[:-1, None, None].to(t)).abs()
+        nearest = len(t) - 1 - distances.argmin(1)
+        weights = weights[nearest, torch.arange(len(self._batch), device=t.device)].float().cpu()
+        steps, columns = nearest[:, self._rows], torch.arange(len(self._rows), device=t.device)
+        x_t, estimates = (part[steps, columns].float().cpu() for part in (x_t, estimates))
+        self.times = times.cpu()
+        for row, key in enumerate(self._batch):
+            if self._keys is None or key in self._keys:
+                self.weights[key] = weights[:, row]
+        for column, row in enumerate(self._rows.tolist()):
+            key, last = self._batch[row], x_0[row, None].float()
+            self.x_t[key] = torch.cat([x_t[:, column], last])
+            self.x_0[key] = torch.cat([estimates[:, column], last])
 
 
 class Batch:
@@ -113,9 +169,13 @@ class Batch:
             own = [weights]
             if route is not None:
                 own = [route(part) for part in self.probabilities(x_t, t).split(len(x_t))]
-            scale = self.guidance_scale(t)
             found = self.ensemble.velocity(
-                x_t, t, self.condition, weights=own[0], null_weights=own[-1], guidance_scale=scale
+                x_t,
+                t,
+                self.condition,
+                weights=own[0],
+                null_weights=own[-1],
+                guidance_scale=self.guidance_scale(t),
             )
             self.record(x_t, t, own[0], found)
             return found
@@ -149,8 +209,7 @@ class Batch:
         assert isinstance(scale, Tensor)
         active = torch.cat([active, active & (scale != 1)[:, None]])
         both = self.ensemble.expert_velocities(*both_branches(x_t, t, self.condition), active)
-        conditional, unconditional = both.chunk(2)
-        return guided(conditional, unconditional, scale)
+        return guided(*both.chunk(2), scale)
 
     def _normal(self, *key: str | int) -> Float[Tensor, "b c h w"]:
         # Generated on the CPU, so that every device produces the same images.
@@ -302,9 +361,16 @@ def sample(
                 progress(indices.start + len(indices) * steps_done / settings.num_steps)
 
         def generate(ensemble: Ensemble, rows: list[int], advance: Callable[[Tensor], object] = advance) -> Tensor:
-            part = None if condition is None else condition.rows(torch.tensor(rows))
-            own = [keys[row] for row in rows]
-            batch = Batch(ensemble, part, own, x_shape, seed, settings, on_evaluation=advance, trace=trace)
+            batch = Batch(
+                ensemble,
+                None if condition is None else condition.rows(torch.tensor(rows)),
+                [keys[row] for row in rows],
+                x_shape,
+                seed,
+                settings,
+                on_evaluation=advance,
+                trace=trace,
+            )
             x_0 = strategy.generate(batch, times, solver).cpu()
             if trace is not None:
                 trace.end(times, x_0)

@@ -126,8 +126,11 @@ def diagnose(run: Run, strategies: Sequence[str] | None, num: int, *, show_progr
                 progress=lambda done, task=task: bars.update(task, completed=done),
             )
             own = classifier.shares(_pixels(x_0))
-            variation = total_variation(own, shares)
-            found[name] = {"solver": settings.sample.solver, "shares": own.tolist(), "total_variation": variation}
+            found[name] = {
+                "solver": settings.sample.solver,
+                "shares": own.tolist(),
+                "total_variation": total_variation(own, shares),
+            }
     figures["shares"] = {
         "expected": shares.tolist(),
         "by_chance": float((shares * (1 - shares) / num).sqrt().sum() * (2 / torch.pi) ** 0.5 / 2),
@@ -220,9 +223,8 @@ def router_figures(ensemble: Ensemble, held_out: Samples, seed: int) -> Figures:
                 own[f"calibration_error{suffix}"].append(float(calibration_error(reliability(half, clusters))))
             own["accuracy"].append(float((found[""].argmax(1) == held_out.clusters).double().mean()))
             perfect = found["_calibrated"][judged]
-            likely = choose(perfect.exp(), uniform[first][judged])
-            by_chance = calibration_error(reliability(perfect.double(), likely))
-            own["calibration_error_by_chance"].append(float(by_chance))
+            sums = reliability(perfect.double(), choose(perfect.exp(), uniform[first][judged]))
+            own["calibration_error_by_chance"].append(float(calibration_error(sums)))
     return {branch: dict(own) for branch, own in figures.items()}
 
 

@@ -147,9 +147,8 @@ class Evaluation:
         sides: list[tuple[ImageSet, bool]] = [(self.reference, True), (self.generated, False)]
         for name, metric in self.metrics:
             if isinstance(metric, FeatureMetric):
-                generated = self.all_features(metric, self.generated).to(metric.device)
-                reference = self.all_features(metric, self.reference).to(metric.device)
-                found |= metric.scores(generated, reference)
+                both = (self.all_features(metric, one).to(metric.device) for one in (self.generated, self.reference))
+                found |= metric.scores(*both)
                 continue
             for images, real in sides:
                 for rows in parts(images):

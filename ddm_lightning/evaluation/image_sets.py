@@ -217,8 +217,7 @@ class Generated:
         order = torch.randperm(
             self._given.num, generator=keyed_generator(self._ensemble.experiment.seed, "conditions")
         ).tolist()
-        wanted = [order[row % len(order)] for row in rows]
-        return self._given.column(wanted, column)
+        return self._given.column([order[row % len(order)] for row in rows], column)
 
     def _condition(self, rows: range) -> Condition | None:
         if self._kind == "none":

@@ -108,8 +108,11 @@ class Run:
     @property
     def started(self) -> list[str]:
         """Names of the ensemble's members, and of others that have started, such as the monolith."""
-        others = [name for name in all_members(self.experiment) if name not in self.names]
-        return self.names + [name for name in others if self.folder.member(name).exists()]
+        return [
+            name
+            for name in all_members(self.experiment)  # those of the ensemble first
+            if name in self.names or self.folder.member(name).exists()
+        ]
 
     def member(self, name: str) -> Member:
         """The member called ``name``, resolved on first use.

@@ -281,9 +281,9 @@ def _check_balance(counts: Int64[Tensor, "k"], config: PartitionConfig) -> None:
     # ``capacity`` allows the mean rounded up: whole samples cannot be split more evenly.
     limit = capacity(total, config.num_clusters, config.max_largest_over_mean)
     if config.kind != "existing" and largest > limit:
-        ratio = largest / (total / config.num_clusters)
         raise _refusal(
             config,
             "max_largest_over_mean",
-            f"the largest cluster has {largest} samples, {ratio:.3f} times the mean; raise this key, or {remedy}",
+            f"the largest cluster has {largest} samples, {largest * config.num_clusters / total:.3f} times the mean; "
+            f"raise this key, or {remedy}",
         )

@@ -118,8 +118,7 @@ def balanced_assignment(cost: Float[Tensor, "n k"], weights: Float[Tensor, "n"],
         offers[:, crowded] = math.inf
         there, target = offers.min(1)
         margin, order = torch.sort(there - here, stable=True)
-        leaving = weights[members[order]]
-        num_leaving = int(torch.searchsorted(leaving.cumsum(0), excess)) + 1
+        num_leaving = int(torch.searchsorted(weights[members[order]].cumsum(0), excess)) + 1
         movers = order[:num_leaving]
         prices[crowded] += margin[num_leaving - 1] + step
         assignment[members[movers]] = target[movers]

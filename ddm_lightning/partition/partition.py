@@ -165,9 +165,10 @@ class Partition:
         settings = {name: value for name, value in vars(self.rule).items() if name not in tensors}
         tensors["counts"] = self.counts
         header = {"kind": "partition", "format_version": FORMAT_VERSION, "rule": self.rule.kind, "settings": settings}
-        # One metadata key only: safetensors writes several in no fixed order.
-        metadata = {"ddm_lightning": json.dumps(header)}
-        data = save({name: tensor.contiguous() for name, tensor in tensors.items()}, metadata)
+        data = save(
+            {name: tensor.contiguous() for name, tensor in tensors.items()},
+            {"ddm_lightning": json.dumps(header)},  # one key only: safetensors writes several in no fixed order
+        )
         atomic_write(path, lambda temporary: temporary.write_bytes(data))
 
     @classmethod

@@ -77,8 +77,7 @@ def dry_run(experiment: Experiment, run_dir: Path, check: Callable[[DataSizes], 
         num_bytes = sum(rows[0].nbytes for rows in encode().values())
         estimates[name] = num_bytes, (time.monotonic() - start) / num
     estimates["shards"] = sum(size for size, _ in estimates.values()) - estimates["features"][0], 0.0
-    num_unfinished = len(preparation.unfinished_parts())
-    return DryRun(stages, len(parts), num_unfinished, count_samples(parts), estimates)
+    return DryRun(stages, len(parts), len(preparation.unfinished_parts()), count_samples(parts), estimates)
 
 
 def dry_run_table(plan: DryRun, num_processes: int, num_gpus: int = 0) -> Table:

@@ -17,6 +17,7 @@ from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 import torch
+from rich.console import Console
 from rich.progress import TaskID
 
 from ddm_lightning.config.experiment import PrepareConfig
@@ -162,24 +163,18 @@ def _begin() -> None:
 
 
 class Reporter:
-    """Receives the progress of ``prepare``; this one ignores it."""
+    """Shows the progress of ``prepare``: a bar per stage with elapsed and remaining time.
 
-    def advance(self, stage: str, done: int, total: int) -> None:
-        """Report ``done`` of ``total`` samples of a stage."""
+    Args:
+        progress: the bars; None shows nothing.
+    """
 
-    def say(self, line: str) -> None:
-        """Report an event in one line."""
-
-
-class RichReporter(Reporter):
-    """A bar per stage with elapsed and remaining time."""
-
-    def __init__(self, progress: Bars) -> None:
-        self._progress = progress
+    def __init__(self, progress: Bars | None = None) -> None:
+        self._progress = progress or Bars(Console(quiet=True), show=False)
         self._bars: dict[str, TaskID] = {}
 
     def advance(self, stage: str, done: int, total: int) -> None:
-        """Move the bar of ``stage``; create it at the first call."""
+        """Move the bar of ``stage`` to ``done`` of ``total`` samples; create it at the first call."""
         if stage not in self._bars:
             self._bars[stage] = self._progress.add_task(stage, total=total)
         self._progress.update(self._bars[stage], completed=done, total=total)

@@ -186,8 +186,7 @@ class Preparation:
         manifest_path(self.run_dir).unlink(missing_ok=True)
         self.ledger.forget(stage.name)
         found = stage.write()
-        paths = [path for pattern in stage.outputs for path in self.folder.glob(pattern)]
-        self.ledger.record(stage.name, stage.key, paths)
+        self.ledger.record(stage.name, stage.key, chain(*map(self.folder.glob, stage.outputs)))
         self.reporter.say(f"{stage.name}: done in {time.monotonic() - start:.1f} s" + (f": {found}" if found else ""))
 
     def pending(self) -> list[Stage]:
@@ -288,12 +287,14 @@ class Preparation:
         if not unlisted:
             return
         num_bytes = sum(path.stat().st_size for folder in unlisted for path in folder.rglob("*") if path.is_file())
-        found = f"encoded parts that the source no longer lists: {len(unlisted):,}, {format_bytes(num_bytes)}"
         if prune:
             with self._alone():
                 for folder in unlisted:
                     shutil.rmtree(folder)
-        self.reporter.say(f"{found}; removed" if prune else f"{found}; prepare --prune removes them")
+        self.reporter.say(
+            f"encoded parts that the source no longer lists: {len(unlisted):,}, {format_bytes(num_bytes)}; "
+            + ("removed" if prune else "prepare --prune removes them")
+        )
 
     def _encode(self) -> str:
         wanted = self.unfinished_parts()

@@ -155,8 +155,9 @@ def write_shards(plugins: Plugins, seed: int, prepared: Prepared, on_progress: C
         on_progress(done + in_folder, num_samples)
 
     with atomic_folder(prepared.shards) as folder:
-        orders = split_orders(held_out, clusters, num_clusters, seed)
-        jobs = [SplitJob(prepared.folder, folder, *order) for order in orders]
+        jobs = [
+            SplitJob(prepared.folder, folder, *order) for order in split_orders(held_out, clusters, num_clusters, seed)
+        ]
         sums = dict[int, Float64[np.ndarray, "3 c"]]()
         for number, moments in run_jobs(_write_job, jobs, plugins, num_samples, advance):
             sums[number] = moments

@@ -10,8 +10,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from pickle import UnpicklingError
 from types import FrameType
@@ -23,7 +22,7 @@ from torch.distributed import ProcessGroup
 
 from ddm_lightning.config.experiment import IslandConfig
 from ddm_lightning.core.formatting import Bars
-from ddm_lightning.core.processes import STOPPED, handling
+from ddm_lightning.core.processes import STOPPED
 from ddm_lightning.members.status import MemberStatus
 from ddm_lightning.training.checkpoint import TEMPORARY, checkpoints_in, read_rest, step_of
 from ddm_lightning.training.guard import skipped_file
@@ -137,8 +136,9 @@ class MissedValidation(L.Callback):
         """Put the held-out averages into the status, and with them into the artifact."""
         if trainer.should_stop:  # it was cut short
             return
-        held_out = {k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("held_out/")}
-        self.status.metrics.update(held_out)
+        self.status.metrics.update(
+            (name, float(value)) for name, value in trainer.callback_metrics.items() if name.startswith("held_out/")
+        )
         self.status.validated_step = trainer.global_step
         if trainer.is_global_zero:
             self.status.write(self.folder)
@@ -262,17 +262,12 @@ class StopOnRequest(L.Callback):
         self._requested = False
         self._hosts: ProcessGroup | None = None
 
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Handle these signals within the returned context.
+    def request(self, _number: int, _frame: FrameType | None) -> None:
+        """Handle a signal; for ``processes.handling``.
 
         Raises:
-            StopRequested: a signal came outside the training steps.
+            StopRequested: it came outside the training steps.
         """
-        with handling(self._request):
-            yield
-
-    def _request(self, _number: int, _frame: FrameType | None) -> None:
         if not self._training:
             # A rank: the agent ends it because another one failed, and tells why.
             raise SystemExit(STOPPED) if has_agent() else StopRequested
@@ -287,7 +282,7 @@ class StopOnRequest(L.Callback):
         self._training = True
         # Lightning has put a handler of SIGTERM in front, which calls a collective that other ranks do not. It gives
         # back the one before it after the training.
-        signal.signal(signal.SIGTERM, self._request)
+        signal.signal(signal.SIGTERM, self.request)
         if trainer.world_size > 1:
             # On the hosts, because a collective on the devices waits for their queues.
             self._hosts = torch.distributed.new_group(backend="gloo")

@@ -118,8 +118,8 @@ class CheckpointWriter:
             if self.is_rank_zero:
                 (temporary / REST).write_bytes(rest)
                 names = sorted(path.name for path in temporary.iterdir())
-                sums = dict(zip(names, in_threads(lambda name: sha256_file(temporary / name), names), strict=True))
-                atomic_write_json(temporary / FILES, sums)
+                hashes = in_threads(lambda name: sha256_file(temporary / name), names)
+                atomic_write_json(temporary / FILES, dict(zip(names, hashes, strict=True)))
                 move_folder(temporary, path)
                 done()
         except CheckpointException as error:  # a BaseException, which would end the thread
@@ -276,11 +276,11 @@ def load_tensors(
             if full_name.startswith(_OPTIMIZER):
                 key, _, name = full_name.removeprefix(_OPTIMIZER).partition("/")
                 parameter = parameters[name]
-                if size == parameter.shape:  # then sharded like the parameter
-                    room = torch.empty_like(parameter.detach(), dtype=dtype)
-                else:
-                    room = torch.empty(size, dtype=dtype, device=parameter.device)
-                optimizer.state[parameter][key] = room
+                optimizer.state[parameter][key] = (
+                    torch.empty_like(parameter.detach(), dtype=dtype)  # sharded like the parameter
+                    if size == parameter.shape
+                    else torch.empty(size, dtype=dtype, device=parameter.device)
+                )
         into = tensors_of(module, optimizer)
     read_tensors(path, into, group)
 

@@ -81,8 +81,7 @@ def extend_router(
                 if side:
                     batch["cluster"] = torch.full_like(batch["cluster"], meta.num_clusters)
                 noisy = objective.noisy_batch(batch, Position(step, rank=side))
-                losses = objective.compute_losses(noisy, batch)["loss"]
-                (weight * losses.mean()).backward()
+                (weight * objective.compute_losses(noisy, batch)["loss"].mean()).backward()
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()

@@ -17,7 +17,7 @@ from rich.console import Console
 from ddm_lightning.core.devices import autocast, configure_torch, device_of, resolve_accelerator
 from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.formatting import format_bytes
-from ddm_lightning.core.processes import FITTED_BY, keep_heap
+from ddm_lightning.core.processes import FITTED_BY, handling, keep_heap
 from ddm_lightning.core.registry import CALLBACKS, require
 from ddm_lightning.members.artifact import hand_over
 from ddm_lightning.members.cost import state_bytes, step_cost
@@ -98,7 +98,7 @@ def _train(member: Member, run: Run, status: MemberStatus, console: Console) -> 
     trainer, stop = build_trainer(member, run, status, strategy, resume)
     with contextlib.closing(data):
         try:
-            with stop.listening():
+            with handling(stop.request):
                 status.state = "starting"
                 if ranks.is_rank_zero():
                     status.write(folder)
@@ -188,8 +188,9 @@ def build_trainer(
     """
     experiment, folder = run.experiment, run.folder.member(member.name)
     island = experiment.island
-    origin = checkpoint.origin_of(member.name, experiment)
-    checkpoints = callbacks.RollingCheckpoints(folder / "checkpoints", island, origin)
+    checkpoints = callbacks.RollingCheckpoints(
+        folder / "checkpoints", island, origin=checkpoint.origin_of(member.name, experiment)
+    )
     stop = callbacks.StopOnRequest(checkpoints)
     all_callbacks: list[L.Callback] = [
         callbacks.Reporter(folder, status),

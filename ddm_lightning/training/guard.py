@@ -35,8 +35,7 @@ class SkippedStep:
 
     def line(self) -> str:
         """Return the record as one line of JSON; JSON has no NaN, so such numbers become words."""
-        fields = {**asdict(self), "losses": [x if math.isfinite(x) else str(x) for x in self.losses]}
-        return json.dumps(fields)
+        return json.dumps({**asdict(self), "losses": [x if math.isfinite(x) else str(x) for x in self.losses]})
 
     @classmethod
     def of(cls, line: str) -> SkippedStep:

@@ -66,9 +66,11 @@ class MemberModule(L.LightningModule):
         if isinstance(strategy, Sharded):
             mesh = self.device_mesh
             assert mesh is not None  # Lightning makes it
-            half = self.trainer.precision in HALF
             shard_blocks(
-                self.network, mesh["data_parallel"], reshard_after_forward=strategy.reshard_after_forward, half=half
+                self.network,
+                mesh["data_parallel"],
+                reshard_after_forward=strategy.reshard_after_forward,
+                half=self.trainer.precision in HALF,
             )
 
     def configure_optimizers(self) -> Any:

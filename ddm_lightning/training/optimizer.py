@@ -59,8 +59,8 @@ def clip_in_step(optimizer: Optimizer, parameters: Iterable[nn.Parameter], limit
     norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
     if limit is not None:
-        scale = ((norm + 1e-6) / limit).clamp(min=1.0)
-        optimizer.grad_scale = scale.float()  # type: ignore[attr-defined]  # fused kernels read no other dtype
+        # Fused kernels read no other dtype.
+        optimizer.grad_scale = ((norm + 1e-6) / limit).clamp(min=1.0).float()  # type: ignore[attr-defined]
     return norm
 
 

@@ -128,8 +128,10 @@ class SampleLogger(L.Callback):
             step = f"{module.member.name}: step {trainer.global_step}"
             if made is None and trainer.world_size > 1:  # other ranks may wait for this one
                 if line := line_of(error):
-                    rank = f"rank {trainer.global_rank} cannot make images of this validation"
-                    raise UserError(f"{step}: {rank}: {line}; or train without: island.loggers=[csv]") from error
+                    raise UserError(
+                        f"{step}: rank {trainer.global_rank} cannot make images of this validation: {line}; "
+                        "or train without: island.loggers=[csv]"
+                    ) from error
                 raise
             print(f"{step}: no images of this validation: {first_line(error)}", file=sys.stderr)
 
@@ -150,8 +152,8 @@ class SampleLogger(L.Callback):
             return
         coder = objective.member.image_encoder
         encoder = IMAGE_ENCODERS.build(coder.name, coder.params)  # built anew: takes no memory between validations
-        pairs = ("held out", objective.x_0(self._batch)), ("sampled", made)
-        rows = [(name, list(encoder.decode(x_0.float().cpu()))) for name, x_0 in pairs]
+        both = {"held out": objective.x_0(self._batch), "sampled": made}
+        rows = [(name, list(encoder.decode(x_0.float().cpu()))) for name, x_0 in both.items()]
         log_image(trainer, "samples", np.asarray(labelled_grid(rows)))
 
 

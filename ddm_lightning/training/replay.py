@@ -62,8 +62,7 @@ def replay_step(name: str, run: Run, step: int | None, rank: int) -> tuple[Skipp
     # The kind of device it was trained on, because each has its own random generator.
     device = device_of(island.accelerator)
     network.to(device)
-    samples = _samples(build_data(member, run), skipped)
-    batch = {name: values.to(device) for name, values in samples.items()}
+    batch = {name: values.to(device) for name, values in _samples(build_data(member, run), skipped).items()}
     at = Position(skipped.step, skipped.rank)
     noisy = objective.noisy_batch(batch, at)
     found = []

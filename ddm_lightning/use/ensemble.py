@@ -21,8 +21,7 @@ from ddm_lightning.core.devices import check_devices, configure_cuda, device_of
 from ddm_lightning.core.errors import UserError, first_line, note
 from ddm_lightning.core.registry import CAPTION_ENCODERS, IMAGE_ENCODERS, Registry, require
 from ddm_lightning.ensemble.manifest import About, EnsembleManifest
-from ddm_lightning.ensemble.routing import sample
-from ddm_lightning.ensemble.trace import Trace
+from ddm_lightning.ensemble.routing import Trace, sample
 from ddm_lightning.ensemble.velocity import Cost, Ensemble, load_ensemble
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.members.artifact import ArtifactMeta

@@ -24,7 +24,7 @@ from PIL import Image, ImageOps
 
 from ddm_lightning.core.errors import UserError, line_of, note
 from ddm_lightning.core.registry import STRATEGIES
-from ddm_lightning.ensemble.trace import Trace
+from ddm_lightning.ensemble.routing import Trace
 from ddm_lightning.use.ensemble import DecentralizedEnsemble
 from ddm_lightning.use.samples import weights_chart
 

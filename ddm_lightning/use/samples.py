@@ -19,7 +19,7 @@ from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_files
 from ddm_lightning.core.formatting import Bars, format_bytes
 from ddm_lightning.core.grids import heat_map, labelled_grid, save_png, scale_of
-from ddm_lightning.ensemble.trace import Key, Trace
+from ddm_lightning.ensemble.routing import Key, Trace
 from ddm_lightning.use.ensemble import MAX_ROWS, DecentralizedEnsemble
 
 # Images whose trajectory is drawn.
@@ -86,8 +86,10 @@ def write_samples(
                 save_png(folder / singles.name / f"{row:03d}-{words}-{index:04d}.png", Image.fromarray(image))
             if row < MAX_ROWS and index < MAX_COLUMNS:
                 shown[row][1].append(image.copy())  # a view would keep the whole batch
-        title = f"{settings.member or settings.strategy}, {settings.solver}, {settings.num_steps} steps"
-        title += f", guidance {settings.guidance_scale:g}"
+        title = (
+            f"{settings.member or settings.strategy}, {settings.solver}, {settings.num_steps} steps, "
+            f"guidance {settings.guidance_scale:g}"
+        )
         if total > sum(len(images) for _, images in shown):
             title += f"; {len(shown)} of {len(rows)} rows, {min(num, MAX_COLUMNS)} of {num} images each"
         grid, credit = folder / path.name, ensemble.credit_line

@@ -29,7 +29,7 @@ from ddm_lightning.config.experiment import (
     SampleConfig,
 )
 from ddm_lightning.config.load import read_override
-from ddm_lightning.config.merge import merge
+from ddm_lightning.config.merge import changed
 from ddm_lightning.config.validate import check_experiment
 from ddm_lightning.core import checks, remote
 from ddm_lightning.core.errors import DOWNLOADS, UserError, first_line
@@ -183,9 +183,10 @@ def refuse_paths(manifest: EnsembleManifest) -> None:
     for encoder in filter(None, (meta.image_encoder, meta.caption_encoder)):
         params = json.dumps(encoder["params"], ensure_ascii=False)
         if re.search(r'[/\\]|"path":', params):
-            problem = f"the encoder {encoder['name']!r} would load what {params} names"
-            place = manifest.folders[name] / MEMBER_FILE
-            raise UserError(f"{place}: {problem}; if you trust the author, add --allow-paths or allow_paths=True")
+            raise UserError(
+                f"{manifest.folders[name] / MEMBER_FILE}: the encoder {encoder['name']!r} would load what {params} "
+                "names; if you trust the author, add --allow-paths or allow_paths=True"
+            )
 
 
 def load_settings(place: str | Path, overrides: Sequence[str] = (), *, allow_paths: bool = False) -> Experiment:
@@ -221,8 +222,7 @@ def load_settings(place: str | Path, overrides: Sequence[str] = (), *, allow_pat
         if section not in _FREE:
             raise UserError(f"{source}: a saved ensemble takes only {', '.join(_FREE)}; leave it out")
         checks.check(OmegaConf.to_container(change), Experiment, "", source, references=False)
-        merged = merge(OmegaConf.structured(getattr(experiment, section)), change[section])
-        setattr(experiment, section, OmegaConf.to_object(merged))
+        setattr(experiment, section, changed(getattr(experiment, section), change[section]))
     if experiment.sample.member is not None:
         raise UserError(f"{place}: key 'sample.member': a saved ensemble is sampled as a whole; leave it out")
     check_experiment(experiment, place, overrides, sampling_only=True)
@@ -257,8 +257,9 @@ def resolve(
     sample = replace(before, **arguments)
     given = {text.partition("=")[0] for text in overrides} | {f"sample.{key}" for key in arguments}
     if sample.strategy != before.strategy and "strategy_params" not in arguments:
-        params = before.strategy_params.items()
-        sample.strategy_params = {key: value for key, value in params if f"sample.strategy_params.{key}" in given}
+        sample.strategy_params = {
+            key: value for key, value in before.strategy_params.items() if f"sample.strategy_params.{key}" in given
+        }
     if sample.solver != before.solver and "solver_params" not in arguments:
         sample.solver_params = {}
     resolved = replace(experiment, sample=sample, seed=seed)
@@ -292,11 +293,14 @@ def save_ensemble(ensemble: EnsembleManifest, out: Path, licence: str | None = N
                 if (folder / file).exists():
                     shutil.copyfile(folder / file, temporary / name / file)
         folders = {name: temporary / name for name in ensemble.folders}
-        changed = bool(ensemble.changed or ensemble.lost)
-        write_manifest(temporary, replace(ensemble, folders=folders, about=about, changed=changed))
+        is_changed = bool(ensemble.changed or ensemble.lost)
+        write_manifest(temporary, replace(ensemble, folders=folders, about=about, changed=is_changed))
         saved = read_ensemble(temporary / ENSEMBLE_FILE)
-        shares = dict(zip(saved.experts, saved.priors, strict=True))
-        card = _CARD.render(vars(saved), shares=shares, condition=saved.meta.condition["kind"])
+        card = _CARD.render(
+            vars(saved),
+            shares=dict(zip(saved.experts, saved.priors, strict=True)),
+            condition=saved.meta.condition["kind"],
+        )
         (temporary / "README.md").write_text(card, encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""Experts that return NaN or an infinity, at once or late; ``test_changes.py`` has whole ensembles on disk."""
+"""Experts that return NaN or an infinity, at once or late; ``test_changed_experts.py`` has whole ensembles on disk."""
 
 import math
 

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from toy_ensemble import SHAPE, WAYS, Linear, draw, two
 
 from ddm_lightning.config.experiment import SampleConfig
-from ddm_lightning.ensemble.trace import Trace
+from ddm_lightning.ensemble.routing import Trace
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.condition import Condition
 

@@ -19,7 +19,7 @@ from ddm_lightning.core.registry import CAPTION_ENCODERS, FEATURES, IMAGE_ENCODE
 from ddm_lightning.partition import build
 from ddm_lightning.partition.partition import Partition, Samples
 from ddm_lightning.prepare import stages
-from ddm_lightning.prepare.engine import RichReporter
+from ddm_lightning.prepare.engine import Reporter
 from ddm_lightning.prepare.prepared import Prepared
 from ddm_lightning.prepare.stages import prepare
 from ddm_lightning.shards.manifest import Manifest
@@ -273,7 +273,7 @@ def test_the_image_of_the_clusters_credits_the_source(tmp_path):
 def test_progress_bars_and_lines_reach_the_terminal(tmp_path):
     output = io.StringIO()
     with Bars(Console(file=output, force_terminal=True, width=100)) as bars:
-        prepare(tiny_experiment(), tmp_path, RichReporter(bars))
+        prepare(tiny_experiment(), tmp_path, Reporter(bars))
     text = output.getvalue()
     assert "60/60" in text and "0:00:00" in text
     assert all(f"{stage}: done in" in text for stage in EVERYTHING)

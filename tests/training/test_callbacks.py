@@ -10,6 +10,7 @@ from training.members import Recorder, batch, expert
 from training.two_processes import in_two_processes, trainer_of
 
 from ddm_lightning.config.experiment import IslandConfig
+from ddm_lightning.core.processes import handling
 from ddm_lightning.training.callbacks import RollingCheckpoints, StopOnRequest, StopRequested
 from ddm_lightning.training.module import MemberModule
 from ddm_lightning.training.parallel import choose_strategy
@@ -49,7 +50,7 @@ def train(folder, told, rank=None, max_steps=10, every=1000, **island):
     else:
         trainer = trainer_of(rank, "ddp", **settings)
     loader = DataLoader([batch()] * 100, batch_size=None)
-    with stop.listening():
+    with handling(stop.request):
         trainer.fit(MemberModule(expert(Recorder())), loader, DataLoader([batch()], batch_size=None))
     return trainer.global_step, stop
 
@@ -96,7 +97,7 @@ def test_ranks_save_by_the_clock_of_rank_zero(tmp_path, late):
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_outside_of_the_steps_stops_at_once(tmp_path, number):
     stop = StopOnRequest(RollingCheckpoints(tmp_path, IslandConfig(), {}))
-    with pytest.raises(StopRequested), stop.listening():
+    with pytest.raises(StopRequested), handling(stop.request):
         os.kill(os.getpid(), number)
 
 

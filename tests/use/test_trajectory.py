@@ -11,7 +11,7 @@ from PIL import Image, ImageSequence
 from tiny_runs import settings
 
 from ddm_lightning.cli.parser import main
-from ddm_lightning.ensemble.trace import Trace
+from ddm_lightning.ensemble.routing import Trace
 from ddm_lightning.use.samples import weights_chart, write_trajectory
 
 ALL, NONE = (253, 231, 36), (68, 1, 84)  # ends of viridis

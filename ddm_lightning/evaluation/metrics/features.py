@@ -83,8 +83,10 @@ class FeatureMetric:
             UserError: naming the metric ``name`` and what to do.
         """
         if min(num_generated, num_real) < self.min_images:
-            problem = f"needs {self.min_images:,} images of each kind, not {num_generated:,} samples, {num_real:,} real"
-            raise UserError(f"metric {name!r} {problem}; {self.remedy}")
+            raise UserError(
+                f"metric {name!r} needs {self.min_images:,} images of each kind, not {num_generated:,} samples, "
+                f"{num_real:,} real; {self.remedy}"
+            )
 
 
 class KernelDistance(NamedTuple):
@@ -223,8 +225,7 @@ def frechet_distance(generated: Moments, real: Moments) -> float:
     values, vectors = torch.linalg.eigh(real_covariance)
     root = vectors * values.clamp_min(0).sqrt()  # root · rootᵀ = S_r; any such root gives the same eigenvalues
     shared = torch.linalg.eigvalsh(root.T @ covariance @ root).clamp_min(0).sqrt().sum()
-    distance = (mean - real_mean).square().sum() + covariance.trace() + real_covariance.trace() - 2 * shared
-    return float(distance)
+    return float((mean - real_mean).square().sum() + covariance.trace() + real_covariance.trace() - 2 * shared)
 
 
 @METRICS.register("fid")
@@ -266,26 +267,18 @@ class FrechetDistance(FeatureMetric):
         return {name: Score.of(value, float(((num - 1) * torch.tensor(left_out).var(correction=0)).sqrt()))}
 
 
-class PrecisionRecall(NamedTuple):
-    """Shares from 0 to 1."""
-
-    precision: Score
-    """Generated images among real ones."""
-    recall: Score
-    """Real images among generated ones."""
-
-
 def precision_recall(
     generated: Float[Tensor, "n d"], real: Float[Tensor, "m d"], num_neighbours: int = 3
-) -> PrecisionRecall:
-    """Equations 1 and 2 of 1904.06991.
+) -> dict[str, Score]:
+    """Share of generated images among the real ones (``precision``), and of real among generated ones (``recall``).
 
-    A point is among a set if it is at most as far from one of its points as that point's k-th nearest neighbour in the
-    set. Intervals count the judged images as drawn at random and the other set as given.
+    Equations 1 and 2 of 1904.06991. A point is among a set if it is at most as far from one of its points as that
+    point's k-th nearest neighbour in the set. Intervals count the judged images as drawn at random and the other set as
+    given.
     """
     within_real = covered(generated, real, nearest(real, real, num_neighbours + 1)[0][:, -1])  # itself is the nearest
     within_generated = covered(real, generated, nearest(generated, generated, num_neighbours + 1)[0][:, -1])
-    return PrecisionRecall(_share(within_real), _share(within_generated))
+    return {"precision": _share(within_real), "recall": _share(within_generated)}
 
 
 def _share(hits: Bool[Tensor, " n"]) -> Score:
@@ -317,7 +310,7 @@ class PrecisionRecallMetric(FeatureMetric):
     def scores(self, generated: Float[Tensor, "n d"], real: Float[Tensor, "m d"]) -> dict[str, Score]:
         """Return both shares under their names."""
         found = precision_recall(generated, real, self.num_neighbours)
-        return {f"{name} ({self.features})": score for name, score in found._asdict().items()}
+        return {f"{name} ({self.features})": score for name, score in found.items()}
 
 
 def nearest(

@@ -65,8 +65,9 @@ class ImageFolder:
         # From the part, so that no worker lists the folder again.
         self.num_classes = part.where["num_classes"]
         names, captions = part.where["files"], part.where["captions"]
-        with_text = [_text_file(name) for name, found in zip(names, captions, strict=True) if found is True]
-        texts = self.files.contents(with_text)
+        texts = self.files.contents(
+            [_text_file(name) for name, found in zip(names, captions, strict=True) if found is True]
+        )
         for name, label, found, data in zip(
             names, part.where["labels"], captions, self.files.contents(names), strict=True
         ):

@@ -90,8 +90,10 @@ class TableSource:
     def roles(self) -> list[tuple[str, str]]:
         """Pairs of param and column, for each column in use."""
         names = ("image_column", "label_column", "key_column", "group_column")
-        captions = [("caption_column", column) for column in self.captions]
-        return captions + [(name, column) for name in names if (column := getattr(self, name)) is not None]
+        return [
+            *(("caption_column", column) for column in self.captions),
+            *((name, column) for name in names if (column := getattr(self, name)) is not None),
+        ]
 
     @property
     def columns(self) -> list[str]:
