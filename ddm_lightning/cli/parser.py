@@ -269,10 +269,9 @@ def _run(options: argparse.Namespace) -> int:
         options.overrides = [text for text in options.overrides if text not in chosen]
     if options.command == "fit" and options.member != "all":
         stop_as_by_ctrl_c()
-    makes_run = options.command in ("config", "prepare", "fit", "launch")
     if getattr(options, "out", options.config) is None and "://" in options.config:
         raise UserError(f"{options.config}: a URL cannot hold results; add --out FOLDER")
-    if makes_run:
+    if options.command in ("config", "prepare", "fit", "launch"):  # they may make the run
         experiment = load_experiment(options.config, options.overrides)
     else:
         from ddm_lightning.use.saved import load_settings

@@ -68,8 +68,10 @@ def check_experiment(
             key = f"{section}.{name}"
             where = blamed(source, overrides, key)
             if name not in names:
-                known = f"experts are {experts[0]} to {experts[-1]}"
-                raise UserError(f"{where}: key {key!r}: there is no such {word}; {known}; rename or remove it")
+                raise UserError(
+                    f"{where}: key {key!r}: there is no such {word}; experts are {experts[0]} to {experts[-1]}; "
+                    "rename or remove it"
+                )
             checks.check(change, schema, key, where, references=False)
     for is_wrong, key, problem in (_rules_of_sampling if sampling_only else _rules)(experiment):
         if is_wrong:

@@ -46,13 +46,11 @@ def labelled_grid(
     # Matplotlib's own font makes a grid look the same on every machine, and has accents, Greek and Cyrillic.
     path = f"{get_data_path()}/fonts/ttf/DejaVuSans.ttf"
     font, title_font, footer_font = (ImageFont.truetype(path, s) for s in (_FONT_SIZE, _TITLE_SIZE, _FOOTER_SIZE))
-    num_columns = max(len(images) for _, images in rows)
-
     most_lines = max(1, min(_MAX_LABEL_LINES, cell_height // (_FONT_SIZE + _GAP)))
     labels = [_wrap(label, font, _MAX_LABEL_WIDTH, most_lines) for label, _ in rows]
     grid_left = _MARGIN + max((_width(line, font) for lines in labels for line in lines), default=0)
     grid_left += _MARGIN if any(labels) else 0
-    grid_width = num_columns * (cell_width + _GAP) - _GAP
+    grid_width = max(len(images) for _, images in rows) * (cell_width + _GAP) - _GAP
     full_width = max(grid_left + grid_width, _MARGIN + _width(title, title_font)) + _MARGIN
     footer_lines = _wrap(footer, footer_font, full_width - 2 * _MARGIN)
     grid_top = _MARGIN + (_TITLE_SIZE + _MARGIN if title else 0) + (_FONT_SIZE + _GAP if headings else 0)

@@ -125,10 +125,9 @@ class DiffusersVAE(Pretrained):
             UserError: ``image_size`` is not a multiple of ``factor``.
         """
         if image_size % self.factor:
-            nearest = max(1, round(image_size / self.factor)) * self.factor
             raise UserError(
                 f"{self.place}: {image_size} pixels are not a multiple of {self.factor}; "
-                f"set prepare.images.size to {nearest}"
+                f"set prepare.images.size to {max(1, round(image_size / self.factor)) * self.factor}"
             )
         return (self.num_channels, image_size // self.factor, image_size // self.factor)
 

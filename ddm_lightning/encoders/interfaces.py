@@ -84,15 +84,12 @@ class StoredForm:
         """Return the standard deviation of ``x_0``; None if ``x_0`` itself is stored."""
         if self.stores != "posterior":
             return None
-        scale = _per_channel(self._scale, stored.device, dtype)
-        return stored[:, stored.shape[1] // 2 :].to(dtype) * scale.abs()
+        return stored[:, stored.shape[1] // 2 :].to(dtype) * _per_channel(self._scale, stored.device, dtype).abs()
 
     def sample(self, stored: Shaped[Tensor, "b s h w"], generator: torch.Generator) -> Float[Tensor, "b c h w"]:
         """Sample ``x_0`` from its Gaussian; return a stored ``x_0`` unchanged."""
         mean, std = self.mean(stored), self.std(stored)
-        if std is None:
-            return mean
-        return mean + std * torch.randn(mean.shape, generator=generator, device=mean.device)
+        return mean if std is None else mean + std * torch.randn(mean.shape, generator=generator, device=mean.device)
 
 
 @cache

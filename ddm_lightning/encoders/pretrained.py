@@ -115,8 +115,11 @@ class Pretrained:
         config = {path.name: sha256_file(path) for path in self._config_files()}
         # The hub's cache has one folder per commit.
         commit = re.search(r"/snapshots/([0-9a-f]{40})(?:/|$)", self.folder.as_posix())
-        revision = {"revision": commit[1]} if commit else {}
-        return {"weights_sha256": weights, "config_sha256": sha256_json(config), **revision}
+        return {
+            "weights_sha256": weights,
+            "config_sha256": sha256_json(config),
+            **({"revision": commit[1]} if commit else {}),
+        }
 
     def _config_files(self) -> list[Path]:
         return [self.folder / "config.json"]

@@ -394,8 +394,10 @@ def _changed(ensemble: EnsembleManifest, folders: dict[str, Path], counts: dict[
 def _counts(ensemble: EnsembleManifest) -> dict[str, int]:
     """Images of each expert's cluster, at least 1."""
     assert ensemble.about is not None
-    shares = dict(zip(ensemble.experts, ensemble.priors, strict=True))
-    return {name: max(1, round(share * ensemble.about.num_images)) for name, share in shares.items()}
+    return {
+        name: max(1, round(share * ensemble.about.num_images))
+        for name, share in zip(ensemble.experts, ensemble.priors, strict=True)
+    }
 
 
 def _require(ensemble: EnsembleManifest, name: str) -> None:

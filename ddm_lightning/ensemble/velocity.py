@@ -278,8 +278,7 @@ class Ensemble:
         self.work.active += sum(map(len, groups))
         for k, rows in enumerate(groups):
             if len(rows):
-                part = None if condition is None else condition.rows(rows)
-                yield k, rows, self.expert_velocity(k, x_t[rows], t[rows], part)
+                yield k, rows, self.expert_velocity(k, x_t[rows], t[rows], condition and condition.rows(rows))
 
 
 def load_ensemble(

@@ -63,13 +63,18 @@ class Samples:
 
     def rows(self, rows: Int[Tensor, " m"]) -> Samples:
         """The chosen samples."""
-        condition = None if self.condition is None else self.condition.rows(rows)
-        return Samples(self.x_0[rows], self.clusters[rows], self.sample_ids[rows], condition)
+        return Samples(
+            self.x_0[rows], self.clusters[rows], self.sample_ids[rows], self.condition and self.condition.rows(rows)
+        )
 
     def to(self, device: torch.device) -> Samples:
         """The same samples on ``device``."""
-        condition = None if self.condition is None else self.condition.to(device)
-        return Samples(self.x_0.to(device), self.clusters.to(device), self.sample_ids.to(device), condition)
+        return Samples(
+            self.x_0.to(device),
+            self.clusters.to(device),
+            self.sample_ids.to(device),
+            self.condition and self.condition.to(device),
+        )
 
 
 def diagnose(run: Run, strategies: Sequence[str] | None, num: int, *, show_progress: bool = False) -> Figures:
@@ -279,10 +284,9 @@ def diagnosis_lines(figures: Mapping[str, Any]) -> list[str]:
     for branch, scores in figures["router"].items():
         accuracy, nll = (float(np.mean(scores[name])) for name in ("accuracy", "nll_calibrated"))
         before, after = (max(scores[f"calibration_error{suffix}"]) for suffix in ("", "_calibrated"))
-        chance = max(scores["calibration_error_by_chance"])
         lines.append(
             f"router, {branch}: accuracy {accuracy:.3f}, NLL {nll:.3f}, largest ECE {before:.3f}, "
-            f"calibrated {after:.3f}, by chance {chance:.3f}"
+            f"calibrated {after:.3f}, by chance {max(scores['calibration_error_by_chance']):.3f}"
         )
     shares = figures["shares"]
     expected = ", ".join(f"{share:.3f}" for share in shares["expected"])
@@ -298,8 +302,8 @@ def _experts(figures: Mapping[str, Any]) -> Figure:
     loss, by_time = np.array(experts["loss"]), np.array(experts["loss_by_time"])
     figure = Figure(figsize=(13, 4), layout="constrained")
     matrix, by_cluster, disagreement = figure.subplots(1, 3)
-    excess = loss / loss.min(0) - 1  # over the best expert of the cluster
-    heat_map(matrix, excess, loss, ".3f", cmap="Blues", vmin=0)
+    # Colours show the excess over the best expert of the cluster.
+    heat_map(matrix, loss / loss.min(0) - 1, loss, ".3f", cmap="Blues", vmin=0)
     matrix.set(title="held-out loss (darker is worse)", xlabel="cluster", ylabel="expert")
     own = np.eye(len(loss), dtype=bool)
     curves = {"own cluster": by_time[:, own].mean(1)}

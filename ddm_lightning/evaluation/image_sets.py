@@ -135,8 +135,10 @@ class FileImages:
         first = getattr(self, "shape", images[0].shape)
         for path, image in zip(chosen, images, strict=True):
             if image.shape != first:
-                problem = "has {} × {} pixels, and the first image has {} × {}".format(*image.shape[:2], *first[:2])
-                raise UserError(f"{path}: {problem}; resize them to one size")
+                raise UserError(
+                    f"{path}: has {image.shape[0]} × {image.shape[1]} pixels, and the first image has "
+                    f"{first[0]} × {first[1]}; resize them to one size"
+                )
         return np.stack(images)
 
 

@@ -42,8 +42,9 @@ class ClusterShares:
         probabilities = self._probabilities(held_out)
         self.accuracy = float((probabilities.argmax(1) == held_out_clusters).float().mean())
         """On held-out samples."""
-        means = [probabilities[held_out_clusters == k].mean(0) for k in range(num_clusters)]
-        self._confusion = torch.stack(means).nan_to_num(0.0)
+        self._confusion = torch.stack(
+            [probabilities[held_out_clusters == k].mean(0) for k in range(num_clusters)]
+        ).nan_to_num(0.0)
 
     def shares(self, features: Float[Tensor, "n d"]) -> Float[Tensor, " K"]:
         """Estimate the clusters' shares among images by their features; they sum to 1."""

@@ -85,6 +85,3 @@ class Condition:
     def to(self, device: torch.device | str) -> Condition:
         """The same condition on ``device``."""
         return Condition(self.values.to(device), self.keep.to(device))
-
-    def __len__(self) -> int:
-        return len(self.keep)

@@ -50,8 +50,10 @@ def check_plugins(experiment: Experiment, source: str, overrides: Sequence[str] 
 
 def _expert_networks(experiment: Experiment) -> list[tuple[str, str]]:
     """Key of each different network of an expert, and a member that has it."""
-    overridden = ((f"expert.overrides.{name}.network", name) for name in experiment.expert.overrides)
-    return [("expert.network", MONOLITH), *overridden]
+    return [
+        ("expert.network", MONOLITH),
+        *((f"expert.overrides.{name}.network", name) for name in experiment.expert.overrides),
+    ]
 
 
 @contextmanager
@@ -95,8 +97,10 @@ def check_networks(
         train = f"{key.removesuffix('.network')}.train.optimizer"
         has_matrices = any(is_muon_matrix(name, parameter) for name, parameter in network.named_parameters())
         if member.train.optimizer == "muon" and not has_matrices:
-            where = blamed(source, overrides, train, key)
-            raise UserError(f"{where}: key {train!r} = 'muon': {key} has no matrices in 'blocks'; set adamw")
+            raise UserError(
+                f"{blamed(source, overrides, train, key)}: key {train!r} = 'muon': {key} has no matrices in 'blocks'; "
+                "set adamw"
+            )
 
 
 def is_collected(members: Sequence[str], run: Run) -> bool:

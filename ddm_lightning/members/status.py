@@ -82,8 +82,9 @@ class MemberStatus:
         path = folder / "status.json"
         if not path.exists():
             return cls(member, max_steps)
-        fields = checks.field_checks(cls)
-        return cls(**read_record(path, fields, "the member's status", "delete it; training rewrites it"))
+        return cls(
+            **read_record(path, checks.field_checks(cls), "the member's status", "delete it; training rewrites it")
+        )
 
     def shown_state(self) -> str:
         """The state; ``killed`` if the process is gone, and the age of the status if it ran on another machine."""

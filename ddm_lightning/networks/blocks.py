@@ -120,9 +120,7 @@ def normalised(x: Float[Tensor, "b n h d"], norm: nn.RMSNorm | None) -> Float[Te
     Under autocast the norm computes in its weight's dtype: float32, unless FSDP2 gathers it in bfloat16. Converted
     back, because xformers needs one dtype for queries, keys and values.
     """
-    if norm is None:
-        return x
-    return norm(x.to(norm.weight.dtype)).to(x.dtype)
+    return x if norm is None else norm(x.to(norm.weight.dtype)).to(x.dtype)
 
 
 def head_norm(width: int, num_heads: int, qk_norm: bool) -> nn.RMSNorm | None:

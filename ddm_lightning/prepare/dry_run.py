@@ -99,6 +99,12 @@ def dry_run_table(plan: DryRun, num_processes: int, num_gpus: int = 0) -> Table:
     for name, (num_bytes, seconds) in {**plan.estimates, "total": (sum(sizes), sum(times))}.items():
         size = "–" if plan.num_samples is None else format_bytes(num_bytes * plan.num_samples)
         hours = "–" if plan.num_samples is None or not seconds else format_duration(seconds * plan.num_samples / shares)
-        each = format_duration(seconds) if seconds else "–"
-        table.add_row(name, f"{num_bytes:,}", each, size, hours, end_section=name == [*plan.estimates][-1])
+        table.add_row(
+            name,
+            f"{num_bytes:,}",
+            format_duration(seconds) if seconds else "–",
+            size,
+            hours,
+            end_section=name == [*plan.estimates][-1],
+        )
     return table

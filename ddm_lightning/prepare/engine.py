@@ -54,9 +54,7 @@ def num_gpus_for(config: PrepareConfig) -> int:
     """Return the number of GPUs on which the encoders compute: all for ``device: cuda``, else those they name."""
     plugins = (config.image_encoder, config.caption_encoder, config.features)
     devices = {str(plugin.params.get("device")) for plugin in plugins if plugin is not None}
-    if "cuda" in devices:
-        return torch.cuda.device_count()
-    return sum(device.startswith("cuda:") for device in devices)
+    return torch.cuda.device_count() if "cuda" in devices else sum(name.startswith("cuda:") for name in devices)
 
 
 def gpu_of(identity: tuple[int, ...], num_gpus: int) -> int:

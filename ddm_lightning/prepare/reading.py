@@ -165,8 +165,9 @@ def _with_plain_text(found: Record | BrokenSample) -> Record | BrokenSample:
     try:
         "".join(texts).encode()
     except UnicodeEncodeError as error:
-        key = found.key.encode(errors="backslashreplace").decode()
-        return BrokenSample(key, "text that UTF-8 cannot hold", str(error))
+        return BrokenSample(
+            found.key.encode(errors="backslashreplace").decode(), "text that UTF-8 cannot hold", str(error)
+        )
     return found
 
 

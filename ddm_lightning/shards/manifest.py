@@ -12,9 +12,6 @@ from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write_json, read_json
 
 FORMAT_VERSION = 3
-STORED_FORMS = ("x_0", "posterior")
-PREPARED = "prepared"
-"""Folder of ``prepare`` inside the run folder."""
 TRAIN, HELD_OUT = "train", "held-out"
 _REMEDY = "run prepare first, with the same FILE and settings, or copy it from where that was done"
 
@@ -61,7 +58,7 @@ class Manifest:
     """Side in pixels of the encoded square images, and the treatment of other aspect ratios."""
     image_encoder: dict[str, Any]
     """Name and parameters."""
-    stores: Annotated[str, checks.one_of(STORED_FORMS)]
+    stores: Annotated[str, checks.one_of(("x_0", "posterior"))]
     """``x_0``, or ``posterior``: mean, then standard deviation, of the Gaussian of ``x_0``."""
     x_shape: Annotated[tuple[int, int, int], checks.X_SHAPE]
     """Channels, height, width of ``x_0``."""
@@ -166,7 +163,7 @@ def _problem_with(stored: Any) -> str | None:
 
 def manifest_path(run_dir: Path) -> Path:
     """Return the path of a run's manifest."""
-    return run_dir / PREPARED / "manifest.json"
+    return run_dir / "prepared" / "manifest.json"
 
 
 def shard_name(cluster: int, split: str) -> str:

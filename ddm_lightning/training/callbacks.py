@@ -50,8 +50,7 @@ class Reporter(L.Callback):
         if trainer.is_global_zero:
             self.status.write(self.folder)
         self._bars.start()
-        max_steps = self.status.max_steps
-        self._task = self._bars.add_task(self.status.member, total=max_steps, completed=trainer.global_step)
+        self._task = self._bars.add_task(self.status.member, total=self.status.max_steps, completed=trainer.global_step)
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
         """Report when the curves are due."""

@@ -173,10 +173,9 @@ def read_rest(path: Path, device: str = "cpu") -> dict[str, Any]:
 
 def stored_sizes(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
     """Shape and type of each tensor in the checkpoint ``path``, by name."""
-    found = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
     return {
         name: (stored.size, stored.properties.dtype)
-        for name, stored in found.items()
+        for name, stored in HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata.items()
         if isinstance(stored, TensorStorageMetadata)
     }
 

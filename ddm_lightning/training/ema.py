@@ -104,8 +104,7 @@ def track_ema(optimizer: Optimizer, decay: float, widths: Sequence[float] = ()) 
                     shards = [local(tensor) for tensor in tensors]
                     kept[number, key] = tensors, shards
                 if shards:
-                    average = get_ema_multi_avg_fn(share)
-                    average(shards[len(parameters) :], shards[: len(parameters)], steps)
+                    get_ema_multi_avg_fn(share)(shards[len(parameters) :], shards[: len(parameters)], steps)
             group[STEPS] = steps + 1
 
     optimizer.register_step_post_hook(after_step)
@@ -208,14 +207,12 @@ class EmaSnapshots(L.Callback):
         self.folder = folder / FOLDER
         self.snapshots = all_snapshots(train)
 
-    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: object) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: object) -> None:
         """Write the snapshots of this step. A resumed training writes some again, with the same bytes."""
-        network = module.network
-        assert isinstance(network, nn.Module)
         for snapshot in self.snapshots:
             if snapshot.step == trainer.global_step:
                 key, optimizer = width_key(snapshot.width), trainer.optimizers[0]
-                weights = unsharded_ema(network, optimizer, key, keeps=trainer.is_global_zero)
+                weights = unsharded_ema(module.network, optimizer, key, keeps=trainer.is_global_zero)
                 if trainer.is_global_zero:
                     path = self.folder / snapshot.file
                     index = read_index(self.folder) | {snapshot.file: save_weights(path, weights, str(path))}

@@ -77,13 +77,19 @@ class MemberModule(L.LightningModule):
         """Build AdamW or Muon with the EMAs in its state, and the learning-rate schedule."""
         optimizer = build_optimizer(self.network, self.member.train)
         track_ema(optimizer, self.member.train.ema_decay, self.member.train.ema_widths)
-        schedule = build_schedule(optimizer, self.member.train)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": build_schedule(optimizer, self.member.train), "interval": "step"},
+        }
 
     def position(self, batch_idx: int = 0) -> Position:
         """Return the place of a batch in the training."""
-        part = batch_idx % self.trainer.accumulate_grad_batches
-        return Position(self.global_step, self.global_rank, self.trainer.world_size, part)
+        return Position(
+            self.global_step,
+            self.global_rank,
+            self.trainer.world_size,
+            part=batch_idx % self.trainer.accumulate_grad_batches,
+        )
 
     # A training step, from its batch to the curves.
 

@@ -60,8 +60,13 @@ class NoisyBatch:
 
     def rows(self, rows: slice) -> NoisyBatch:
         """Return some of the samples."""
-        condition = None if self.condition is None else self.condition.rows(rows)
-        return NoisyBatch(self.x_t[rows], self.t[rows], self.noise[rows], self.x_0[rows], condition)
+        return NoisyBatch(
+            self.x_t[rows],
+            self.t[rows],
+            self.noise[rows],
+            self.x_0[rows],
+            self.condition and self.condition.rows(rows),
+        )
 
 
 class Averages:
@@ -334,12 +339,12 @@ class Classification(Objective):
                 for suffix in (branch, f"{branch}{time_suffix(index)}"):
                     self.held_out.add(f"held_out/{self.loss_name}{suffix}", nll, num)
                     self.held_out.add(f"held_out/accuracy{suffix}", hits, num)
-                calibration = self.calibrations.setdefault(branch, Calibration(NUM_VALIDATION_TIMESTEPS))
-                calibration.add(index, logits.cpu(), *on_host)
+                self.calibrations.setdefault(branch, Calibration(NUM_VALIDATION_TIMESTEPS)).add(
+                    index, logits.cpu(), *on_host
+                )
                 if not branch:
                     if self.confusion is None:
-                        num_clusters = logits.shape[1]
-                        self.confusion = logits.new_zeros(NUM_VALIDATION_TIMESTEPS, num_clusters, num_clusters)
+                        self.confusion = logits.new_zeros(NUM_VALIDATION_TIMESTEPS, logits.shape[1], logits.shape[1])
                     self.confusion[index].index_add_(0, cluster, logits.softmax(1))
 
     def held_out_figures(self, num_ranks: int = 1) -> dict[str, float]:

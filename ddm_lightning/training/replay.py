@@ -85,8 +85,10 @@ def replay_step(name: str, run: Run, step: int | None, rank: int) -> tuple[Skipp
 def _find(folder: Path, step: int | None, rank: int) -> SkippedStep:
     skipped = {one.step: one for one in skipped_of(folder) if one.rank == rank}
     if not skipped or step not in (None, *skipped):
-        known = ", ".join(map(str, skipped)) or "none"
-        raise UserError(f"{folder}: nothing to replay; steps of rank {rank} that were skipped: {known}")
+        raise UserError(
+            f"{folder}: nothing to replay; steps of rank {rank} that were skipped: "
+            f"{', '.join(map(str, skipped)) or 'none'}"
+        )
     return skipped[max(skipped) if step is None else step]
 
 

@@ -103,5 +103,4 @@ class DecentralizedPipeline(DiffusionPipeline):  # type: ignore[misc]  # diffuse
 
 
 def _seed(generator: torch.Generator | None) -> int:
-    device = None if generator is None else generator.device
-    return int(torch.randint(2**63 - 1, (), generator=generator, device=device))
+    return int(torch.randint(2**63 - 1, (), generator=generator, device=generator and generator.device))

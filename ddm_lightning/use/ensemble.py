@@ -129,8 +129,10 @@ class DecentralizedEnsemble:
             raise UserError(f"sample.member={member}: unknown member; name one of {', '.join(all_members(experiment))}")
         if not (path := run.sampled_from(member)).exists():
             missing = [name for name in ensemble_members(experiment) if not run.has_artifact(name)]
-            names = member or ", ".join(missing)
-            raise UserError(f"{path}: does not exist yet, because these members are not finished: {names}; fit them")
+            raise UserError(
+                f"{path}: does not exist yet, because these members are not finished: "
+                f"{member or ', '.join(missing)}; fit them"
+            )
         manifest = manifest_with_about(run.root, experiment, member=member, partial=partial)
         if lost := list(manifest.lost):
             rest = ", and the weights of the other experts are renormalised" if set(lost) - {ROUTER} else ""
@@ -249,8 +251,10 @@ class DecentralizedEnsemble:
         numbers = {str(c): c for c in all_classes} | {name: c for c, name in enumerate(names)}
         for given in classes:
             if given not in numbers:
-                some = f"a number from 0 to {len(names) - 1}, or a name such as {', '.join(names[:5])}"
-                raise UserError(f"--class {given!r}: no such class; give {some}")
+                raise UserError(
+                    f"--class {given!r}: no such class; give a number from 0 to {len(names) - 1}, or a name such as "
+                    f"{', '.join(names[:5])}"
+                )
         shown = [numbers[given] for given in classes] or all_classes[:MAX_ROWS]
         return [(names[c], f"class {c}", Condition.of(torch.tensor([c]))) for c in shown]
 
@@ -321,8 +325,9 @@ class DecentralizedEnsemble:
         shown = None if classes is None else list(map(str, classes))
         if [] in (given, shown) or not all(isinstance(prompt, str) for prompt in given or ()):
             raise UserError("sample: give prompts (strings) or classes, or leave both out for the experiment's")
-        resolved = resolve(self.experiment, strategy=strategy, num_per_prompt=num, seed=seed, **settings)
-        chosen = self.with_settings(resolved, factors)
+        chosen = self.with_settings(
+            resolve(self.experiment, strategy=strategy, num_per_prompt=num, seed=seed, **settings), factors
+        )
         own = chosen.experiment.sample
         rows = chosen.rows(given or ([] if shown else own.prompts), shown or [])
         return [Image.fromarray(image) for _, _, image in chosen.images(rows, own.num_per_prompt, trace=trace)]

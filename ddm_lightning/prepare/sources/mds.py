@@ -83,9 +83,7 @@ class Mds(TableSource):
     def _stored(self, raw: str, shard: dict[str, Any]) -> str:
         """Return the name of the shard's file, compressed or not."""
         zipped = shard.get("zip_data")
-        if raw in self.files.states or not zipped:
-            return raw
-        return str(shard["folder"] + zipped["basename"])
+        return raw if raw in self.files.states or not zipped else str(shard["folder"] + zipped["basename"])
 
     def _samples(self, raw: str, shard: dict[str, Any], numbers: range) -> list[bytes]:
         """Read the encoded samples."""

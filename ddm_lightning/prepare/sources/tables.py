@@ -124,10 +124,8 @@ class TableSource:
         label = 0 if self.label_column is None else self._label(row[self.label_column], key)
         image = self._image(row[self.image_column], key)
         caption = caption_in(next((row[name] for name in self.captions if row[name]), None), key)
-        for found in (image, label, caption):
-            if isinstance(found, BrokenSample):
-                return found
-        return Record(key, image, caption, label, group)  # type: ignore[arg-type]
+        bad = next((one for one in (image, label, caption) if isinstance(one, BrokenSample)), None)
+        return bad or Record(key, image, caption, label, group)  # type: ignore[arg-type]
 
     def _label(self, value: Any, key: str) -> int | BrokenSample:
         """Return the class of a cell: a number, a class name, or either of them as text or bytes."""
