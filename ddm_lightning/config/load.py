@@ -196,7 +196,8 @@ def _schema(section: Any, prefix: str = "") -> Iterator[tuple[str, Any, Field[An
         default = getattr(section, own.name)
         yield prefix + own.name, kind, own, default
         inner, _ = checks.without_none(checks.hints(kind)[own.name])
-        if is_dataclass(inner):
+        is_section = is_dataclass(inner)
+        if is_section:
             yield from _schema(default or inner(), f"{prefix}{own.name}.")
 
 

@@ -209,7 +209,8 @@ class Batch:
         assert isinstance(scale, Tensor)
         active = torch.cat([active, active & (scale != 1)[:, None]])
         both = self.ensemble.expert_velocities(*both_branches(x_t, t, self.condition), active)
-        return guided(*both.chunk(2), scale)
+        conditional, unconditional = both.chunk(2)
+        return guided(conditional, unconditional, scale)
 
     def _normal(self, *key: str | int) -> Float[Tensor, "b c h w"]:
         # Generated on the CPU, so that every device produces the same images.

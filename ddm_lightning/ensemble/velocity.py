@@ -259,8 +259,9 @@ class Ensemble:
             return self._sum(x_t, t, condition, weights)
         scale = guidance_scale if isinstance(guidance_scale, Tensor) else torch.full_like(t, guidance_scale)
         null_weights = (weights if null_weights is None else null_weights) * (scale != 1)[:, None]
-        both = self._sum(*both_branches(x_t, t, condition), torch.cat([weights, null_weights]))
-        return guided(*both.chunk(2), scale)
+        both = torch.cat([weights, null_weights])
+        conditional, unconditional = self._sum(*both_branches(x_t, t, condition), both).chunk(2)
+        return guided(conditional, unconditional, scale)
 
     def _sum(self, x_t: Samples, t: Times, condition: Condition | None, weights: Float[Tensor, "b K"]) -> Samples:
         velocity = torch.zeros_like(x_t)

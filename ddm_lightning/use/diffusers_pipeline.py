@@ -103,4 +103,5 @@ class DecentralizedPipeline(DiffusionPipeline):  # type: ignore[misc]  # diffuse
 
 
 def _seed(generator: torch.Generator | None) -> int:
-    return int(torch.randint(2**63 - 1, (), generator=generator, device=generator and generator.device))
+    device = None if generator is None else generator.device
+    return int(torch.randint(2**63 - 1, (), generator=generator, device=device))
