@@ -286,14 +286,14 @@ def _ema(experiment: Experiment, options: argparse.Namespace) -> None:
         raise UserError(f"--use {options.use}: give a width such as 0.08, or original") from None
     run = Run.open(experiment)
 
-    from ddm_lightning.training.ema_choice import Averages, widths_table
+    from ddm_lightning.training.ema_choice import EmaWidths, widths_table
 
-    averages = Averages(member, run)
+    widths = EmaWidths(member, run)
     if options.use is None:
-        Console().print(widths_table(averages.compare(options.width)))
+        Console().print(widths_table(widths.compare(options.width)))
         print(f"next: {command_line('ema', options)} member={member} --use WIDTH")
         return
-    averages.use(width)
+    widths.use(width)
     print(f"artifact: {run.folder.artifact(member)}")
     if run.folder.ensemble.exists() and member in run.names:
         assemble(run)

@@ -60,7 +60,7 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = (), record: Pat
         raise UserError(
             f"{path}: key {error.full_key!r}: {first_line(error)}; fix the reference ${{…}} in it"
         ) from None
-    # ``expert_section`` resolves again, and two strings may join into a resolver.
+    # ``expert_section`` resolves references again, and two resolved strings may join into a resolver.
     _refuse_resolvers(resolved, str(path))
     checks.check(resolved, Experiment, "", str(path), references=False)
     experiment: Experiment = OmegaConf.to_object(merged)  # type: ignore[assignment]  # may be of any dataclass
@@ -124,9 +124,9 @@ def _refuse_other_bases(loaded: DictConfig, text: str, key: str, source: str) ->
     """Refuse numbers that YAML 1.1 reads in base 8 (060 is 48) or 60 (1:30 is 90).
 
     Args:
-        loaded: what was read.
-        text: the YAML that says so.
-        key: dotted key of all that is in ``text``; empty at the top.
+        loaded: the parsed YAML.
+        text: its source.
+        key: dotted key whose value ``text`` is; empty for a whole file.
         source: begins the error line.
 
     Raises:
@@ -142,7 +142,7 @@ def _refuse_other_bases(loaded: DictConfig, text: str, key: str, source: str) ->
 
 
 def leaves(value: Any, key: str = "", *, lists: bool = True) -> Iterator[tuple[str, Any]]:
-    """Dotted key and value of all that is no dict and, with ``lists``, no list."""
+    """Yield dotted key and value of everything but dicts and, with ``lists``, lists."""
     if isinstance(value, dict):
         for name, inner in value.items():
             yield from leaves(inner, f"{key}.{name}" if key else str(name), lists=lists)

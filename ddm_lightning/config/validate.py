@@ -15,7 +15,7 @@ from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import SOLVERS, STRATEGIES
 
 Rule: TypeAlias = tuple[bool, str, str]
-"""Whether it is broken, by which key, and how."""
+"""Whether the rule is broken, the key to blame, and the problem."""
 _KINDS = ("expert", "router", "monolith", "student")
 LOGGERS = ("tensorboard", "csv", "wandb")
 

@@ -136,7 +136,7 @@ def field_checks(kind: type) -> dict[str, Check]:
 
 
 CHANGEABLE = {"changeable": True}
-"""Metadata of a settings field that may differ between two starts: it changes no byte of shards, no training."""
+"""Metadata of a settings field that may differ between two starts: it changes neither the shards nor the training."""
 
 
 def option(
@@ -207,7 +207,7 @@ def check(value: Any, kind: Any, key: str, source: str, references: bool = True)
 
 
 def kept(record: Any, kind: Any) -> Any:
-    """The part of a record that ``kind`` has; the rest was written by an earlier release and means nothing now."""
+    """The keys of a record that the dataclass ``kind`` has; others, of earlier releases, do not count."""
     kind, _ = without_none(kind)
     is_section = is_dataclass(kind) and isinstance(record, dict)
     known = hints(kind) if is_section else {}

@@ -8,7 +8,7 @@ an implementation is enough, as nothing in this package calls them.
 
 Lightning needs two classes of torchmetrics, and this package a few modules of Streaming. Both packages import
 everything they have at once, and with it scipy, scikit-learn, pandas, transformers and torchvision: four seconds.
-``import_light`` lets them do so when something asks for more.
+After ``import_light`` they do so only when something asks for more.
 
 Importing this module imports only the standard library.
 """
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 # torch forgets the operators of a Library that is garbage collected.
 _declared: list[Library] = []
 
-# Schema of torchvision.ops.nms. Shape functions are registered by name, so it does for the other operators (qnms), too.
+# Schema of torchvision.ops.nms. Shape functions are registered by name, so it serves the other operators (qnms), too.
 _SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 
 
@@ -60,7 +60,7 @@ class _BeforeTorchvision:
 
 
 class _DeferredPackage(ModuleType):
-    """A package whose ``__init__`` runs at the first use of a name that is no module of it."""
+    """A package whose ``__init__`` runs at the first use of a name that is none of its modules."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name not in ("__all__", "__version__"):
@@ -90,9 +90,9 @@ def import_light(*packages: str, first: str, names: Mapping[str, str] | None = N
     imported whole.
 
     Args:
-        packages: the package, then those in it that are not to run.
-        first: the module.
-        names: what other packages take from the package, and the modules of it that have them.
+        packages: the package, then its subpackages whose ``__init__`` must not run either.
+        first: the module to import.
+        names: names that other packages take from the package, each with the module in it that defines the name.
     """
     package = packages[0]
     if package in sys.modules:

@@ -31,7 +31,7 @@ def _flush(path: Path) -> None:
 
 @contextmanager
 def _naming(path: Path, temporary: Path) -> Iterator[None]:
-    """Make an ``OSError`` in the block name ``path``, where it names no file or one in ``temporary``."""
+    """Let an ``OSError`` of the block name ``path`` if it names no file, or one in ``temporary``."""
     try:
         yield
     except OSError as error:

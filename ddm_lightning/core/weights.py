@@ -48,7 +48,7 @@ def save_weights(path: Path, state_dict: Mapping[str, Tensor], owner: str) -> st
 
 
 def _save(state: dict[str, Tensor], path: Path) -> None:
-    """Call ``save_file``; turn its error, which carries the system's only as text, into an ``OSError``."""
+    """Call ``save_file``; turn its error, which has the system's error number in its text only, into an ``OSError``."""
     try:
         save_file(state, path)
     except SafetensorError as error:

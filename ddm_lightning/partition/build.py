@@ -1,8 +1,8 @@
 """Build the partition of a data set.
 
 ``kmeans`` is balanced k-means of the features in two stages, as in MoDE (2404.16030), whose code the DDM paper
-(2501.05450) used: k-means of a part of the samples to fine centroids, then balanced k-means of the fine centroids to K
-clusters. The second stage weights a fine centroid by its samples, because clusters must balance samples, not centroids.
+(2501.05450) used. K-means on a part of the samples gives fine centroids; balanced k-means groups these into K clusters.
+The second stage weights a fine centroid by its samples, because clusters must balance samples, not centroids.
 In small data sets, prices balance the fine cells (``kmeans``), which needs all distances in memory. In large ones,
 plain k-means splits crowded cells (``lloyd``).
 
@@ -42,7 +42,7 @@ from ddm_lightning.partition.partition import (
 )
 
 _CLUSTER_RESTARTS = 10
-# Largest problem balanced by prices, in distances and in numbers of features: seconds on a CPU.
+# Largest problem balanced by prices, in distances and in numbers that the features hold: seconds on a CPU.
 _PRICED_DISTANCES, _PRICED_NUMBERS = 1 << 22, 1 << 26
 # Scattered rows, slow to read in every pass, are kept in memory up to this size.
 _KEPT_BYTES = 1 << 30

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
-# Largest cost above a sample's best cluster that the auction accepts, in std of the costs.
+# How much more than its best cluster a sample may cost at the end of the auction, in std of the costs.
 _AUCTION_STEP = 3e-3
 # Price rises per cluster before ``repair`` takes over; reached only if large weights cannot fit.
 _RISES_PER_CLUSTER = 200
@@ -105,7 +105,7 @@ def balanced_assignment(cost: Float[Tensor, "n k"], weights: Float[Tensor, "n"],
     prices = cost.new_zeros(num_clusters)
     step = _AUCTION_STEP * float(cost.std())
     load = loads(assignment, weights, num_clusters)
-    # Prices would push an excess below half a sample to and fro forever; one swap fixes it.
+    # Prices would push an excess below half a sample back and forth forever; a swap by ``repair`` ends it.
     least_excess = float(weights.mean()) / 2
     for _ in range(_RISES_PER_CLUSTER * num_clusters):
         crowded = int(load.argmax())

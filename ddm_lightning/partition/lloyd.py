@@ -19,12 +19,12 @@ from ddm_lightning.partition.columns import Rows
 from ddm_lightning.partition.kmeans import means
 from ddm_lightning.partition.nearest import in_order, one_thread, prepared, rows_at_once
 
-# Sampled rows per starting centroid; the second if the first sample has too many duplicates.
+# Sampled rows per starting centroid, at first and if that sample has too many duplicates.
 _START_ROWS, _MORE_START_ROWS = 8, 64
-# Starting centroids are sampled one at a time up to this many, in this many batches beyond.
+# Up to this many starting centroids are sampled one at a time, and more in this many batches.
 _DRAWS = 64
-# Larger cells are split while far smaller ones can be given up. It splits piles of near-duplicates, which would
-# otherwise fill one cell that no grouping can balance.
+# Cells above this multiple of the mean are split while far smaller ones can be given up. Otherwise a pile of
+# near-duplicates could fill one cell that no grouping can balance.
 LARGEST_OVER_MEAN = 2.0
 # The last iterations move no centroid to another cell.
 _SETTLING_ITERATIONS = 2
@@ -126,8 +126,8 @@ def _pass(
         x = torch.from_numpy(rows[start : start + num_rows]).to(device, torch.float32)
         x = x if centre is None else x.sub_(centre)
         squares = torch.linalg.vecdot(x, x)
-        # Rows need no division by their norms: the c nearest to x/|x| has the least |x||c|²/2 - xc. The minimum is
-        # that of normalize().
+        # Rows need no division by their norms: the c nearest to x/|x| has the least |x||c|²/2 - xc. Norms have the
+        # lower bound of normalize().
         scale = squares.sqrt().clamp_(min=1e-12) if centre is None else torch.ones_like(squares)
         least, index = torch.mul(scale.unsqueeze(1), half).addmm_(x, centroids.T, alpha=-1).min(1)
         counts = index.bincount(minlength=num_clusters)

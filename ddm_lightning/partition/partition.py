@@ -138,7 +138,7 @@ class ClusterOfLabel:
 
 
 Rule: TypeAlias = NearestCentroid | KeyHash | ClusterOfLabel
-"""A way to assign each sample by itself. A file stores its fields, tensors and plain JSON, and nothing else."""
+"""A way to assign each sample by itself. A file stores its fields alone, as tensors and plain JSON."""
 _RULES: dict[str, type[Rule]] = {rule.kind: rule for rule in (NearestCentroid, KeyHash, ClusterOfLabel)}
 
 

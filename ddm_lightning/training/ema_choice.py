@@ -79,7 +79,7 @@ def _products(
     return (a + 1) * (b + 1) / (a + b + 1) * overlap
 
 
-class Averages:
+class EmaWidths:
     """Averages of one finished member, compared on its held-out samples.
 
     All are measured on one device, in the island's precision, with the same samples, times and noise.
@@ -214,7 +214,7 @@ class Averages:
 
 
 def widths_table(averages: Mapping[str, Mapping[str, float]]) -> Table:
-    """Table of the figures from ``Averages.compare``, with the lowest held-out loss marked."""
+    """Table of the figures from ``EmaWidths.compare``, with the lowest held-out loss marked."""
     table = Table(box=box.SIMPLE_HEAD)
     accuracy = any(_ACCURACY in metrics for metrics in averages.values())
     for heading in ("average", "held-out loss", *(["accuracy"] if accuracy else []), ""):

@@ -85,14 +85,15 @@ def filter_chain(
     ``initial_k · Π q_k(x_s | x_t)``. So the clusters' shares are those of ``initial``.
 
     Guidance of the mixture filters two sets of weights along the one chain, p(k | x_t, c) and p(k | x_t). Both are
-    posteriors of the data, not of the chain: p_s(x_s | k) / p_t(x_t | k) = q_k(x_s | x_t) / p(x_t | x_s) for any x_t
-    and x_s, and the denominator is the same for all k. A step draws k from the first set and adds to its mean
+    posteriors of the data, whatever law the chain has, because the same update holds for any x_t and x_s:
+    p_s(x_s | k) / p_t(x_t | k) = q_k(x_s | x_t) / p(x_t | x_s), and the last denominator is the same for all k.
+    A step draws k from the first set and adds to its mean
     ``(scale - 1)·(Σ_k p(k | x_t, c)·μ_k(c) - Σ_k p(k | x_t)·μ_k)``. In the limit of small steps this is the chain of
     one guided model of all data.
 
-    A discrete-time relative of SuperDiff's density-weighted OR (2412.17762), with priors and pruning. Cooperative
-    sampling from a mixture of decentralized diffusion models (OpenReview 1GCWcrZTX8) mixes experts by Langevin steps,
-    also without a router.
+    This is a discrete-time relative of SuperDiff's density-weighted OR (2412.17762), with priors and pruning.
+    Cooperative sampling from a mixture of decentralized diffusion models (OpenReview 1GCWcrZTX8) mixes experts by
+    Langevin steps, also without a router.
 
     Args:
         velocities: the experts' velocities, guided if guidance happens inside each expert.
@@ -102,10 +103,10 @@ def filter_chain(
             mixture, [2b, K]: those without the condition follow.
         noise: ``noise(i)`` returns the standard normal numbers of step i.
         uniform: ``uniform(i)`` returns the uniform numbers in [0, 1) that choose the experts of step i.
-        guidance_scale: scale of guidance of the mixture; not read if ``initial`` has b rows.
+        guidance_scale: scale of the mixture's guidance; ignored if ``initial`` has b rows.
         guidance_interval: lowest and highest t at which it acts.
         on_step: called before each step with x_t, t, the weights p(k | x_1 … x_t) [r, K] (float64) and the experts'
-            velocities [r, K, …]. Weights without the condition stop at the lower end of the interval.
+            velocities [r, K, …]. Below the interval, weights without the condition no longer change.
 
     Returns:
         x_0 of each sample.
@@ -142,7 +143,7 @@ def filter_chain(
 
 
 def _pruned(log_weights: Float[Tensor, "r K"]) -> Float[Tensor, "r K"]:
-    """Normalise; set weights below ``MIN_WEIGHT`` to -inf, where they stay."""
+    """Normalise, with weights below ``MIN_WEIGHT`` set to 0 for good (a logarithm of -inf)."""
     log_weights = log_weights.log_softmax(dim=1)
     kept = log_weights.masked_fill(log_weights.exp() < MIN_WEIGHT, -torch.inf)
     return kept.log_softmax(dim=1)

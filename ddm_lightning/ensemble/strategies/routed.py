@@ -1,4 +1,4 @@
-"""Strategies but ``bayes``: weight the experts by the router's probabilities, or choose one for each sample."""
+"""All strategies except ``bayes``: they weight experts by the router's probabilities, or choose one for each sample."""
 
 from __future__ import annotations
 
@@ -97,11 +97,12 @@ class Sample1(Strategy):
     cluster. Following the *change* of the router's probabilities (a maximal coupling from one step to the next) does
     not either: x_t has moved because of k, so its evidence would count twice.
 
-    A router that knows less about x_t than the experts mixes modes with each draw. So by default there is one draw.
+    If the router knows less about x_t than the experts do, a further draw may lead to another mode. So by default there
+    is one draw.
 
     Args:
-        threshold: draw again at each step at which no expert has this probability. 0 draws once, needs the router
-            at t = 1 alone, and without a router draws from the priors; 1 draws at each step.
+        threshold: draw again at each step at which no expert has this probability. 0 draws once: from the router at
+            t = 1 or, without one, from the priors. 1 draws at each step.
     """
 
     needs_router = False
@@ -128,8 +129,8 @@ class Sample1(Strategy):
 class Oracle(Strategy):
     """Follow one expert per sample (DDM, 2501.05450, table 3); for evaluation.
 
-    The cluster is drawn from the partition's priors, which is exact without a condition. For samples of held-out
-    conditions give their true cluster with ``cluster``.
+    The cluster is drawn from the partition's priors, which is exact without a condition. To sample under held-out
+    conditions, give their true cluster as ``cluster``.
     """
 
     needs_router = False
@@ -161,7 +162,7 @@ class SampleEachStep(Strategy):
     Its mean velocity is exact, but the noise of the choice accumulates along the trajectory.
     """
 
-    # A velocity that changes at random has no error to control and none to extrapolate.
+    # The velocity changes at random, so other solvers would adapt to noise, or extrapolate it.
     solvers = ("euler", "ancestral", "heun", "midpoint")
 
     def field(self, batch: Batch) -> VelocityField:

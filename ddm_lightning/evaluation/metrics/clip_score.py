@@ -66,7 +66,7 @@ class ClipScore(CLIPScore):
             self.means.append((self.score - before)[None] / len(chunk))
 
     def scores(self) -> dict[str, Score]:
-        """Return the mean with an interval from the scatter of the means of eight images."""
+        """Return the mean, with an interval from the scatter of means over eight images each."""
         means = dim_zero_cat(self.means)
         error = float(means.std()) / len(means) ** 0.5 if len(means) > 1 else float("nan")
         value = float(self.compute())

@@ -45,7 +45,7 @@ class FeatureMetric:
     min_images = 4
     """Fewest images of each set."""
     remedy = "enlarge evaluate.num_images or the reference (evaluate.reference=train)"
-    """What to do with fewer."""
+    """What to do if there are fewer."""
 
     def __init__(self, features: str = DEFAULT, features_params: dict[str, Any] | None = None) -> None:
         self.features, self.features_params = features, features_params or {}
@@ -73,7 +73,7 @@ class FeatureMetric:
         return self
 
     def scores(self, generated: Float[Tensor, "n d"], real: Float[Tensor, "m d"]) -> dict[str, Score]:
-        """Return the values by the names under which they are reported, which name the features."""
+        """Return the values by their reported names, which include that of the features."""
         raise NotImplementedError
 
     def check_nums(self, name: str, num_generated: int, num_real: int) -> None:
@@ -113,12 +113,12 @@ def kernel_distance(
     """Squared maximum mean discrepancy with the kernel (x·y/d + 1)³; all pairs, unbiased, float64.
 
     Equation 4 of 1801.01401. The published protocol averages it over subsets of 1,000 images; a few hundred held-out
-    images do not allow that, and all pairs make it unnecessary. Memory: (n + m)² numbers. The halves of sets of one
-    size are always the same, so that sets can be compared.
+    images do not allow that, and all pairs make it unnecessary. Memory: (n + m)² numbers. Sets of one size are always
+    halved alike, so that they can be compared.
 
     Args:
-        generated: features of the generated images, of four or more.
-        real: features of the real images, of four or more.
+        generated: features of at least four generated images.
+        real: features of at least four real images.
         num_halves: number of random halves for the spread.
     """
     generated, real = generated.double().cpu(), real.double().cpu()
@@ -170,7 +170,7 @@ class KernelInceptionDistance(FeatureMetric):
     Args:
         features: see ``FeatureMetric``.
         features_params: see ``FeatureMetric``.
-        num_subsets: takes the value from ``mean_over_subsets``, 100 in clean-fid; None compares all pairs.
+        num_subsets: number of subsets for ``mean_over_subsets``, 100 in clean-fid; None compares all pairs.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ class Moments(NamedTuple):
 def frechet_distance(generated: Moments, real: Moments) -> float:
     """``|μ_g − μ_r|² + tr(S_g + S_r − 2 (S_r^½ S_g S_r^½)^½)`` (equation 6 of 1706.08500).
 
-    The last trace is the sum of roots of the eigenvalues, clipped at 0, of a symmetric matrix. So it is finite for
+    The last trace is the sum of the square roots of a symmetric matrix's eigenvalues, clipped at 0. So it is finite for
     covariances of any rank.
     """
     (mean, covariance), (real_mean, real_covariance) = generated.mean_and_covariance(), real.mean_and_covariance()
@@ -232,9 +232,9 @@ def frechet_distance(generated: Moments, real: Moments) -> float:
 class FrechetDistance(FeatureMetric):
     """``frechet_distance`` between Gaussians fitted to both sets.
 
-    It is called FID on Inception features and FD on all others. The interval is a delete-a-group jackknife's over both
-    sets. On Gaussians its width was 0.95 to 1.4 times the true one, the bootstrap's 1.1 to 2.1 times, most with fewer
-    images than features.
+    It is called FID on Inception features and FD on all others. The interval comes from a delete-a-group jackknife over
+    both sets. On Gaussians its width was 0.95 to 1.4 times the true one. A bootstrap's was 1.1 to 2.1 times, the most
+    with fewer images than features.
 
     Args:
         features: ``inception`` for FID, ``dinov2`` for FD-DINOv2, ``clip`` for CLIP-FID.
@@ -272,9 +272,9 @@ def precision_recall(
 ) -> dict[str, Score]:
     """Share of generated images among the real ones (``precision``), and of real among generated ones (``recall``).
 
-    Equations 1 and 2 of 1904.06991. A point is among a set if it is at most as far from one of its points as that
-    point's k-th nearest neighbour in the set. Intervals count the judged images as drawn at random and the other set as
-    given.
+    Equations 1 and 2 of 1904.06991. A point is among a set if it is no farther from some point of the set than that
+    point's k-th nearest neighbour there. Intervals treat the judged images as drawn at random and the other set as
+    fixed.
     """
     within_real = covered(generated, real, nearest(real, real, num_neighbours + 1)[0][:, -1])  # itself is the nearest
     within_generated = covered(real, generated, nearest(generated, generated, num_neighbours + 1)[0][:, -1])
@@ -282,7 +282,7 @@ def precision_recall(
 
 
 def _share(hits: Bool[Tensor, " n"]) -> Score:
-    """Share of hits with Wilson's interval, which has a width also at 0 and 1."""
+    """Share of hits with Wilson's interval, which has a width at 0 and 1, too."""
     from scipy.stats import binomtest
 
     found = binomtest(int(hits.sum()), len(hits))
@@ -316,7 +316,7 @@ class PrecisionRecallMetric(FeatureMetric):
 def nearest(
     rows: Float[Tensor, "n d"], others: Float[Tensor, "m d"], num: int
 ) -> tuple[Float[Tensor, "n num"], Int[Tensor, "n num"]]:
-    """Return the distances to the ``num`` nearest of ``others``, if so many, ascending, and their indices; float64."""
+    """Return the ascending distances (float64) to the ``num`` nearest of ``others``, or to all, and their indices."""
     num = min(num, len(others))
     found = [torch.cdist(part, others.double()).topk(num, largest=False) for part in rows.double().split(_ROWS_AT_ONCE)]
     return torch.cat([values for values, _ in found]), torch.cat([indices for _, indices in found])

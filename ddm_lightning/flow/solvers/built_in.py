@@ -1,6 +1,6 @@
 """The built-in solvers: ``euler``, ``heun``, ``midpoint``, ``dpm++2m``, ``ancestral`` and ``dormand-prince``.
 
-All but the last take the steps of their grid of times; the last has error control, row by row.
+All but the last step along a given grid of times. The last chooses its steps by an estimate of the error, row by row.
 """
 
 from __future__ import annotations
@@ -159,11 +159,11 @@ class DormandPrince(Solver):
 
     Each row has its own time and step, so that a sample does not depend on its batch. A step is accepted if its error,
     measured in ``atol + rtol·max(|x_t|, |x_s|)`` and averaged as a root mean square over the row, is at most 1
-    (eq. II.4.11); the next step is chosen for an error of 1. Only the ends of ``times`` matter, and its first interval,
-    which is the first step to try. A step evaluates the whole batch six times, and the slowest row sets the number of
-    steps.
+    (eq. II.4.11); the next step is chosen for an error of 1. Of ``times``, only the two ends count, and the first
+    interval, which is the first step tried. A step evaluates the whole batch six times, and the slowest row sets the
+    number of steps.
 
-    From t = ``path.MIN_NOISE_SCALE`` one Euler step goes to 0.
+    The last step, from t = ``path.MIN_NOISE_SCALE`` to 0, is Euler's.
 
     Args:
         rtol: tolerance relative to the sample.
@@ -188,7 +188,7 @@ class DormandPrince(Solver):
             # A row that has arrived takes steps of length 0.
             step = torch.minimum(step.clamp_min(MIN_STEP), t - stop)
             x_s, next_slope, error = self._attempt(velocity, x_t, t, step, slope)
-            # Not "error <= 1": a row that is not finite goes on, as it does with fixed steps.
+            # Not "error <= 1", so that a row that is not finite goes on, as it does with fixed steps.
             accepted = ~(error > 1) | (step <= MIN_STEP)
             rows = accepted.reshape(-1, *(1 for _ in x_t.shape[1:]))
             x_t, slope = torch.where(rows, x_s, x_t), torch.where(rows, next_slope, slope)

@@ -133,7 +133,7 @@ class ImageFolder:
             labels.append(numbers.get(name.rpartition("/")[0].partition("/")[0], -1) if numbers else 0)
             captions.append((text in states or None) if self._captions is None else self._captions.get(name))
             digest.update(json.dumps((name, labels[-1], captions[-1], states.get(name), states.get(text))).encode())
-        # Named after its first file, if that begins a block.
+        # A block is named after the file that begins it; only the first one may lack such a file.
         name = f"block-{_hash(names[0])}" if _begins_block(names[0]) else "block-first"
         where = {"files": names, "labels": labels, "captions": captions, "num_classes": self.num_classes}
         return Part(name, digest.hexdigest(), len(names), where)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import pyarrow
 
 PARAMS = "prepare.source.params"
-_ROWS_AT_ONCE = 32  # turned into Python objects at a time: images of some megabytes must not pile up
+_ROWS_AT_ONCE = 32  # rows that are Python objects at a time: images of some megabytes must not pile up
 _FILE_FORMAT = b"ARROW1"
 
 
@@ -198,7 +198,7 @@ class Parquet(TableSource):
         return ParquetFile(opened)
 
     def _group_sizes(self, reader: Any) -> list[int] | None:
-        """Count the rows of each group that can be read alone; None if counting would fetch everything."""
+        """Count the rows of each group; a group can be read alone. None if counting would fetch everything."""
         return [reader.metadata.row_group(group).num_rows for group in range(reader.num_row_groups)]
 
     def _batches(self, reader: Any, groups: list[int] | None) -> Iterator[pyarrow.RecordBatch]:

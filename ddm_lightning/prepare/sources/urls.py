@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 _KEY = "key 'prepare.source.params.path'"
-# Names of back ends for the state of a file, best first; some have only "created".
+# Keys by which back ends tell the state of a file, best first; some have only "created".
 _STATE = ["ETag", "etag", "sha256", "md5Hash", "content_md5"]
 _STATE += ["LastModified", "last_modified", "mtime", "updated", "created"]
 _READ_AT_ONCE = 32

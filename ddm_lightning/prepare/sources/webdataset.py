@@ -59,7 +59,7 @@ class WebDataset(TableSource):
         return [Part(name, self.files.states[name], sizes.get(name), {"file": name}) for name in names]
 
     def _sizes(self, names: list[str]) -> dict[str, int]:
-        """Return the number of samples of each tar beside which img2dataset left its ``00000_stats.json``."""
+        """Return the number of samples of each tar with a ``…_stats.json`` of img2dataset beside it."""
         beside = {name: f"{name.removesuffix('.tar')}_stats.json" for name in names}
         listed, sizes = [name for name in names if beside[name] in self.files.states], {}
         for name, content in zip(listed, self.files.contents([beside[name] for name in listed]), strict=True):
@@ -107,7 +107,7 @@ class WebDataset(TableSource):
 
 
 def _cells(members: dict[str, bytes]) -> dict[str, Any]:
-    """Join the extensions of a sample and the keys of its JSON. ``json`` is the error if that is damaged."""
+    """Join a sample's files, by extension, and the keys of its JSON; ``json`` is an error if the JSON is damaged."""
     try:
         about = json.loads(members.get("json", b"{}"))
     except ValueError as error:
@@ -118,9 +118,9 @@ def _cells(members: dict[str, bytes]) -> dict[str, Any]:
 def samples_of(file: Any) -> Iterator[tuple[str, dict[str, bytes] | BrokenSample]]:
     """Yield key and members (content by extension) of every sample in a tar; ``BrokenSample`` for bad ones.
 
-    Adjacent files with the same name up to the first dot are one sample. Of several with the same extension the first
-    counts; a second image begins another sample. Folders, links, hidden files and ``__...__`` are skipped. Damage ends
-    the tar: its sample and the rest are ``BrokenSample``.
+    Adjacent files with the same name up to the first dot are one sample. A second image of one extension begins another
+    sample; a second file of another extension is ignored. Folders, links, hidden files and ``__...__`` are skipped.
+    Damage ends the tar: the damaged sample and the rest are ``BrokenSample``.
     """
     key, members = "", dict[str, bytes]()
     try:
