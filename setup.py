@@ -103,7 +103,9 @@ setup(
     python_requires=">=3.10",
     packages=[*find_packages(include=["ddm_lightning", "ddm_lightning.*"]), "ddm_data"],
     package_dir={"ddm_data": "data/ddm_data"},
-    package_data={"ddm_lightning": ["py.typed", "use/templates/*.j2", "prepare/templates/*.j2"]},
+    package_data={
+        "ddm_lightning": ["py.typed", "use/templates/*.j2", "prepare/templates/*.j2", "islands/templates/*.j2"]
+    },
     install_requires=REQUIRED,
     extras_require={
         "demo": DEMO,

@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
-from ddm_lightning.cli.islands import command_line, launch_members, print_skipped, show_status, status_of
+from ddm_lightning.cli.islands import command_line, launch_members, print_skipped, show_status, table_of
 from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core import processes
 from ddm_lightning.core.devices import check_devices, configure_torch
@@ -37,8 +37,6 @@ from ddm_lightning.members.signatures import PREPARE, check_keys, refuse_older, 
 from ddm_lightning.shards.manifest import DataSizes, Manifest
 from ddm_lightning.use.ensemble import DecentralizedEnsemble
 from ddm_lightning.use.saved import export_diffusers, fetched, manifest_with_about, resolve, save_ensemble
-
-_WATCH_SECONDS = 5.0
 
 
 def _prepare(experiment: Experiment, options: argparse.Namespace) -> None:
@@ -151,7 +149,7 @@ def _fit_several(members: list[str], experiment: Experiment, options: argparse.N
         run = _prepared(experiment, options)
     refuse_stale(members, run)
     failures = fit_members(members, run, options.jobs or default_jobs(experiment), console)
-    console.print(status_of(run))
+    console.print(table_of(run))
     print_skipped(members, run, options)
     for member, failure in failures.items():
         print(f"{member}: {failure.reason}", file=sys.stderr)

@@ -7,7 +7,7 @@ import json
 import shlex
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from pathlib import Path
 
 from rich.console import Console
 from rich.live import Live
@@ -19,13 +19,14 @@ from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import LAUNCHERS
 from ddm_lightning.islands.launch import build_launcher, cancel, jobs_of, launch
 from ddm_lightning.islands.shared import pull_manifest
-from ddm_lightning.islands.status import statuses
+from ddm_lightning.islands.status import NOTES, Seen, Watch, status_table
 from ddm_lightning.members.roles import parse_members
 from ddm_lightning.members.run import Run
-from ddm_lightning.members.status import status_table
 from ddm_lightning.training.guard import skipped_of
 
 _WATCH_SECONDS = 5.0
+# Columns of the table of islands in a pipe.
+_SHARED_WIDTH = 160
 
 
 def launch_members(experiment: Experiment, options: argparse.Namespace) -> None:
@@ -49,21 +50,35 @@ def launch_members(experiment: Experiment, options: argparse.Namespace) -> None:
 
 
 def show_status(experiment: Experiment, options: argparse.Namespace) -> None:
-    """Run ``status``: print the table once, again and again, or as JSON."""
+    """Run ``status``: print the table once, again and again, as JSON, or write it as a page."""
     run = Run(experiment) if experiment.remote else Run.open(experiment)
+    watch = Watch(run)
+    members = watch.look()
     if options.json:
-        for status in statuses(run):
-            print(json.dumps({**asdict(status), "shown_state": status.shown_state()}))
+        for seen in members:
+            print(json.dumps(seen.to_json()))
         return
     if options.watch:
-        with Live(status_of(run), auto_refresh=False) as live:
-            while any(status.state != "done" for status in statuses(run)):
+        with Live(table_of(run, members), auto_refresh=False) as live:
+            while any(seen.health != "done" for seen in members):
                 time.sleep(_WATCH_SECONDS)
-                live.update(status_of(run), refresh=True)
+                members = watch.look()
+                live.update(table_of(run, members), refresh=True)
         return
-    Console().print(status_of(run))
+    if options.html:
+        from ddm_lightning.islands.page import write_page
+
+        write_page(Path(options.html), members, run)
+        print(f"status: {options.html}")
+        return
+    console = Console()
+    if run.url and not console.is_terminal:
+        console.width = max(console.width, _SHARED_WIDTH)
+    console.print(table_of(run, members))
+    for word in dict.fromkeys(seen.health for seen in members if seen.health in NOTES):
+        print(f"{word}: {NOTES[word]}")
     print_skipped(run.started, run, options)
-    print(f"curves: tensorboard --logdir {run.folder.root}")
+    print("curves: add --html FILE" if run.url else f"curves: tensorboard --logdir {run.folder.root}")
 
 
 def print_skipped(members: Sequence[str], run: Run, options: argparse.Namespace) -> None:
@@ -77,9 +92,10 @@ def print_skipped(members: Sequence[str], run: Run, options: argparse.Namespace)
             )
 
 
-def status_of(run: Run) -> Table:
-    """Table of the run's members, on all islands if it has a URL."""
-    return status_table(remote.shown(run.url or str(run.folder.root)), statuses(run))
+def table_of(run: Run, members: Sequence[Seen] | None = None) -> Table:
+    """Table of the run's members, by default as they are now; on all islands if it has a URL."""
+    title = remote.shown(run.url or str(run.folder.root))
+    return status_table(title, Watch(run).look() if members is None else members)
 
 
 def command_line(name: str, options: argparse.Namespace) -> str:

@@ -73,7 +73,7 @@ def build_parser() -> argparse.ArgumentParser:
             metavar="key=value",
             help="settings that override the file, such as sample.num_steps=20",
         )
-        _add(command.add_mutually_exclusive_group() if name in ("prepare", "ema") else command, options)
+        _add(command.add_mutually_exclusive_group() if name in ("prepare", "ema", "status") else command, options)
     return parser
 
 
@@ -183,6 +183,7 @@ def _commands() -> dict[str, tuple[str, _Options]]:
             {
                 "--watch": _option("show it anew every few seconds, until all are done", action="store_true"),
                 "--json": _option("print one JSON object per member instead", action="store_true"),
+                "--html": _option("write a page with the table and all curves instead", metavar="FILE"),
             },
         ),
         "config": (

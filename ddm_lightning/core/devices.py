@@ -128,6 +128,12 @@ def peak_tflops(name: str, precision: str, *, tf32: bool = False) -> float | Non
     return found[kinds[precision]]
 
 
+def devices_named(accelerator: str, devices: int) -> str:
+    """Name of this machine's devices, such as ``8 x NVIDIA H100 80GB HBM3``."""
+    name = torch.cuda.get_device_name() if resolve_accelerator(accelerator) == "gpu" else "CPU"
+    return f"{devices} x {name}" if devices > 1 else name
+
+
 def peak_of_this_device(accelerator: str, precision: str) -> tuple[str, float | None]:
     """Name and ``peak_tflops`` of this process's device; None for a CPU."""
     if resolve_accelerator(accelerator) != "gpu":

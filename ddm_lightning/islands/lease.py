@@ -146,12 +146,19 @@ def read_lease(url: str, generation: int) -> dict[str, Any]:
     return content if checks.problem_with(content, _CHECKS) is None else {}
 
 
+def runs_here(content: Mapping[str, Any]) -> bool | None:
+    """Whether the process of a claim is alive; None if it is not of this start of this machine."""
+    if not content.get("machine") or content["machine"] != _machine():
+        return None
+    return bool(start_time(content["pid"]) == content["began"])
+
+
 def _is_alive(url: str, generation: int, member: str, say: Callable[[str], object]) -> bool:
     first = read_lease(url, generation)
     if first.get("released"):
         return False
-    if first.get("machine") and first["machine"] == _machine():
-        return bool(start_time(first["pid"]) == first["began"])
+    if (runs := runs_here(first)) is not None:
+        return runs
     say(f"{member}: waits {STALE_SECONDS:g} s to see whether its process on {first.get('host', 'a machine')} is alive")
     end = time.monotonic() + STALE_SECONDS
     while time.monotonic() < end:

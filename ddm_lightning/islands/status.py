@@ -1,31 +1,171 @@
-"""Status of a run's members on all islands, read from its URL."""
+"""Status of a run's members on all islands, read from its URL, and its table."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
 from ddm_lightning.core import checks
-from ddm_lightning.islands.lease import newest_generation, read_lease
+from ddm_lightning.core.formatting import format_duration
+from ddm_lightning.islands import lease
 from ddm_lightning.islands.shared import reaching
-from ddm_lightning.members.roles import all_members
+from ddm_lightning.members.roles import all_members, role_of
 from ddm_lightning.members.run import Run
-from ddm_lightning.members.status import MemberStatus
+from ddm_lightning.members.status import MemberStatus, loss_of
+
+NOTES = {
+    "silent": f"no heartbeat for {lease.STALE_SECONDS:g} s",
+    "unclear": "its clock is ahead of this machine's, which tells nothing of it; status --watch does",
+}
+"""Meaning of states that only a look from elsewhere gives."""
+_WRAPPED = ("island", "device")
 
 
-def statuses(run: Run) -> list[MemberStatus]:
-    """Newest status of the ensemble's members, and of others that have started: from the run's URL if it has one.
+@dataclass(frozen=True)
+class Seen:
+    """A member as it is seen from here."""
 
-    Raises:
-        UserError: the URL cannot be read, or a status is damaged.
+    status: MemberStatus
+    """What it has published."""
+    health: str
+    """Its state; for one that should be training also ``killed``, or a key of ``NOTES``."""
+    heartbeat_age: float | None = None
+    """Seconds since its last heartbeat; None without a URL."""
+    starts: int | None = None
+    """Times that a process has claimed it; None without a URL."""
+    seconds_left: float | None = None
+    """Seconds to its last step at the present speed; None unless it is training."""
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it, as plain JSON."""
+        own = {key: value for key, value in vars(self).items() if key not in ("status", "health")}
+        return {**asdict(self.status), "shown_state": self.health, **own}
+
+
+class Watch:
+    """Looks at the members of a run, again and again.
+
+    The first look can only compare the islands' clocks with this machine's. From then on a heartbeat is as old as the
+    time since it last changed here, whatever the clocks say.
+
+    Args:
+        run: the run.
     """
-    if run.url is None:
-        return [run.status(name) for name in run.started]
-    found = []
-    with reaching():
-        for name in all_members(run.experiment):
-            url = f"{run.url}/members/{name}/lease"
-            generation = newest_generation(url)
-            fields = read_lease(url, generation).get("status") if generation else None
-            if fields and checks.problem_with(fields, checks.field_checks(MemberStatus)) is None:
-                found.append(MemberStatus(**fields))
-            elif name in run.names:
-                found.append(MemberStatus(name, run.max_steps(name), state="starting" if generation else "waiting"))
-    return found
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self._beats: dict[str, tuple[Any, float, bool]] = {}
+
+    def look(self) -> list[Seen]:
+        """Read the status of the ensemble's members, and of others that have started: at the run's URL if it has one.
+
+        Raises:
+            UserError: the URL cannot be read, or a status in the run folder is damaged.
+        """
+        if self.run.url is None:
+            statuses = [self.run.status(name) for name in self.run.started]
+            return [self._seen(status, status.shown_state()) for status in statuses]
+        with reaching():
+            found = [self._look_at(name) for name in all_members(self.run.experiment)]
+        return [seen for seen in found if seen is not None]
+
+    def _look_at(self, name: str) -> Seen | None:
+        url = f"{self.run.url}/members/{name}/lease"
+        generation = lease.newest_generation(url)
+        if not generation:
+            is_wanted = name in self.run.names
+            return Seen(MemberStatus(name, self.run.max_steps(name)), "waiting", starts=0) if is_wanted else None
+        content = lease.read_lease(url, generation)
+        status = MemberStatus(name, self.run.max_steps(name), state="starting", host=content.get("host", ""))
+        fields = {"device": "", **content.get("status", {})}
+        if checks.problem_with(fields, checks.field_checks(MemberStatus)) is None and fields["member"] == name:
+            status = MemberStatus(**fields)
+        age = self._age(name, (generation, content.get("beat")), content.get("time", 0.0))
+        health, runs = status.state, lease.runs_here(content)
+        if health not in ("starting", "training"):
+            pass
+        elif content.get("released"):
+            health = "stopped"
+        elif runs is not None:
+            health = health if runs else "killed"
+        elif abs(age) >= lease.STALE_SECONDS:
+            health = "silent" if age > 0 else "unclear"
+        return self._seen(status, health, age, generation)
+
+    def _age(self, name: str, beat: Any, written: float) -> float:
+        now = time.monotonic()
+        last, since, has_changed = self._beats.setdefault(name, (beat, now, False))
+        if beat != last:
+            self._beats[name] = (beat, now, True)
+            return 0.0
+        watched, by_clocks = now - since, time.time() - written
+        if has_changed:
+            return watched
+        return max(watched, by_clocks) if watched >= lease.STALE_SECONDS else by_clocks
+
+    def _seen(self, status: MemberStatus, health: str, age: float | None = None, starts: int | None = None) -> Seen:
+        samples = (status.max_steps - status.step) * role_of(status.member).batch_size(
+            status.member, self.run.experiment
+        )
+        trains = health == "training" and status.samples_per_second > 0
+        return Seen(status, health, age, starts, samples / status.samples_per_second if trains else None)
+
+
+def rows_of(members: Sequence[Seen]) -> list[dict[str, str]]:
+    """Texts of each member's figures by heading, without columns that are empty for all."""
+    rows = [_row(seen) for seen in members]
+    return [{key: text for key, text in row.items() if any(other[key] != "–" for other in rows)} for row in rows]
+
+
+def _row(seen: Seen) -> dict[str, str]:
+    status, is_shared = seen.status, seen.starts is not None
+    age = seen.heartbeat_age
+    return {
+        "member": status.member,
+        "state": seen.health,
+        "step": f"{status.step}/{status.max_steps}",
+        "loss": _figure(loss_of(status.metrics, "train"), ".4f"),
+        "held out": _figure(loss_of(status.metrics, "held_out"), ".4f"),
+        # Without the condition, as the router's loss.
+        "accuracy": _figure(status.metrics.get("held_out/accuracy"), ".1%"),
+        "time": "–" if is_shared else "{}:{:02d}".format(*divmod(round(status.seconds), 60)),
+        "samples/s": _figure(status.samples_per_second or None, ".0f"),
+        "MFU": _figure(status.metrics.get("train/mfu"), ".1%"),
+        "ETA": _duration(seen.seconds_left),
+        "island": _printable(status.host) if is_shared else "–",
+        "device": _printable(status.device) if is_shared else "–",
+        "starts": str(seen.starts) if seen.starts else "–",
+        "heartbeat": _duration(age and abs(age)) + (" ahead" if age is not None and age <= -1 else ""),
+    }
+
+
+def _duration(seconds: float | None) -> str:
+    return "–" if seconds is None else format_duration(max(round(seconds), 1))
+
+
+def _printable(text: str) -> str:
+    """A stranger's text without codes for the terminal; a dash if it is empty."""
+    return "".join(filter(str.isprintable, text)) or "–"
+
+
+def status_table(title: str, members: Sequence[Seen]) -> Table:
+    """Table of the members; without a URL it fits the 80 columns of a log file or a pipe."""
+    table = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    rows = rows_of(members)
+    for heading in rows[0] if rows else ():
+        is_text = heading in ("member", "state", *_WRAPPED)
+        table.add_column(heading, justify="left" if is_text else "right", no_wrap=heading not in _WRAPPED)
+    for row in rows:
+        table.add_row(*map(Text, row.values()))
+    return table
+
+
+def _figure(value: float | None, form: str) -> str:
+    # Keeps a diverged loss as narrow as the others.
+    return "–" if value is None else format(value, form if abs(value) < 1e5 else ".2g")

@@ -5,14 +5,10 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated
-
-from rich import box
-from rich.table import Table
-from rich.text import Text
 
 from ddm_lightning.core import checks
 from ddm_lightning.core.files import atomic_write_json
@@ -62,6 +58,8 @@ class MemberStatus:
     """Start of that process, in ticks of its machine's clock; empty if unknown."""
     host: Annotated[str, checks.ANY_TEXT] = ""
     """Name of that machine."""
+    device: Annotated[str, checks.ANY_TEXT] = ""
+    """Its devices, such as ``8 x NVIDIA H100 80GB HBM3``; empty if unknown."""
     updated: Annotated[float, _AMOUNT] = 0.0
     """Unix time of the last write."""
 
@@ -83,7 +81,13 @@ class MemberStatus:
         if not path.exists():
             return cls(member, max_steps)
         return cls(
-            **read_record(path, checks.field_checks(cls), "the member's status", "delete it; training rewrites it")
+            **read_record(
+                path,
+                checks.field_checks(cls),
+                "the member's status",
+                "delete it; training rewrites it",
+                {"device": ""},  # of an earlier release
+            )
         )
 
     def shown_state(self) -> str:
@@ -113,29 +117,3 @@ class MemberStatus:
 
     def _is_elsewhere(self) -> bool:
         return self.host not in ("", platform.node())
-
-
-def status_table(title: str, statuses: Iterable[MemberStatus]) -> Table:
-    """Steps, losses, router accuracy, time and speed of each member."""
-    # Fits the 80 columns of a log file or a pipe.
-    table = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for heading in ("member", "state", "step", "loss", "held out", "accuracy", "time", "samples/s"):
-        table.add_column(heading, justify="left" if heading in ("member", "state") else "right", no_wrap=True)
-    for status in statuses:
-        minutes, seconds = divmod(round(status.seconds), 60)
-        table.add_row(
-            status.member,
-            status.shown_state(),
-            f"{status.step}/{status.max_steps}",
-            _figure(loss_of(status.metrics, "train"), ".4f"),
-            _figure(loss_of(status.metrics, "held_out"), ".4f"),
-            _figure(status.metrics.get("held_out/accuracy"), ".1%"),  # without the condition, as the router's loss
-            f"{minutes}:{seconds:02d}",
-            _figure(status.samples_per_second or None, ".0f"),
-        )
-    return table
-
-
-def _figure(value: float | None, form: str) -> str:
-    # Keeps a diverged loss as narrow as the others.
-    return "–" if value is None else format(value, form if abs(value) < 1e5 else ".2g")

@@ -14,7 +14,7 @@ import lightning as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from rich.console import Console
 
-from ddm_lightning.core.devices import autocast, configure_torch, device_of, resolve_accelerator
+from ddm_lightning.core.devices import autocast, configure_torch, device_of, devices_named, resolve_accelerator
 from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.formatting import format_bytes
 from ddm_lightning.core.processes import FITTED_BY, handling, keep_heap
@@ -99,7 +99,7 @@ def _train(member: Member, run: Run, status: MemberStatus, console: Console) -> 
     with contextlib.closing(data):
         try:
             with handling(stop.request):
-                status.state = "starting"
+                status.state, status.device = "starting", devices_named(island.accelerator, island.devices)
                 if ranks.is_rank_zero():
                     status.write(folder)
                 trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)

@@ -9,7 +9,7 @@ import pytest
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.processes import start_time
-from ddm_lightning.members.status import MemberStatus, _figure
+from ddm_lightning.members.status import MemberStatus
 
 
 def gone():
@@ -30,6 +30,13 @@ def test_status_round_trip(tmp_path):
 
 def test_a_missing_status_is_waiting(tmp_path):
     assert MemberStatus.read(tmp_path, "router", 40) == MemberStatus("router", 40)
+
+
+def test_a_status_of_an_earlier_release_has_no_device(tmp_path):
+    MemberStatus("router", 40).write(tmp_path)
+    path = tmp_path / "status.json"
+    path.write_text(json.dumps({key: value for key, value in json.loads(path.read_text()).items() if key != "device"}))
+    assert MemberStatus.read(tmp_path, "router", 40).device == ""
 
 
 def test_a_damaged_file_is_refused(tmp_path):
@@ -125,11 +132,3 @@ def test_status_of_another_machine_shows_its_age(tmp_path, monkeypatch):
     status.updated -= 180
     assert status.shown_state() == "seen 3 min ago"
     assert not status.runs()
-
-
-@pytest.mark.parametrize(
-    ("value", "form", "shown"),
-    [(None, ".4f", "–"), (0.27549, ".4f", "0.2755"), (2354.4, ".0f", "2354"), (2.4654e24, ".4f", "2.5e+24")],
-)
-def test_figures_fit_their_columns(value, form, shown):
-    assert _figure(value, form) == shown

@@ -1,0 +1,115 @@
+"""``status --html``: one page with the table of all members and their curves, without scripts or network."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, TypeAlias
+
+import matplotlib as mpl
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+from matplotlib.figure import Figure
+
+from ddm_lightning.core import remote
+from ddm_lightning.core.errors import first_line, note
+from ddm_lightning.core.files import atomic_write_text, inside
+from ddm_lightning.islands.shared import reaching
+from ddm_lightning.islands.status import NOTES, Seen, rows_of
+from ddm_lightning.members.run import Run
+
+Curves: TypeAlias = dict[str, tuple[list[int], list[float]]]
+"""Steps and values by tag."""
+_MAX_POINTS = 1000
+_MAX_CHARTS = 24
+_BY_NOISE_LEVEL = "4_"
+"""Begins the tags of curves at one t, which are too many for one page."""
+_STYLE: Any = {"svg.fonttype": "none", "font.size": 8, "axes.spines.top": False, "axes.spines.right": False}
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7a4fbf", "#8c6d31", "#444444")
+
+
+def write_page(path: Path, members: Sequence[Seen], run: Run) -> None:
+    """Write the page.
+
+    Args:
+        path: the HTML file.
+        members: as they are now.
+        run: holds the TensorBoard files, at its URL if it has one.
+
+    Raises:
+        UserError: the URL cannot be read.
+    """
+    names = [seen.status.member for seen in members]
+    colours = {name: _COLOURS[number % len(_COLOURS)] for number, name in enumerate(names)}
+    curves = {name: read_curves(name, run) for name in names}
+    figures = dict.fromkeys(map(_figure_of, sorted({tag for found in curves.values() for tag in found})))
+    template = Environment(
+        loader=PackageLoader(__package__), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    ).get_template("status.html.j2")
+    html = template.render(
+        title=run.experiment.name,
+        place=remote.shown(run.url or str(run.folder.root)),
+        time=f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M:%S} UTC",
+        rows=rows_of(members),
+        colours=colours,
+        notes={seen.health: NOTES[seen.health] for seen in members if seen.health in NOTES},
+        charts=[(figure, Markup(_chart(figure, curves, colours))) for figure in [*figures][:_MAX_CHARTS]],
+    )
+    atomic_write_text(path, html)
+
+
+def read_curves(name: str, run: Run) -> Curves:
+    """Read a member's curves from its TensorBoard files; empty if there are none, or if they cannot be read.
+
+    Raises:
+        UserError: the URL cannot be read.
+    """
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder = run.folder.member(name) / "tensorboard"
+    with TemporaryDirectory() as scratch:
+        if run.url is not None:
+            folder, url = Path(scratch), f"{run.url}/members/{name}/tensorboard"
+            with reaching():
+                for file in remote.files(url):
+                    remote.get(f"{url}/{file}", inside(folder, file, Path(url)))
+        if not folder.is_dir():
+            return {}
+        events = EventAccumulator(str(folder), size_guidance={"scalars": _MAX_POINTS})
+        try:
+            events.Reload()
+            tags = [tag for tag in events.Tags()["scalars"] if not tag.startswith(_BY_NOISE_LEVEL)]
+            scalars = {tag: events.Scalars(tag) for tag in tags}
+        except Exception as error:  # noqa: BLE001  # damaged or a stranger's; TensorBoard raises its own
+            note(f"{name}: its curves cannot be read ({first_line(error)})")
+            return {}
+    return {tag: ([one.step for one in found], [one.value for one in found]) for tag, found in scalars.items()}
+
+
+def _figure_of(tag: str) -> str:
+    """What a curve shows: its tag without its group, and without the split."""
+    return re.sub(r"^(\d_\w+/)?((train|held_out)/)?", "", tag)
+
+
+def _chart(figure: str, curves: Mapping[str, Curves], colours: Mapping[str, str]) -> str:
+    """Draw one figure of all members as SVG: held-out values with dots, and faint those of training beside them."""
+    with mpl.rc_context(_STYLE):
+        drawing = Figure(figsize=(4.4, 2.3), layout="constrained")
+        axes = drawing.add_subplot()
+        for name, found in curves.items():
+            own = {tag: points for tag, points in found.items() if _figure_of(tag) == figure}
+            for tag, points in own.items():
+                is_held_out = "held_out/" in tag
+                marks: dict[str, Any] = {"marker": "o", "markersize": 2.5} if is_held_out or len(points[0]) == 1 else {}
+                faint = 0.4 if len(own) > 1 and not is_held_out else 1.0
+                axes.plot(*points, color=colours[name], linewidth=1.0, alpha=faint, **marks)
+        axes.grid(axis="y", color="0.9")
+        axes.set_xlabel("optimizer step")
+        stream = io.StringIO()
+        drawing.savefig(stream, format="svg", metadata={"Date": None})
+    text = stream.getvalue()
+    return text[text.index("<svg") :]

@@ -1,0 +1,163 @@
+"""What ``status`` says of islands: a dead process never trains, whatever its clock says; the table and the page."""
+
+import re
+import xml.etree.ElementTree as ElementTree
+from html.parser import HTMLParser
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+from tiny_runs import TINY
+from torch.utils.tensorboard import SummaryWriter
+
+from ddm_lightning.config.load import load_experiment
+from ddm_lightning.core import remote
+from ddm_lightning.islands import lease, status
+from ddm_lightning.islands.page import write_page
+from ddm_lightning.islands.status import Watch, _figure, rows_of, status_table
+from ddm_lightning.members.run import Run
+from ddm_lightning.members.status import MemberStatus
+
+METRICS = {"train/loss": 0.25, "train/mfu": 0.413}
+
+
+@pytest.fixture
+def run(tmp_path):
+    return Run(load_experiment(TINY, [f"run_dir={tmp_path / 'here'}", f"remote={tmp_path / 'store'}"]))
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """This machine's clocks, which stand still until somebody moves them."""
+    clock = SimpleNamespace(now=1e9, ahead=0.0)
+    moved = SimpleNamespace(time=lambda: clock.now, monotonic=lambda: clock.now - 5e8)
+    monkeypatch.setattr(status, "time", moved)
+    theirs = SimpleNamespace(time=lambda: clock.now + clock.ahead)
+    monkeypatch.setattr(lease, "time", theirs)
+    return clock
+
+
+def start(run, monkeypatch, name="expert-0", **fields):
+    """The training of a member on another machine, as far as its heartbeat goes."""
+    with monkeypatch.context() as patched:
+        patched.setattr(lease, "_machine", lambda: "another start of another machine")
+        held = lease.claim(name, f"{run.url}/members/{name}/lease", print)
+    own = {
+        "state": "training",
+        "step": 20,
+        "samples_per_second": 8.0,
+        "metrics": METRICS,
+        "host": "far-away",
+        "device": "H100",
+        **fields,
+    }
+    beats = vars(MemberStatus(name, 100, **{"host": "far-away", **own}))
+    held.beat(beats)
+    return lambda **more: held.beat(beats, **more)
+
+
+def look(watch, name="expert-0"):
+    return next(seen for seen in watch.look() if seen.status.member == name)
+
+
+@pytest.mark.parametrize("ahead", [-3600.0, -50.0, 0.0, 50.0, 3600.0])
+def test_a_dead_process_is_never_training_however_wrong_its_clock(run, clock, monkeypatch, ahead):
+    clock.ahead = ahead
+    start(run, monkeypatch)
+    watch = Watch(run)
+    look(watch)
+    for passed in (10, 44, 46, 100, 3590, 3640, 3650, 10000):
+        clock.now = 1e9 + passed
+        assert (look(Watch(run)).health == "training") == (abs(passed - ahead) < lease.STALE_SECONDS)
+        assert passed < lease.STALE_SECONDS or look(watch).health == "silent"
+
+
+@pytest.mark.parametrize("ahead", [-3600.0, 3600.0])
+def test_a_heartbeat_that_changes_is_alive_whatever_its_clock_says(run, clock, monkeypatch, ahead):
+    clock.ahead = ahead
+    beat, watch = start(run, monkeypatch), Watch(run)
+    assert look(watch).health == ("unclear" if ahead > 0 else "silent")
+    for _ in range(3):
+        clock.now += 10
+        beat()
+        assert (look(watch).health, look(watch).heartbeat_age) == ("training", 0.0)
+    clock.now += 44
+    assert (look(watch).health, look(watch).heartbeat_age) == ("training", 44.0)
+    clock.now += 1
+    assert look(watch).health == "silent"
+
+
+def test_other_states_need_no_heartbeat(run, clock, monkeypatch):
+    start(run, monkeypatch)(released=True)
+    start(run, monkeypatch, "expert-1", state="done")
+    clock.now += 1e6
+    states = {seen.status.member: (seen.health, seen.starts) for seen in Watch(run).look()}
+    assert states == {"expert-0": ("stopped", 1), "expert-1": ("done", 1), "router": ("waiting", 0)}
+    start(run, monkeypatch)
+    assert look(Watch(run)).starts == 2
+
+
+def test_a_process_of_this_machine_is_asked_directly(run):
+    held = lease.claim("expert-0", f"{run.url}/members/expert-0/lease", print)
+    held.beat(vars(MemberStatus("expert-0", 100, "training")))
+    assert look(Watch(run)).health == "training"
+    held._content["began"] = "1"  # another process had this id
+    held.beat(vars(MemberStatus("expert-0", 100, "training")))
+    assert look(Watch(run)).health == "killed"
+
+
+def test_the_table_has_what_islands_publish(run, clock, monkeypatch):
+    start(run, monkeypatch, host="far\x1b[2Jaway")
+    (row, *_) = rows_of(Watch(run).look())
+    batch = run.experiment.expert.train.global_batch_size // 2
+    left = f"{80 * batch / 8.0:g} s"
+    wanted = {"state": "training", "step": "20/100", "loss": "0.2500", "samples/s": "8", "MFU": "41.3%", "ETA": left}
+    wanted |= {"island": "far[2Jaway", "device": "H100", "starts": "1", "heartbeat": "1 s"}
+    assert {key: row[key] for key in wanted} == wanted
+    alone = Run(load_experiment(TINY, [f"run_dir={run.folder.root}"]))
+    lines = Console(width=80, record=True, quiet=True)
+    lines.print(status_table("here", Watch(alone).look()))
+    assert "…" not in lines.export_text()
+
+
+class Page(HTMLParser):
+    """Tags and addresses of a page."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.addresses = [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.addresses += [value for name, value in attributes if name in ("src", "href", "action", "xlink:href")]
+
+
+def test_the_page_shows_every_curve_and_runs_nothing(run, clock, monkeypatch, capsys):
+    for name, steps in (("expert-0", 30), ("expert-1", 20), ("router", 0)):
+        start(run, monkeypatch, name, host="<script>alert(1)</script>")
+        place = f"{run.url}/members/{name}/tensorboard"
+        if steps:
+            with SummaryWriter(place) as writer:
+                for step in range(steps):
+                    writer.add_scalar("1_watch/train/loss", 1 / (step + 1), step)
+                writer.add_scalar("4_by_noise_level/train/loss_t0.1", 1.0, 0)
+    remote.write(f"{run.url}/members/router/tensorboard/events.out.tfevents.1", b"garbage" * 100)
+    write_page(run.folder.root / "page.html", Watch(run).look(), run)
+    text = (run.folder.root / "page.html").read_text(encoding="utf-8")
+    page = Page(text)
+    assert "script" not in page.tags and "&lt;script&gt;" in text
+    assert all(address.startswith("#") for address in page.addresses)
+    (drawing,) = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
+    paths = [path.get("d") for path in ElementTree.fromstring(drawing).iter("{http://www.w3.org/2000/svg}path")]
+    assert [num for path in paths if (num := path.count("L") + 1) > 10] == [30, 20]
+    assert re.findall(r"<h2>(.*?)</h2>", text) == ["loss"]
+    assert all(len(line) < 200 for line in capsys.readouterr().err.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("value", "form", "shown"),
+    [(None, ".4f", "–"), (0.27549, ".4f", "0.2755"), (2354.4, ".0f", "2354"), (2.4654e24, ".4f", "2.5e+24")],
+)
+def test_figures_fit_their_columns(value, form, shown):
+    assert _figure(value, form) == shown
