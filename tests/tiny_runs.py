@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -41,11 +41,11 @@ def settings(run_dir: Path) -> list[str]:
     return ["-c", str(TINY), f"run_dir={run_dir}", *SETTINGS]
 
 
-def start(command: str, run_dir: Path, *more: str) -> subprocess.Popen[str]:
-    """The command line in a process of its own."""
+def start(command: str, run_dir: Path, *more: str, within: Sequence[str] = ()) -> subprocess.Popen[str]:
+    """The command line in a process of its own; ``within`` goes before it, such as ``nsenter`` with its options."""
     environment = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
     return subprocess.Popen(
-        [sys.executable, "-m", "ddm_lightning", command, *settings(run_dir), *more],
+        [*within, sys.executable, "-m", "ddm_lightning", command, *settings(run_dir), *more],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

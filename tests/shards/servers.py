@@ -21,9 +21,9 @@ class Line:
     once the server has sent ``num_bytes`` on them.
     """
 
-    def __init__(self, port):
+    def __init__(self, port, address="127.0.0.1"):
         self._target = port
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener = socket.create_server((address, 0))
         self.port = self._listener.getsockname()[1]
         self.num_failed = 0
         self._left, self._num_bytes, self._silent = 0, 0, False
