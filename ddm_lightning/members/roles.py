@@ -28,6 +28,7 @@ EXPERT = "expert"
 ROUTER = "router"
 MONOLITH = "monolith"
 STUDENT = "student"
+GENERALIST = "generalist"
 
 
 class Role:
@@ -155,7 +156,16 @@ class Student(Role):
         )
 
 
-ROLES = {role.name: role for role in (Expert(), Router(), Monolith(), Student())}
+class Generalist(Role):
+    """Trains on all clusters with an expert's batch: what one island could do alone."""
+
+    name = GENERALIST
+
+    def batch_size(self, name: str, experiment: Experiment) -> int:
+        return super().batch_size(name, experiment) // experiment.prepare.partition.num_clusters
+
+
+ROLES = {role.name: role for role in (Expert(), Router(), Monolith(), Student(), Generalist())}
 
 
 def role_of(name: str) -> Role:
