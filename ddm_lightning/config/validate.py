@@ -16,7 +16,7 @@ from ddm_lightning.core.registry import SOLVERS, STRATEGIES
 
 Rule: TypeAlias = tuple[bool, str, str]
 """Whether the rule is broken, the key to blame, and the problem."""
-_KINDS = ("expert", "router", "monolith", "student", "generalist")
+_KINDS = ("expert", "router", "monolith", "student")
 LOGGERS = ("tensorboard", "csv", "wandb")
 
 TRAINER_FLAGS = (

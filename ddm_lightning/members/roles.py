@@ -28,7 +28,6 @@ EXPERT = "expert"
 ROUTER = "router"
 MONOLITH = "monolith"
 STUDENT = "student"
-GENERALIST = "generalist"
 
 
 class Role:
@@ -156,16 +155,7 @@ class Student(Role):
         )
 
 
-class Generalist(Role):
-    """Trains on all clusters with an expert's batch: what one island could do alone."""
-
-    name = GENERALIST
-
-    def batch_size(self, name: str, experiment: Experiment) -> int:
-        return super().batch_size(name, experiment) // experiment.prepare.partition.num_clusters
-
-
-ROLES = {role.name: role for role in (Expert(), Router(), Monolith(), Student(), Generalist())}
+ROLES = {role.name: role for role in (Expert(), Router(), Monolith(), Student())}
 
 
 def role_of(name: str) -> Role:
