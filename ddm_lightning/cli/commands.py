@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
-from ddm_lightning.cli.islands import command_line, launch_members, print_skipped, show_status, table_of
+from ddm_lightning.cli.islands import command_line, launch_members, print_skipped, show_plan, show_status, table_of
 from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core import processes
 from ddm_lightning.core.devices import check_devices, configure_torch
@@ -372,6 +372,7 @@ COMMANDS: Mapping[str, Callable[[Experiment, argparse.Namespace], int | None]] =
     "ema": _ema,
     "export": _export,
     "launch": launch_members,
+    "plan": show_plan,
     "status": show_status,
 }
 """Every command but ``config``, which needs no torch, and ``ensemble``, which needs no experiment."""

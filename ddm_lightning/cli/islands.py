@@ -17,6 +17,7 @@ from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core import remote
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import LAUNCHERS
+from ddm_lightning.islands import plan
 from ddm_lightning.islands.launch import build_launcher, cancel, jobs_of, launch
 from ddm_lightning.islands.shared import pull_manifest
 from ddm_lightning.islands.status import NOTES, Seen, Watch, status_table
@@ -47,6 +48,33 @@ def launch_members(experiment: Experiment, options: argparse.Namespace) -> None:
     for one in found:
         print(f"{one.member}: {one.action}" + (f" ({one.detail})" if one.detail else ""))
     print(f"next: {command_line('status', options)}")
+
+
+def show_plan(experiment: Experiment, options: argparse.Namespace) -> None:
+    """Run ``plan``: print what each member needs on each device, the cheapest that fits in detail."""
+    if options.samples is not None and options.samples < 1:
+        raise UserError(f"--samples {options.samples}: must be at least 1")
+    members = parse_members(options.only, experiment, "--only")
+    rates = plan.rates_of(options.mfu, options.prices or ())
+    devices, source = plan.devices_of(experiment, options.device, rates)
+    data = plan.data_of(experiment, options.samples)
+    planner = plan.Planner(experiment, members, data, rates)
+    plans = sorted(map(planner.on, devices), key=lambda one: (not one.fits, one.totals["dollars"] or 0.0))
+    best = plans[0] = planner.with_suggestions(plans[0])
+    sources, warnings = plan.sources_of(data, rates, source), [*best.warnings()]
+    if options.json:
+        found = {"experiment": experiment.name, "sources": sources, "warnings": warnings}
+        print(json.dumps({**found, "plans": [*map(plan.as_json, plans)]}))
+        return
+    console = Console()
+    console.print(*plan.tables(best), *([plan.comparison(plans)] if len(plans) > 1 else []))
+    for title, lines in {
+        "fewest devices of one node": plan.suggestions(best),
+        "sources": [f"{name}: {text}" for name, text in sources.items()],
+        "warnings": warnings,
+    }.items():
+        if lines:
+            print(f"{title}:", *lines, sep="\n  ")
 
 
 def show_status(experiment: Experiment, options: argparse.Namespace) -> None:

@@ -178,6 +178,17 @@ def _commands() -> dict[str, tuple[str, _Options]]:
                 "--dry-run": _option("print the jobs; start nothing", action="store_true"),
             },
         ),
+        "plan": (
+            "Show what each member needs before you rent anything: memory, hours, traffic and price.",
+            {
+                "--device": _option("GPU, such as 'A100 80GB'; repeat it to compare", action="append", metavar="NAME"),
+                "--prices": _option("YAML file of dollars per hour by GPU", action="append", metavar="FILE"),
+                "--mfu": _option("share of the GPU's peak, or a result of benchmarks/mfu.py", metavar="SHARE|FILE"),
+                "--samples": _option("images of the source, if they are not prepared", type=int, metavar="N"),
+                "--only": _option("members, such as expert-0,router (default: all of the ensemble)", default="all"),
+                "--json": _option("print one JSON object instead", action="store_true"),
+            },
+        ),
         "status": (
             "Show the progress of each member, on all islands if the experiment has a remote.",
             {
@@ -272,7 +283,7 @@ def _run(options: argparse.Namespace) -> int:
         stop_as_by_ctrl_c()
     if getattr(options, "out", options.config) is None and "://" in options.config:
         raise UserError(f"{options.config}: a URL cannot hold results; add --out FOLDER")
-    if options.command in ("config", "prepare", "fit", "launch"):  # they may make the run
+    if options.command in ("config", "prepare", "fit", "launch", "plan"):  # they may make the run
         experiment = load_experiment(options.config, options.overrides)
     else:
         from ddm_lightning.use.saved import load_settings

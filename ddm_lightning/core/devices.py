@@ -14,20 +14,23 @@ from torch.distributed.tensor import DTensor
 
 from ddm_lightning.core.errors import UserError
 
-# Dense peak TFLOP/s by the vendors' data sheets, without sparsity; a multiply-add is two FLOPs.
-# First pattern that matches the device's name: (bfloat16 and float16, TF32, float32).
-_PEAKS: tuple[tuple[str, tuple[float, float, float]], ...] = (
-    (r"GB200", (2500.0, 1250.0, 80.0)),
-    (r"B200", (2250.0, 1125.0, 80.0)),
-    (r"H[12]00 NVL", (835.5, 417.8, 60.0)),
-    (r"H200|H100 80GB HBM3|H100 SXM|GH200", (989.4, 494.7, 66.9)),
-    (r"H100 PCIe", (756.0, 378.0, 51.2)),
-    (r"A100", (312.0, 156.0, 19.5)),
-    (r"L40S", (362.0, 183.0, 91.6)),
-    (r"A40\b", (149.7, 74.8, 37.4)),
-    (r"L4\b", (121.0, 60.0, 30.3)),
-    (r"RTX 4090", (165.2, 82.6, 82.6)),
-    (r"RTX 3090\b", (71.0, 35.6, 35.6)),
+# By the vendors' data sheets: memory in GB (the smallest, if there are several), and dense peak TFLOP/s in bfloat16 and
+# float16, TF32, float32; without sparsity, a multiply-add is two FLOPs. The first pattern in a device's name counts.
+_DEVICES: tuple[tuple[str, str, int, tuple[float, float, float]], ...] = (
+    ("GB200", r"GB200", 186, (2500.0, 1250.0, 80.0)),
+    ("B200", r"B200", 180, (2250.0, 1125.0, 80.0)),
+    ("H200 NVL", r"H200 NVL", 141, (835.5, 417.8, 60.0)),
+    ("H100 NVL", r"H100 NVL", 94, (835.5, 417.8, 60.0)),
+    ("GH200", r"GH200", 96, (989.4, 494.7, 66.9)),
+    ("H200", r"H200", 141, (989.4, 494.7, 66.9)),
+    ("H100", r"H100 80GB|H100 SXM|H100$", 80, (989.4, 494.7, 66.9)),
+    ("H100 PCIe", r"H100 PCIe", 80, (756.0, 378.0, 51.2)),
+    ("A100", r"A100", 40, (312.0, 156.0, 19.5)),
+    ("L40S", r"L40S", 48, (362.0, 183.0, 91.6)),
+    ("A40", r"A40\b", 48, (149.7, 74.8, 37.4)),
+    ("L4", r"L4\b", 24, (121.0, 60.0, 30.3)),
+    ("RTX 4090", r"RTX 4090", 24, (165.2, 82.6, 82.6)),
+    ("RTX 3090", r"RTX 3090\b", 24, (71.0, 35.6, 35.6)),
 )
 
 
@@ -122,7 +125,7 @@ def peak_tflops(name: str, precision: str, *, tf32: bool = False) -> float | Non
         tf32: whether float32 products may use TensorFloat-32.
     """
     kinds = {"bf16-mixed": 0, "16-mixed": 0, "32-true": 1 if tf32 else 2}
-    found = next((peaks for pattern, peaks in _PEAKS if re.search(pattern, name)), None)
+    found = next((peaks for _, pattern, _, peaks in _DEVICES if re.search(pattern, name)), None)
     if found is None or precision not in kinds or "MIG" in name:  # a slice of the device
         return None
     return found[kinds[precision]]
@@ -132,6 +135,20 @@ def devices_named(accelerator: str, devices: int) -> str:
     """Name of this machine's devices, such as ``8 x NVIDIA H100 80GB HBM3``."""
     name = torch.cuda.get_device_name() if resolve_accelerator(accelerator) == "gpu" else "CPU"
     return f"{devices} x {name}" if devices > 1 else name
+
+
+def known_device(name: str) -> tuple[str, int]:
+    """Name and bytes of memory of a device, by its data sheet or by a size in ``name``, such as ``A100 80GB``.
+
+    Raises:
+        UserError: an unknown device.
+    """
+    for known, pattern, gigabytes, _ in _DEVICES:
+        if re.search(pattern, name):
+            size = re.search(r"(\d+) ?GB", name)
+            gigabytes = int(size[1]) if size else gigabytes
+            return f"{known} {gigabytes}GB", gigabytes * 10**9
+    raise UserError(f"unknown device {name!r}; known: {', '.join(known for known, *_ in _DEVICES)}")
 
 
 def peak_of_this_device(accelerator: str, precision: str) -> tuple[str, float | None]:

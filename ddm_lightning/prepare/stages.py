@@ -241,10 +241,14 @@ class Preparation:
         if (num_samples := count_samples(self.parts)) is not None:
             check_sizes(self.config.partition, num_samples)
         if check is not None:
-            check(self._sizes())
+            check(self.sizes())
 
-    def _sizes(self) -> DataSizes:
-        """Return the sizes of the data to be written; the image size may come from the first readable image."""
+    def sizes(self) -> DataSizes:
+        """Return the sizes of the data to be written; the image size may come from the first readable image.
+
+        Raises:
+            UserError: bad input.
+        """
         size = self.config.images.size
         if size is None:
             samples = (sample for part in self.parts for sample in self.plugins.source.read(part))

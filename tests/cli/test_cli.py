@@ -29,7 +29,7 @@ from ddm_lightning.members.roles import parse_members
 HELP = Path(__file__).with_name("help.txt")
 FEW = "sample.num_steps=4"
 COMMANDS = (
-    *("prepare", "fit", "launch", "status", "sample", "demo", "evaluate", "diagnose"),
+    *("prepare", "fit", "launch", "plan", "status", "sample", "demo", "evaluate", "diagnose"),
     *("replay", "ema", "export", "config"),
 )
 CHANGES = ("ensemble", "ensemble add", "ensemble remove", "ensemble replace")

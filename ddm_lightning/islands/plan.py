@@ -1,0 +1,452 @@
+"""Plan a run before anything is rented: what each member needs, how long it takes and what it costs on a device.
+
+Nothing is computed and no GPU is needed. ``members/cost.py`` counts; this module divides by devices and multiplies by
+hours, and names the source of each figure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from omegaconf import OmegaConf
+from rich import box
+from rich.table import Table
+
+from ddm_lightning.config.experiment import Experiment, IslandConfig
+from ddm_lightning.config.load import read_yaml
+from ddm_lightning.core.checks import is_number
+from ddm_lightning.core.devices import known_device, peak_tflops, resolve_accelerator
+from ddm_lightning.core.errors import UserError, first_line
+from ddm_lightning.core.files import read_json
+from ddm_lightning.core.formatting import format_bytes, format_duration
+from ddm_lightning.encoders.interfaces import bytes_per_sample
+from ddm_lightning.members.cost import MemberCost, Memory, chosen_strategy, micro_batch_of
+from ddm_lightning.members.member import Member
+from ddm_lightning.members.roles import island_of
+from ddm_lightning.members.run_folder import RunFolder
+from ddm_lightning.shards.manifest import DataSizes, Manifest, manifest_path
+
+ASSUMED_DEVICE = "H100 80GB"
+ASSUMED_MFU = 0.35
+USABLE = 0.9
+"""Share of a device's memory that a plan may fill; CUDA's context, NCCL and gaps between tensors take the rest."""
+_NODE = (1, 2, 4, 8)
+"""Devices of a node to suggest."""
+
+
+@dataclass(frozen=True)
+class Data:
+    """Sizes of a run's data: of its shards or, before ``prepare``, of what its plug-ins would write."""
+
+    sizes: DataSizes | Manifest
+    sample_bytes: int
+    """Of one sample in the shards, without its caption's text."""
+    num_samples: Sequence[int] | None
+    """Training samples of each cluster; None if unknown."""
+    source: str
+
+
+def data_of(experiment: Experiment, num_samples: int | None = None) -> Data:
+    """Find the sizes of the data: in the manifest, else from the plug-ins, else assumed.
+
+    Args:
+        experiment: the experiment.
+        num_samples: images of the source, for experiments that are not prepared.
+
+    Raises:
+        UserError: the manifest is damaged.
+    """
+    run_dir, prepare = RunFolder.of(experiment).root, experiment.prepare
+    if manifest_path(run_dir).exists():
+        manifest = Manifest.read(run_dir)
+        samples = [cluster.train for cluster in manifest.clusters]
+        return Data(manifest, bytes_per_sample(manifest.columns), samples, "counted in the manifest")
+    from ddm_lightning.prepare.engine import Reporter
+    from ddm_lightning.prepare.records import count_samples
+    from ddm_lightning.prepare.stages import Preparation
+
+    copies = 1 + prepare.horizontal_flips
+    try:
+        preparation = Preparation(experiment, run_dir, Reporter())
+        sizes, found = preparation.sizes(), count_samples(preparation.parts)
+        images, captions = preparation.plugins.image_encoder, preparation.plugins.caption_encoder
+        stored = prod(sizes.x_shape) * np.dtype(images.dtype).itemsize * (1 + (images.stores == "posterior"))
+        columns = {"label": "int32", **(captions.columns if captions else {})}
+        sample_bytes = copies * stored + bytes_per_sample(columns)
+        source = "from the source and the encoders"
+    except (UserError, OSError) as error:
+        edge = (prepare.images.size or 256) // 8
+        sizes, found = DataSizes((4, edge, edge), 768, (77, 768), 1000), None
+        params = prepare.caption_encoder.params if prepare.caption_encoder else {}
+        text = {"ids": 4 * 77, "tokens": 2 * 77 * 768}.get(params.get("store", ""), 2 * 768)
+        sample_bytes = copies * 4 * prod(sizes.x_shape) + text
+        source = f"assumed: Stable Diffusion's latents, CLIP ViT-L/14's text, 1000 classes ({first_line(error)})"
+    num = num_samples or found
+    clusters = prepare.partition.num_clusters
+    each = None if num is None else [round(num * (1 - prepare.held_out_fraction) / clusters)] * clusters
+    return Data(sizes, sample_bytes, each, source + (", --samples" if num_samples else ""))
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What turns FLOPs into hours and money, with the source of each figure."""
+
+    mfu: float
+    """Share of the devices' peak; if it is assumed, recomputation counts as work."""
+    mfu_source: str
+    prices: Mapping[str, float]
+    """Dollars per device and hour, by ``known_device``."""
+    price_source: str
+
+
+def rates_of(mfu: str | None, files: Sequence[str]) -> Rates:
+    """Read ``--mfu`` and ``--prices``.
+
+    Args:
+        mfu: a share, or a JSON file of ``benchmarks/mfu.py``, whose best figure is taken; None for ``ASSUMED_MFU``.
+        files: YAML files with dollars per hour by device; the last one that names a device wins.
+
+    Raises:
+        UserError: a share that is none, a file that holds none, an unknown device or a negative price.
+    """
+    value, source = ASSUMED_MFU, "assumed; measure it with benchmarks/mfu.py"
+    if mfu is not None:
+        try:
+            value, source = float(mfu), "--mfu"
+        except ValueError:
+            found = read_json(Path(mfu), "a result of benchmarks/mfu.py", "give a share such as 0.4, or such a file")
+            figures = found.get("figures", {}) if isinstance(found, dict) else {}
+            value = max((figure for name, figure in figures.items() if name.startswith("mfu_")), default=0.0)
+            source = f"measured in {mfu}"
+        if not 0 < value <= 1:
+            raise UserError(f"--mfu {mfu}: gives no share of the peak, above 0 and at most 1")
+    prices = {}
+    for file in files:
+        for name, price in OmegaConf.to_container(read_yaml(Path(file))).items():  # type: ignore[union-attr]
+            if not is_number(price) or price < 0:
+                raise UserError(f"{file}: key {name!r} = {price!r}: give dollars per hour, a number of at least 0")
+            try:
+                prices[known_device(str(name))[0]] = float(price)
+            except UserError as error:
+                raise UserError(f"{file}: {error}") from None
+    return Rates(value, source, prices, ", ".join(files) or "none given; add --prices FILE")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Settings of an island under which a member fits."""
+
+    devices: int
+    strategy: str
+    micro_batch_size: int
+    activation_checkpointing: bool
+    peak: int
+    """Bytes of a device."""
+
+
+@dataclass(frozen=True)
+class MemberPlan:
+    """Figures of one member; times in hours, sizes in bytes, money in dollars. None where a figure is unknown."""
+
+    member: str
+    parameters: int
+    flops_per_sample: float
+    """Forward and backward pass."""
+    flops: float
+    """Of the whole training."""
+    devices: int
+    strategy: str
+    micro_batch_size: int
+    """Samples that a device computes at once."""
+    memory: Memory
+    fits: bool | None
+    suggestion: Setting | None
+    """Fewest devices of one node that hold it; None if none do, or if it was not looked for."""
+    checkpoint_bytes: int
+    shard_bytes: int | None
+    hours: float | None
+    device_hours: float | None
+    dollars: float | None
+    shards_in: float | None
+    """Bytes per second that a node without a cache of its shards reads."""
+    checkpoints_out: float
+    """Bytes per second, at one checkpoint in each ``island.publish_every_n_minutes``."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run on one kind of device."""
+
+    device: str | None
+    """None for the CPU."""
+    device_bytes: int | None
+    members: tuple[MemberPlan, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether every member does."""
+        return all(member.fits is not False for member in self.members)
+
+    @property
+    def totals(self) -> dict[str, float | None]:
+        """Hours until the last member ends if all start at once, device-hours and dollars of all."""
+        return {
+            "hours": _over([member.hours for member in self.members], max),
+            "device_hours": _over([member.device_hours for member in self.members], sum),
+            "dollars": _over([member.dollars for member in self.members], sum),
+        }
+
+    def warnings(self) -> Iterator[str]:
+        """Say what does not fit, and what would."""
+        for one in self.members:
+            if one.fits is False:
+                remedy = (
+                    _shown(one.suggestion) if one.suggestion else "no setting of one node does; use a larger device"
+                )
+                yield (
+                    f"{one.member}: does not fit: {format_bytes(one.memory.peak)} of {self.device}, of which "
+                    f"{USABLE:.0%} are usable; {remedy}"
+                )
+
+
+def _over(values: list[float | None], together: Any) -> float | None:
+    known = [value for value in values if value is not None]
+    return together(known) if len(known) == len(values) else None
+
+
+class Planner:
+    """Plans members of one experiment; what is counted for one device is reused for the next.
+
+    Args:
+        experiment: the experiment.
+        members: names.
+        data: sizes of its data.
+        rates: hours and prices.
+
+    Raises:
+        UserError: a network cannot be built.
+    """
+
+    def __init__(self, experiment: Experiment, members: Sequence[str], data: Data, rates: Rates) -> None:
+        self.experiment, self.data, self.rates = experiment, data, rates
+        self.members = [Member.resolve(name, experiment, data.sizes) for name in members]
+        self._costs: dict[str, tuple[MemberCost, float, float]] = {}
+
+    def _cost(self, member: Member) -> tuple[MemberCost, float, float]:
+        """Cost, and FLOPs of a sample without and with the backward pass; equal members are counted once."""
+        key = repr(replace(member, name="", clusters=()))
+        if key not in self._costs:
+            cost = MemberCost(member)
+            self._costs[key] = cost, cost.flops(backward=False), cost.flops()
+        return self._costs[key]
+
+    def on(self, device: str | None) -> Plan:
+        """Plan all members on a device; None for the CPU.
+
+        Raises:
+            UserError: an unknown device.
+        """
+        name, num_bytes = known_device(device) if device else (None, None)
+        return Plan(name, num_bytes, tuple(self._plan(member, name, num_bytes) for member in self.members))
+
+    def with_suggestions(self, plan: Plan) -> Plan:
+        """Look for the fewest devices of one node that hold each member; takes some seconds for a large network."""
+        if plan.device_bytes is None:
+            return plan
+        found = []
+        for member, one in zip(self.members, plan.members, strict=True):
+            island = island_of(member.name, self.experiment)
+            found.append(replace(one, suggestion=smallest(self._cost(member)[0], island, plan.device_bytes)))
+        return replace(plan, members=tuple(found))
+
+    def _plan(self, member: Member, device: str | None, num_bytes: int | None) -> MemberPlan:
+        island = island_of(member.name, self.experiment)
+        cost, forward, per_sample = self._cost(member)
+        strategy = chosen_strategy(island, cost.state, num_bytes or 0)
+        memory = cost.memory(island, strategy)
+        num_samples = member.batch_size * member.train.max_steps
+        hours = device_hours = None
+        peak = peak_tflops(device, island.precision, tf32=True) if device else None
+        if peak is not None:
+            recomputed = forward if island.activation_checkpointing and self.rates.mfu == ASSUMED_MFU else 0.0
+            device_hours = num_samples * (per_sample + recomputed) / (self.rates.mfu * peak * 1e12) / 3600
+            hours = device_hours / island.devices
+        price = self.rates.prices.get(device or "")
+        counts = self.data.num_samples
+        return MemberPlan(
+            member=member.name,
+            parameters=cost.num_parameters,
+            flops_per_sample=per_sample,
+            flops=num_samples * per_sample,
+            devices=island.devices,
+            strategy=strategy,
+            micro_batch_size=micro_batch_of(member, island)[0],
+            memory=memory,
+            fits=None if num_bytes is None else memory.peak <= USABLE * num_bytes,
+            suggestion=None,
+            checkpoint_bytes=cost.state.checkpoint,
+            shard_bytes=None if counts is None else self.data.sample_bytes * sum(counts[k] for k in member.clusters),
+            hours=hours,
+            device_hours=device_hours,
+            dollars=None if price is None or device_hours is None else price * device_hours,
+            shards_in=hours and self.data.sample_bytes * num_samples / (3600 * hours),
+            checkpoints_out=cost.state.checkpoint / (60 * island.publish_every_n_minutes),
+        )
+
+
+def smallest(cost: MemberCost, island: IslandConfig, num_bytes: int) -> Setting | None:
+    """Find the fewest devices of one node that hold a member, with the largest micro-batches.
+
+    They have no more samples than ``island``'s own. Activation checkpointing comes after smaller micro-batches, which
+    cost no FLOPs.
+
+    Args:
+        cost: of the member.
+        island: its settings, to change.
+        num_bytes: memory of a device.
+    """
+    room = USABLE * num_bytes
+    own = micro_batch_of(cost.member, island)[0]
+    for devices in sorted({*_NODE, island.devices}):
+        for checkpointing in sorted({island.activation_checkpointing, True}):
+            tried = replace(island, devices=devices, strategy="auto", activation_checkpointing=checkpointing)
+            strategy = chosen_strategy(tried, cost.state, num_bytes)
+            shares = devices if strategy.startswith("fsdp") else 1
+            if cost.member.batch_size % devices or cost.state.training / shares > room:
+                continue
+
+            def peak(size: int, tried: IslandConfig = tried, strategy: str = strategy) -> int:
+                return cost.memory(replace(tried, micro_batch_size=size), strategy).peak
+
+            size = min(own, micro_batch_of(cost.member, replace(tried, micro_batch_size=None))[0])
+            most = peak(size)
+            if most > room and (least := peak(1)) <= room:
+                # Nearly linear in the samples; to count each size would take some seconds.
+                each = (most - least) / (size - 1)
+                size = 1 << (1 + int((room - least) / each)).bit_length() - 1
+                most = least + int(each * (size - 1))
+            if most <= room:
+                return Setting(devices, strategy, size, checkpointing, most)
+    return None
+
+
+def devices_of(experiment: Experiment, asked: Sequence[str] | None, rates: Rates) -> tuple[list[str | None], str]:
+    """Devices to plan for, and where they come from."""
+    if asked:
+        return [*asked], "--device"
+    if experiment.island.accelerator == "cpu":
+        return [None], "island.accelerator"
+    if rates.prices:
+        return [*rates.prices], rates.price_source
+    if resolve_accelerator("auto") == "gpu":
+        return [torch.cuda.get_device_name()], "this machine's"
+    return [ASSUMED_DEVICE], "assumed; give --device NAME"
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """A plan as plain JSON."""
+    return {
+        "device": plan.device,
+        "device_bytes": plan.device_bytes,
+        "fits": plan.fits,
+        **plan.totals,
+        "members": [asdict(member) for member in plan.members],
+    }
+
+
+def sources_of(data: Data, rates: Rates, device_source: str) -> dict[str, str]:
+    """Where the figures come from."""
+    return {
+        "parameters, FLOPs, memory": "counted on tensors without data; temporary tensors of compiled blocks at most",
+        "device": f"{device_source}; memory and peak from its data sheet",
+        "data": data.source,
+        "MFU": f"{rates.mfu:.3g}, {rates.mfu_source}",
+        "prices": rates.price_source,
+    }
+
+
+def tables(plan: Plan) -> list[Table]:
+    """Size and traffic, memory, and time of each member; members with equal figures share a row."""
+    sizes, memory, training = [], [], []
+    for one in plan.members:
+        shards = "–" if one.shard_bytes is None else format_bytes(one.shard_bytes)
+        sizes.append(
+            (
+                one.member,
+                f"{one.parameters / 1e6:,.4g}",
+                f"{one.flops_per_sample / 1e9:,.4g}",
+                f"{one.flops:.2e}",
+                format_bytes(one.checkpoint_bytes),
+                f"{one.checkpoints_out / 1e6:.3g}",
+                shards,
+                "–" if one.shards_in is None else f"{one.shards_in / 1e6:.3g}",
+            )
+        )
+        parts = [f"{value / 1e9:.3f}" for value in asdict(one.memory).values()]
+        memory.append((one.member, *parts, {True: "yes", False: "NO", None: "–"}[one.fits]))
+        setting = str(one.devices), one.strategy, str(one.micro_batch_size)
+        training.append((one.member, *setting, *_times(one.hours, one.device_hours, one.dollars)))
+    training.append(("all at once", "", "", "", *_times(*plan.totals.values())))
+    heads = ("M\nparams", "GFLOP\na sample", "FLOP", "check-\npoint", "out,\nMB/s", "shards", "in,\nMB/s")
+    parts = ["weights", "grads", "opti-\nmizer", "EMA", "activ-\nations", "tem-\nporary", "peak", "fits"]
+    return [
+        _table("networks and traffic", heads, sizes),
+        _table(f"memory of one device, GB: {plan.device or 'CPU'}", parts, memory),
+        _table("training", ("devices", "strategy", "samples\nat once", *_TIMES), training),
+    ]
+
+
+_TIMES = ("time", "device-\nhours", "price")
+
+
+def comparison(plans: Sequence[Plan]) -> Table:
+    """One row per device."""
+    rows = [(plan.device or "CPU", "yes" if plan.fits else "NO", *_times(*plan.totals.values())) for plan in plans]
+    return _table("devices", ("fits", *_TIMES), rows)
+
+
+def suggestions(plan: Plan) -> list[str]:
+    """The fewest devices for each member, in words; equal ones share a line."""
+    named = [(one.member, _shown(one.suggestion)) for one in plan.members if one.suggestion]
+    return [f"{row[0]}: {row[1]}" for row in _merged(named)]
+
+
+def _shown(setting: Setting | None) -> str:
+    if setting is None:
+        return ""
+    again = " activation_checkpointing=true" if setting.activation_checkpointing else ""
+    return (
+        f"devices={setting.devices} strategy={setting.strategy} micro_batch_size={setting.micro_batch_size}{again} "
+        f"takes {format_bytes(setting.peak)}"
+    )
+
+
+def _times(hours: float | None, device_hours: float | None, dollars: float | None) -> tuple[str, str, str]:
+    return (
+        "–" if hours is None else format_duration(3600 * hours),
+        "–" if device_hours is None else f"{device_hours:,.1f}",
+        "–" if dollars is None else f"$ {dollars:,.2f}",
+    )
+
+
+def _merged(rows: Sequence[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
+    """Join neighbouring rows that differ in their first cell only."""
+    for rest, group in groupby(rows, key=lambda row: row[1:]):
+        names = [row[0] for row in group]
+        yield ("…".join([names[0], *(name.rpartition("-")[2] for name in names[1:][-1:])]), *rest)
+
+
+def _table(title: str, headings: Sequence[str], rows: Sequence[tuple[str, ...]]) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for heading in ("", *headings):
+        table.add_column(heading, justify="right" if heading else "left")
+    for row in _merged(rows):
+        table.add_row(*row)
+    return table
