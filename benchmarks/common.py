@@ -155,23 +155,27 @@ class Child(subprocess.Popen[bytes]):
     Args:
         words: what follows ``python -m``.
         shown: let it print to the terminal.
+        before: words before Python's own, such as ``unshare …``.
+        variables: of its environment.
     """
 
     running: ClassVar[list[Child]] = []
     """All of them that nobody has ended; see ``end_all``."""
 
-    def __init__(self, *words: str, shown: bool = False) -> None:
+    def __init__(
+        self, *words: str, shown: bool = False, before: Sequence[str] = (), variables: Mapping[str, str] | None = None
+    ) -> None:
         self.words = words
         self.log = None if shown else tempfile.TemporaryFile()  # noqa: SIM115  # closed by ``output``
         # The tests' plug-ins, for ``LOGS_SAMPLES``.
         paths = [str(REPOSITORY), str(REPOSITORY / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
         super().__init__(
-            [sys.executable, "-m", *words],
+            [*before, sys.executable, "-m", *words],
             stdin=subprocess.DEVNULL,
             stdout=self.log,
             stderr=None if shown else subprocess.STDOUT,
             start_new_session=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            env={**os.environ, **(variables or {}), "PYTHONPATH": os.pathsep.join(paths)},
         )
         self.running.append(self)
 
@@ -286,6 +290,8 @@ class Report:
         self.rows: list[list[str]] = []
         self.notes: list[str] = []
         self.figures: dict[str, float] = {}
+        self.details: dict[str, Any] = {}
+        """What else the JSON file shall hold."""
 
     def row(self, *cells: str) -> None:
         """Add a row of the table."""
@@ -311,7 +317,7 @@ class Report:
         if path is None:
             return
         origin = {"commit": commit(), "device": device(), "command": command()}
-        atomic_write_json(path, {**origin, "figures": self.figures})
+        atomic_write_json(path, {**origin, "figures": self.figures, **self.details})
         atomic_write_text(path.with_suffix(".md"), self.markdown(origin))
         print(f"results: {path}, {path.with_suffix('.md')}")
 

@@ -19,10 +19,14 @@ LOGS_SAMPLES = "island.callbacks=[{name: sample-log}]"
 class SampleLog(L.Callback):
     """Appends ``step: ids`` for each step to ``sample_ids.txt``; several ranks write ``sample_ids-0.txt`` and so on.
 
-    The variable ``STEP_SECONDS`` slows a training down that is to be met in mid-training.
+    The variable ``STEP_SECONDS`` slows a training down that is to be met in mid-training. ``STEP_LOG`` names a file that
+    gets each step's number and the monotonic time at which it began.
     """
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if log := os.environ.get("STEP_LOG"):
+            with Path(log).open("a", encoding="utf-8") as stream:
+                stream.write(f"{trainer.global_step} {time.monotonic()}\n")
         time.sleep(float(os.environ.get("STEP_SECONDS", 0)))
         name = "sample_ids.txt" if trainer.world_size == 1 else f"sample_ids-{trainer.global_rank}.txt"
         with (Path(trainer.default_root_dir) / name).open("a", encoding="utf-8") as stream:

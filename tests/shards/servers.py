@@ -17,8 +17,9 @@ _RESET = struct.pack("ii", 1, 0)
 class Line:
     """A TCP port that passes all on to another one, until it is told otherwise.
 
-    ``fail(num_bytes, times, silent)``: the next ``times`` connections (None: all) end with a reset, or fall silent,
-    once the server has sent ``num_bytes`` on them.
+    ``fail(num_bytes, times, silent, answer)``: the next ``times`` connections (None: all) end with a reset, or fall silent,
+    once the server has sent ``num_bytes`` on them. With an ``answer``, whatever the client sends next gets these bytes for
+    an answer and never reaches the server.
     """
 
     def __init__(self, port, address="127.0.0.1"):
@@ -26,13 +27,13 @@ class Line:
         self._listener = socket.create_server((address, 0))
         self.port = self._listener.getsockname()[1]
         self.num_failed = 0
-        self._left, self._num_bytes, self._silent = 0, 0, False
+        self._left, self._num_bytes, self._silent, self._answer = 0, 0, False, None
         self._closed = threading.Event()
         self._lock = threading.Lock()
         threading.Thread(target=self._accept, daemon=True).start()
 
-    def fail(self, num_bytes, times=None, *, silent=False):
-        self._num_bytes, self._silent = num_bytes, silent
+    def fail(self, num_bytes, times=None, *, silent=False, answer=None):
+        self._num_bytes, self._silent, self._answer = num_bytes, silent, answer
         self._left = float("inf") if times is None else times
 
     def close(self):
@@ -52,7 +53,14 @@ class Line:
         with suppress(OSError):
             while block := source.recv(1 << 12):
                 num_sent += len(block)
-                if is_answer and num_sent > self._num_bytes and self._takes_one():
+                fails_here = is_answer == (self._answer is None)
+                if fails_here and num_sent > self._num_bytes and self._takes_one():
+                    if self._answer is not None:
+                        source.sendall(self._answer)
+                        source.shutdown(socket.SHUT_WR)
+                        while source.recv(1 << 16):  # a reset would destroy the answer
+                            pass
+                        break
                     if self._silent:
                         self._closed.wait()
                     sink.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
