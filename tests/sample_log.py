@@ -19,8 +19,8 @@ LOGS_SAMPLES = "island.callbacks=[{name: sample-log}]"
 class SampleLog(L.Callback):
     """Appends ``step: ids`` for each step to ``sample_ids.txt``; several ranks write ``sample_ids-0.txt`` and so on.
 
-    The variable ``STEP_SECONDS`` slows a training down that is to be met in mid-training. ``STEP_LOG`` names a file that
-    gets each step's number and the monotonic time at which it began.
+    The variable ``STEP_SECONDS`` slows a training down that is to be met in mid-training. ``STEP_LOG`` names a file
+    for each step's number and the monotonic time at which it began.
     """
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):

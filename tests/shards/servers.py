@@ -17,9 +17,9 @@ _RESET = struct.pack("ii", 1, 0)
 class Line:
     """A TCP port that passes all on to another one, until it is told otherwise.
 
-    ``fail(num_bytes, times, silent, answer)``: the next ``times`` connections (None: all) end with a reset, or fall silent,
-    once the server has sent ``num_bytes`` on them. With an ``answer``, whatever the client sends next gets these bytes for
-    an answer and never reaches the server.
+    ``fail(num_bytes, times, silent, answer)``: the next ``times`` connections (None: all) end with a reset, or fall
+    silent, once the server has sent ``num_bytes`` on them. With an ``answer``, what the client sends next gets these
+    bytes and never reaches the server.
     """
 
     def __init__(self, port, address="127.0.0.1"):
