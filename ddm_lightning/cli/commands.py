@@ -120,16 +120,20 @@ def _fit_one(member: str, experiment: Experiment, options: argparse.Namespace) -
         slot.begin()
         refuse_stale([member], run)
 
-        if experiment.island.devices > 1 and not ranks.is_rank() and not run.is_finished(member):
+        island = experiment.island
+        # Other nodes may not have the artifact, and wait.
+        is_needed = island.nodes > 1 or not run.is_finished(member)
+        if island.num_ranks > 1 and is_needed and not ranks.is_rank():
             processes.end_imports()
-            status = ranks.fit_on_ranks(member, run)
-            return None if status.state == "done" else processes.STOPPED  # rank zero has printed the result
+            state = ranks.fit_on_ranks(run)
+            return None if state == "done" else processes.STOPPED  # rank zero has printed the result
 
         from ddm_lightning.training.fit import fit_member
 
         processes.end_imports()
         with ranks.recorded():
             status = fit_member(member, run)
+    ranks.tell_state(status.state)
     if not ranks.is_rank_zero():
         return None
     if status.state == "stopped":
@@ -142,6 +146,9 @@ def _fit_one(member: str, experiment: Experiment, options: argparse.Namespace) -
 def _fit_several(members: list[str], experiment: Experiment, options: argparse.Namespace) -> int | None:
     console = Console()
     check_strategy(experiment, options.config, options.overrides)
+    for member in members:
+        if (nodes := island_of(member, experiment).nodes) > 1:
+            raise UserError(f"key 'island.nodes' = {nodes}: start fit on each node with member={member} alone")
     if is_shared(Run(experiment)) or is_collected(members, Run(experiment)):
         run = Run.open(experiment, create=True)
     else:

@@ -39,7 +39,7 @@ def launch_members(experiment: Experiment, options: argparse.Namespace) -> None:
     else:
         if options.on is None:
             raise UserError(f"launch: --on is missing; {LAUNCHERS.known()}")
-        launcher = build_launcher(options.on, run)
+        launcher = build_launcher(options.on, run, jobs)
         if options.dry_run:
             print(*map(launcher.describe, jobs), sep="\n")
             return

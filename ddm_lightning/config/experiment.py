@@ -204,7 +204,9 @@ class IslandConfig:
     accelerator: str = option("auto", choices=("auto", "cpu", "gpu"))
     """Lightning's accelerator: ``auto``, ``cpu``, ``gpu``."""
     devices: int = option(1, low=1)
-    """Devices of this node that train one member together."""
+    """Devices of each node that train one member together."""
+    nodes: int = option(1, low=1)
+    """Nodes that train one member together, with ``devices`` each; ``fit`` is started on every one."""
     strategy: str = option("auto", choices=("auto", "single", "ddp", "fsdp", "fsdp-shard-grad-op"))
     """``auto`` (by memory), ``single``, ``ddp``, ``fsdp`` (FSDP2) or ``fsdp-shard-grad-op`` (weights stay gathered)."""
     precision: str = option("32-true", choices=("32-true", "bf16-mixed", "16-mixed"))
@@ -257,6 +259,16 @@ class IslandConfig:
     def is_lent(self) -> bool:
         """Whether the machine may be lent for a limited time."""
         return self.max_minutes is not None or self.lease_file is not None
+
+    @property
+    def num_ranks(self) -> int:
+        """Devices of all nodes."""
+        return self.nodes * self.devices
+
+    @property
+    def size(self) -> str:
+        """Devices in words: ``4 devices`` or ``2 nodes x 4 devices``."""
+        return f"{self.nodes} nodes x {self.devices} devices" if self.nodes > 1 else f"{self.devices} devices"
 
 
 @dataclass

@@ -125,13 +125,13 @@ def _rules(experiment: Experiment) -> Iterator[Rule]:
         yield from _rules_of_expert(name, expert_section(name, experiment), experiment)
     yield from [
         (
-            router.global_batch_size % island.devices > 0,
+            router.global_batch_size % island.num_ranks > 0,
             "island.devices",
-            f"must divide the router's {router.global_batch_size} samples per step; change one of them",
+            f"{_times(island)}must divide the router's {router.global_batch_size} samples per step; change one of them",
         ),
         *((is_wrong, "router.train.ema_widths", problem) for is_wrong, problem in _rules_of_widths(router.ema_widths)),
         (
-            island.strategy == "single" and island.devices > 1,
+            island.strategy == "single" and island.num_ranks > 1,
             "island.devices",
             "island.strategy = 'single' uses one; set ddp or fsdp",
         ),
@@ -170,8 +170,13 @@ def _rules_of_expert(name: str, expert: ExpertConfig, experiment: Experiment) ->
     ):
         own = (f"expert.{key}", problem) if name == "expert" else (f"expert.overrides.{name}", f"{key} {problem}")
         yield is_wrong, *own
-    problem = f"must divide the {name}'s {share} samples per step; change one of them"
-    yield share % experiment.island.devices > 0, "island.devices", problem
+    island = experiment.island
+    problem = f"{_times(island)}must divide the {name}'s {share} samples per step; change one of them"
+    yield share % island.num_ranks > 0, "island.devices", problem
+
+
+def _times(island: IslandConfig) -> str:
+    return f"times island.nodes = {island.nodes} " if island.nodes > 1 else ""
 
 
 def _rules_of_widths(widths: Sequence[float]) -> Iterator[tuple[bool, str]]:

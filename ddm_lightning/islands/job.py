@@ -50,6 +50,9 @@ class Job:
 class Launcher(ABC):
     """Turns jobs into running processes. Progress is read at the run's URL, so a launcher knows nothing of training."""
 
+    spans_nodes = False
+    """Whether it can run a job on ``island.nodes`` nodes, in their places by ``training.nodes.place_of``."""
+
     @abstractmethod
     def submit(self, job: Job) -> str:
         """Start a job, or queue it.

@@ -95,14 +95,20 @@ def cancel(run: Run, members: Sequence[str]) -> list[Launched]:
     return done
 
 
-def build_launcher(name: str, run: Run) -> Launcher:
-    """Build the launcher ``name`` with the experiment's ``launch.NAME``.
+def build_launcher(name: str, run: Run, jobs: Sequence[Job] = ()) -> Launcher:
+    """Build the launcher ``name`` with the experiment's ``launch.NAME``, for ``jobs``.
 
     Raises:
-        UserError: it is unknown, or refuses its params.
+        UserError: it is unknown, refuses its params, or cannot run a job on several nodes.
     """
     params = run.experiment.launch.get(name, {})
     launcher: Launcher = LAUNCHERS.build(name, params)
+    for job in jobs:
+        if job.island.nodes > 1 and not launcher.spans_nodes:
+            raise UserError(
+                f"key 'island.nodes' = {job.island.nodes} of {job.member}: --on {name} gives a member one node; "
+                "use --on slurm, or start fit on each node"
+            )
     return launcher
 
 

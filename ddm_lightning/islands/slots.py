@@ -24,6 +24,7 @@ from ddm_lightning.islands.publish import Publisher
 from ddm_lightning.members.run import Run
 from ddm_lightning.training import ranks
 from ddm_lightning.training.checkpoint import newest_checkpoint
+from ddm_lightning.training.nodes import place_of
 
 LEAVING_SECONDS = 5.0
 """Time to leave in, besides that of a step, a checkpoint and a publication."""
@@ -84,7 +85,8 @@ class Slot:
             UserError: the lender's file holds no time.
             OSError: it cannot be read.
         """
-        if self.island.is_lent and ranks.is_rank_zero() and not ranks.is_own_rank():
+        is_first = place_of(self.island.nodes).node == 0 and ranks.is_rank_zero()  # the node that writes checkpoints
+        if self.island.is_lent and is_first and not ranks.is_own_rank():
             self._end = time.monotonic() + seconds_left(self.island)
             threading.Thread(target=self._watch, name="slot", daemon=True).start()
         return self
@@ -132,6 +134,6 @@ class Slot:
         # From the first of its files, written here or fetched, to the last.
         times = [path.stat().st_mtime for path in newest.iterdir()] if newest else [0.0]
         publication = self.publisher.publication_seconds if self.publisher else 0.0
-        steps = ranks.POLL_STEPS if self.island.devices > 1 else 1
+        steps = ranks.POLL_STEPS if self.island.num_ranks > 1 else 1
         step = self.run.member(self.name).batch_size / speed if speed else 0.0
         return LEAVING_SECONDS + _SAFETY * (steps * step + max(times) - min(times) + publication)

@@ -104,8 +104,8 @@ def step_cost(member: Member, island: IslandConfig, network: nn.Module) -> StepC
     line = f"{whole / 1e9:.4g} GFLOP per sample"
     if peak is None:
         return StepCost(whole, recomputed, None, f"{line}; the peak of {name} is not known, so no MFU is shown")
-    line += f"; MFU against {island.devices} x {peak:g} TFLOP/s of {name} in {island.precision}"
-    return StepCost(whole, recomputed, island.devices * peak * 1e12, line)
+    line += f"; MFU against {island.num_ranks} x {peak:g} TFLOP/s of {name} in {island.precision}"
+    return StepCost(whole, recomputed, island.num_ranks * peak * 1e12, line)
 
 
 def relative_cost(member: Member) -> int:
@@ -156,7 +156,7 @@ def chosen_strategy(island: IslandConfig, state: State, num_bytes: int) -> str:
         state: of the training.
         num_bytes: memory of one device.
     """
-    if island.devices == 1 and island.strategy in ("auto", "single"):
+    if island.num_ranks == 1 and island.strategy in ("auto", "single"):
         return "single"
     if island.strategy != "auto":
         return island.strategy
@@ -195,7 +195,7 @@ class Memory:
 
 def micro_batch_of(member: Member, island: IslandConfig) -> tuple[int, int]:
     """Samples that a device computes at once, and how often it does so in a step."""
-    num = math.ceil(member.batch_size / island.devices)
+    num = math.ceil(member.batch_size / island.num_ranks)
     parts = math.ceil(num / (island.micro_batch_size or num))
     return math.ceil(num / parts), parts
 

@@ -176,18 +176,19 @@ class ClusterDataModule(L.LightningDataModule):
 
     def _loader(self, names: Sequence[str], training: bool) -> ShardLoader:
         rank, num_ranks = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
         if self.batch_size % num_ranks:
             raise UserError(
                 f"{self.batch_size} samples per step cannot be shared equally by {num_ranks} devices; "
                 "make train.global_batch_size a multiple of the devices (experts: of devices x clusters), "
-                "or change island.devices"
+                "or change island.devices or island.nodes"
             )
         batch_size = self.batch_size // num_ranks
         shards = self._open(names)
         found = {column.name: column.encoding for column in shards.layout.columns}
         if not self.columns.items() <= found.items():
             raise UserError(f"{self.shards}: columns {found} are not the manifest's, {self.columns}; copy both again")
-        waiting = num_ranks * self.num_workers * _BATCHES_PER_WORKER
+        waiting = ranks_here * self.num_workers * _BATCHES_PER_WORKER
         _check_shared_memory(waiting * batch_size * shards.layout.num_fixed_bytes)
         settings: Any = {"rank": rank, "num_ranks": num_ranks, "num_workers": self.num_workers}
         # Validation needs no page-locked batches, and their thread would run when the training's workers are forked.

@@ -28,7 +28,7 @@ from ddm_lightning.training.checkpoint import TEMPORARY, checkpoints_in, read_re
 from ddm_lightning.training.guard import skipped_file
 from ddm_lightning.training.module import MemberModule
 from ddm_lightning.training.parallel import BackgroundCheckpoints
-from ddm_lightning.training.ranks import POLL_STEPS, has_agent, is_rank_zero
+from ddm_lightning.training.ranks import POLL_STEPS, has_agent, is_rank_zero, tell_state
 
 
 class Reporter(L.Callback):
@@ -109,7 +109,8 @@ class MissedValidation(L.Callback):
         """Validate if this step's validation was missed."""
         trainer.fit_loop.epoch_loop.max_steps = self._max_steps
         # Curves after the checkpoint are discarded, so later validations are repeated.
-        self.status.validated_step = min(self.status.validated_step, trainer.global_step)
+        # Another node may not have rank zero's status.
+        self.status.validated_step = trainer.strategy.broadcast(min(self.status.validated_step, trainer.global_step))
         if self.is_missed(trainer.global_step, trainer.max_steps):
             self._validate(trainer)
 
@@ -119,7 +120,7 @@ class MissedValidation(L.Callback):
             self._validate(trainer)
 
     def is_missed(self, step: int, max_steps: int) -> bool:
-        """Whether a validation was due after ``step`` and missed; every rank has read the same status."""
+        """Whether a validation was due after ``step`` and missed."""
         is_due = step == max_steps or (step > 0 and step % self.every_n_steps == 0)
         return is_due and step > self.status.validated_step
 
@@ -279,6 +280,7 @@ class StopOnRequest(L.Callback):
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Let signals wait for the end of a step from here on; a collective."""
         self._training = True
+        tell_state("training")
         # Lightning has put a handler of SIGTERM in front, which calls a collective that other ranks do not. It gives
         # back the one before it after the training.
         signal.signal(signal.SIGTERM, self.request)

@@ -16,6 +16,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import asdict
 from io import BytesIO
 from pathlib import Path
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -46,9 +48,9 @@ _OTHERS_TAKE_SECONDS = 60.0
 # Serialising a file holds Python's global lock: 20 ms at this size.
 _MAX_FILE_BYTES = 64 << 20
 _NAME = re.compile(r"step-\d{8,}\.ckpt")
-# Island settings that change the rounding; the first two also change the noise.
+# Island settings that change the rounding; the first three also change the noise.
 _NUMERICS = (
-    *("accelerator", "devices", "strategy", "precision", "micro_batch_size"),
+    *("accelerator", "devices", "nodes", "strategy", "precision", "micro_batch_size"),
     *("attention", "compile", "activation_checkpointing"),
 )
 
@@ -114,7 +116,10 @@ class CheckpointWriter:
                 shutil.rmtree(temporary)  # it may hold files of more ranks
             writer = HuggingFaceStorageWriter(str(temporary), _file_numbers(tensors), save_distributed=True)
             writer.per_thread_copy_ahead = 0  # tensors are on the host; copying ahead would queue on the first GPU
-            save(dict(tensors), storage_writer=writer, process_group=self.group, no_dist=self.group is None)
+            # Of equal copies, the first node writes its own: nodes need not share a disk.
+            planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
+            alone = self.group is None
+            save(dict(tensors), storage_writer=writer, planner=planner, process_group=self.group, no_dist=alone)
             if self.is_rank_zero:
                 (temporary / REST).write_bytes(rest)
                 names = sorted(path.name for path in temporary.iterdir())
@@ -131,6 +136,9 @@ class CheckpointWriter:
         finally:
             if self.is_rank_zero:
                 shutil.rmtree(temporary, ignore_errors=True)
+            else:
+                with suppress(OSError):
+                    temporary.rmdir()  # of another node's disk, which holds nothing
 
     def raise_failure(self) -> None:
         """Re-raise the error of a finished save; do not wait for a running one.
@@ -354,11 +362,12 @@ def check_origin(path: Path, member: str, experiment: Experiment) -> str | None:
             f"{path}: is a checkpoint of {rest.get('member')}, not of {member}; move it to that folder, or remove it"
         )
     refuse_changes(path, rest["experiment"], own["experiment"])
-    old, new = rest["experiment"]["island"], own["experiment"]["island"]
+    new = own["experiment"]["island"]
+    old = {"nodes": 1, **rest["experiment"]["island"]}  # an earlier release knew one node
     if not (differing := [name for name in _NUMERICS if old.get(name) != new[name]]):
         return None
     settings = ", ".join(f"island.{name}={_in_yaml(new[name])} (was {_in_yaml(old.get(name))})" for name in differing)
-    noise = "noise and " if {"accelerator", "devices"} & {*differing} else ""
+    noise = "noise and " if {"accelerator", "devices", "nodes"} & {*differing} else ""
     return f"from here on with {settings}: the same samples, other {noise}rounding"
 
 

@@ -50,7 +50,7 @@ def fit_member(name: str, run: Run) -> MemberStatus:
             torchrun started another number of ranks.
     """
     island = run.experiment.island
-    ranks.check_ranks(island.devices)
+    ranks.check_ranks(island)
     if "wandb" in island.loggers:
         require("key 'island.loggers': 'wandb'", "wandb", extra="wandb")
     keep_heap()
@@ -59,7 +59,7 @@ def fit_member(name: str, run: Run) -> MemberStatus:
     folder, waits = run.folder.member(name), FITTED_BY in os.environ
     status = MemberStatus.read(folder, name, run.max_steps(name))
     status.max_steps = run.max_steps(name)  # a finished training may be extended
-    if not run.is_finished(name):
+    if not ranks.told_by_rank_zero("finished", run.is_finished(name)):
         folder.mkdir(parents=True, exist_ok=True)
         # Data-loading processes of a killed training live on for some seconds and hold its lock.
         seconds = WORKERS_OUTLIVE_SECONDS if island.num_workers else 0.0
@@ -94,7 +94,9 @@ def _train(member: Member, run: Run, status: MemberStatus, console: Console) -> 
             kernel = chosen_kernel(module.network, device_of(island.accelerator))
         console.print(f"{member.name}: attention by torch's kernel {kernel}")
 
-    resume = _checkpoint_of(member.name, run, console)
+    newest = _checkpoint_of(member.name, run, console) if ranks.is_rank_zero() else None
+    told = ranks.told_by_rank_zero("checkpoint", newest.name if newest else None)
+    resume = told and folder / "checkpoints" / told
     trainer, stop = build_trainer(member, run, status, strategy, resume)
     with contextlib.closing(data):
         try:
@@ -118,14 +120,12 @@ def _train(member: Member, run: Run, status: MemberStatus, console: Console) -> 
 
 
 def _checkpoint_of(name: str, run: Run, console: Console) -> Path | None:
-    """Find the checkpoint to resume from; None if there is none.
+    """Find the checkpoint to resume from, on rank zero; None if there is none.
 
     Raises:
         UserError: all are damaged, or the newest whole one is of another member or experiment.
     """
     folder = run.folder.member(name) / "checkpoints"
-    if not ranks.is_rank_zero():
-        return checkpoint.newest_checkpoint(folder)  # tells whether there is one; rank zero says which
     path, damaged = checkpoint.find_resumable(folder)
     checkpoint.tidy(folder, damaged)
     for other, problem in damaged.items():
@@ -153,12 +153,13 @@ def _hand_over(objective: Objective, trainer: L.Trainer, run: Run, status: Membe
 def build_data(member: Member, run: Run) -> ClusterDataModule:
     """Build the LightningDataModule of a member of ``run``."""
     island, manifest, clusters = run.experiment.island, run.manifest, member.clusters
+    cache = run.folder.member(member.name) / "cache"
     return ClusterDataModule(
         shards=run.shards,
         clusters=clusters,
         batch_size=member.batch_size,
         seed=member.seed,
-        cache=run.folder.member(member.name) / "cache",
+        cache=cache / f"node-{node}" if (node := ranks.node_rank()) else cache,  # of a disk that nodes may share
         num_workers=island.num_workers,
         columns=manifest.columns,
         index_sha256=manifest.index_sha256,
@@ -206,6 +207,7 @@ def build_trainer(
         trainer = L.Trainer(
             accelerator=resolve_accelerator(island.accelerator),
             devices=island.devices,
+            num_nodes=island.nodes,
             strategy=strategy,
             precision=island.precision,  # type: ignore[arg-type]  # Lightning lists the strings in a Literal
             max_steps=member.train.max_steps,

@@ -68,7 +68,7 @@ class MemberModule(L.LightningModule):
             assert mesh is not None  # Lightning makes it
             shard_blocks(
                 self.network,
-                mesh["data_parallel"],
+                mesh if self.island.nodes > 1 else mesh["tensor_parallel"],
                 reshard_after_forward=strategy.reshard_after_forward,
                 half=self.trainer.precision in HALF,
             )

@@ -5,7 +5,9 @@ All strategies write sharded checkpoints in the background, and each can load th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,8 @@ from ddm_lightning.members.cost import chosen_strategy, state_bytes
 from ddm_lightning.networks.attention import set_attention
 from ddm_lightning.networks.blocks import checkpoint_blocks, compile_blocks
 from ddm_lightning.training.checkpoint import (
+    FILES,
+    TEMPORARY,
     CheckpointWriter,
     load_groups,
     load_tensors,
@@ -38,7 +42,7 @@ from ddm_lightning.training.checkpoint import (
     read_rest,
     tensors_of,
 )
-from ddm_lightning.training.ranks import is_rank
+from ddm_lightning.training.ranks import is_local_zero, is_rank, node_rank
 
 _SHARDED_PRECISIONS = ("32-true", "bf16-mixed")
 """Precisions that Lightning's ModelParallelStrategy supports."""
@@ -101,12 +105,34 @@ class BackgroundCheckpoints(strategies.Strategy):
         Raises:
             UserError: the checkpoint is of another network.
         """
-        path, module, (optimizer,) = Path(self.broadcast(checkpoint_path)), self.lightning_module, self.optimizers
+        module, (optimizer,) = self.lightning_module, self.optimizers
         assert module is not None
-        rest = read_rest(path)
-        load_tensors(path, module, optimizer, self._hosts)
+        with self._on_each_node(Path(checkpoint_path)) as path:
+            rest = read_rest(path)
+            load_tensors(path, module, optimizer, self._hosts)
         load_groups(optimizer, rest["groups"])
         return rest
+
+    @contextmanager
+    def _on_each_node(self, path: Path) -> Iterator[Path]:
+        """Yield a copy of rank zero's checkpoint, removed afterwards, on nodes that do not share its disk."""
+        listed = (path / FILES).read_bytes() if (path / FILES).exists() else b""
+        lacks = listed != self.broadcast(listed)
+        if self.reduce_boolean_decision(not lacks):
+            yield path
+            return
+        copy = path.with_name(f"{TEMPORARY}{path.name}-{node_rank()}")
+        writes = lacks and is_local_zero()
+        for name in self.broadcast([file.name for file in path.glob("*")]):
+            content = self.broadcast((path / name).read_bytes() if self.is_global_zero else b"")
+            if writes:
+                copy.mkdir(parents=True, exist_ok=True)
+                (copy / name).write_bytes(content)
+        self.barrier()
+        yield copy if lacks else path
+        self.barrier()
+        if writes:
+            shutil.rmtree(copy)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Do nothing; ``load_checkpoint`` has loaded the weights."""
@@ -139,12 +165,13 @@ class Sharded(BackgroundCheckpoints, strategies.ModelParallelStrategy):
     """FSDP2: each rank saves its shards.
 
     Args:
-        devices: number of devices that share the weights.
+        island: weights are shared by the devices of a node; nodes hold copies (HSDP).
         reshard_after_forward: whether to shard weights again before the backward pass (see ``shard_blocks``).
     """
 
-    def __init__(self, devices: int, *, reshard_after_forward: bool) -> None:
-        super().__init__(data_parallel_size=devices, tensor_parallel_size=1)
+    def __init__(self, island: IslandConfig, *, reshard_after_forward: bool) -> None:
+        # Lightning's names for the two dimensions; both share out the data.
+        super().__init__(data_parallel_size=island.nodes, tensor_parallel_size=island.devices)
         self.reshard_after_forward = reshard_after_forward
 
     def _group(self) -> ProcessGroup:
@@ -174,7 +201,7 @@ def choose_strategy(
     Raises:
         UserError: a precision or optimizer that FSDP2 does not support.
     """
-    devices, state = island.devices, state_bytes(num_parameters, num_widths)
+    size, state = island.size, state_bytes(num_parameters, num_widths)
     name = chosen_strategy(island, state, device_bytes(island.accelerator))
     if name == "single":
         device = device_of(island.accelerator)
@@ -184,7 +211,7 @@ def choose_strategy(
         reason = f"weights, gradients, AdamW and EMA take {format_bytes(state.training)} per device unsharded"
     if name == "ddp":
         # A bucket view: otherwise DDP keeps another copy of all gradients.
-        return Replicated(gradient_as_bucket_view=True), f"DDP over {devices} devices: {reason}"
+        return Replicated(gradient_as_bucket_view=True), f"DDP over {size}: {reason}"
     remedy = "or island.strategy=ddp if a device holds everything"
     if island.precision not in _SHARDED_PRECISIONS:
         raise UserError(
@@ -198,7 +225,8 @@ def choose_strategy(
         )
     reshard = name == "fsdp"
     how = "weights are gathered block by block" if reshard else "weights stay gathered until the backward pass"
-    return Sharded(devices, reshard_after_forward=reshard), f"FSDP2 over {devices} devices, {how}: {reason}"
+    within = "shards within a node, " if island.nodes > 1 else ""
+    return Sharded(island, reshard_after_forward=reshard), f"FSDP2 over {size}, {within}{how}: {reason}"
 
 
 def apply_island(network: nn.Module, island: IslandConfig) -> None:
@@ -213,7 +241,7 @@ def apply_island(network: nn.Module, island: IslandConfig) -> None:
 def shard_blocks(
     network: nn.Module, mesh: DeviceMesh, *, reshard_after_forward: bool = True, half: bool = False
 ) -> None:
-    """Shard each block, then the rest (FSDP2), over ``mesh``.
+    """Shard each block, then the rest (FSDP2), over ``mesh``; with two dimensions, copies over the first (HSDP).
 
     Args:
         network: changed in place.

@@ -8,6 +8,7 @@ user's own torchrun may start the ranks, too.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -15,28 +16,32 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure, get_error_handler
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.rendezvous import rendezvous
 
-from ddm_lightning.core.errors import UserError, line_of
+from ddm_lightning.config.experiment import IslandConfig
+from ddm_lightning.core.errors import UserError, first_line, line_of
 from ddm_lightning.core.processes import handling, on_orphaned
 from ddm_lightning.members.run import Run
-from ddm_lightning.members.status import MemberStatus
+from ddm_lightning.training.nodes import MEETING_SECONDS, RESUMES, Place, failure, first_cause, place_of, tell
 
 _OWN = "ddm-lightning-fit-"
 _POLL_SECONDS = 0.1
 POLL_STEPS = 10
 """Steps after which ranks ask one another whether one was told to stop."""
+_STATE = "state"
+"""File beside that of an error; see ``tell_state``."""
 
 
 def _number(name: str, default: int) -> int:
@@ -59,75 +64,150 @@ def is_rank_zero() -> bool:
     return _number("RANK", 0) == 0
 
 
+def is_local_zero() -> bool:
+    """Whether this process is the first rank of its node."""
+    return _number("LOCAL_RANK", 0) == 0
+
+
+def node_rank() -> int:
+    """Number of this rank's node, from 0."""
+    return _number("GROUP_RANK", 0)
+
+
 def has_agent() -> bool:
     """Whether an agent of torchrun started this process and takes an exit code other than 0 for a failure."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def check_ranks(devices: int) -> None:
+def check_ranks(island: IslandConfig) -> None:
     """Check that a launcher such as torchrun has started one rank per device.
 
     Raises:
-        UserError: it started more or fewer, or ranks on several nodes.
+        UserError: it started more or fewer, in all or on this node.
     """
     if not is_rank():
         return
     number = max(_number("WORLD_SIZE", 1), _number("LOCAL_RANK", 0) + 1)
-    several_nodes = number > _number("LOCAL_WORLD_SIZE", number)
-    if several_nodes or (number != devices and (number > 1 or has_agent())):
+    found = number, _number("LOCAL_WORLD_SIZE", number // island.nodes)
+    if found != (island.num_ranks, island.devices) and (number > 1 or has_agent()):
         raise UserError(
-            f"{number} processes of fit were started, as by torchrun, but island.devices = {devices} on one node; "
-            "start fit only once, on the member's island, and it starts one process per device"
+            f"{number} processes of fit were started, as by torchrun, but island.devices = {island.devices} "
+            f"and island.nodes = {island.nodes}; start fit only once on each node, and it starts one process per device"
         )
 
 
-def fit_on_ranks(name: str, run: Run) -> MemberStatus:
-    """Run this process's command once per device to train the member ``name``, and wait for all of them.
+@functools.cache
+def _store() -> Any:
+    return next(iter(rendezvous("env://")))[0]
 
-    Ctrl-C, SIGTERM and SIGUSR1 go to rank zero, which stops all ranks with a checkpoint, however long that takes.
-    Before the training's first step there is nothing to save, so all ranks are killed.
+
+def told_by_rank_zero(key: str, value: str | bool | None) -> Any:
+    """Return rank zero's ``value`` on every rank, also before there is a process group.
+
+    Args:
+        key: a new one for each call.
+        value: that of other ranks is ignored.
+    """
+    if _number("WORLD_SIZE", 1) == 1:
+        return value
+    if is_rank_zero():
+        _store().set(key, json.dumps(value))
+    return json.loads(_store().get(key))
+
+
+def tell_state(state: str) -> None:
+    """Tell the process that started the ranks of this node how far they are: ``training``, ``stopped`` or ``done``."""
+    if "TORCHELASTIC_ERROR_FILE" in os.environ and is_local_zero():
+        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).with_name(_STATE).write_text(state, encoding="utf-8")
+
+
+def fit_on_ranks(run: Run) -> str:
+    """Run this process's command once per device of this node to train a member, and wait for all of them.
+
+    Ctrl-C, SIGTERM and SIGUSR1 go to this node's first rank, which stops all ranks with a checkpoint, however long that
+    takes. Before the training's first step there is nothing to save, so all ranks are killed.
+
+    Returns:
+        ``done`` or ``stopped``.
 
     Raises:
         KeyboardInterrupt: a request came before the first step.
-        UserError: a rank failed with an error the user can fix, or a signal ended it.
+        UserError: a rank failed with an error the user can fix, a signal ended it, or another node failed.
         RuntimeError: a rank failed.
     """
     island = run.experiment.island
     os.environ.setdefault("OMP_NUM_THREADS", str(island.num_threads))
+    place = place_of(island.nodes)
+    if place.endpoint:
+        print(f"node {place.node} of {island.nodes}: meets the others at {place.endpoint}", file=sys.stderr, flush=True)
     requests: list[int] = []
-    results: list[RunResult] = []
+    results: list[RunResult | Exception] = []
     with tempfile.TemporaryDirectory(prefix="ddm-lightning-ranks-") as folder, contextlib.ExitStack() as after:
         # Keep the agent from logging: what went wrong is said once, in our words.
         after.callback(logging.disable, logging.root.manager.disable)
         logging.disable(logging.CRITICAL)
-        agent = _agent(island.devices, folder)
+        agent = _agent(island, place, folder)
+        group = agent.get_worker_group()
+
+        def run_agent() -> None:
+            try:
+                results.append(agent.run())
+            except Exception as error:  # noqa: BLE001
+                results.append(error)
+
         # Not in the main thread, in which it would take signals for itself and kill ranks that save for too long.
-        thread = threading.Thread(target=lambda: results.append(agent.run()), name="agent", daemon=True)
+        thread = threading.Thread(target=run_agent, name="agent", daemon=True)
         with handling(lambda number, _frame: requests.append(number)):
             thread.start()
             was_killed = False
+            reason: str | None = None
             while thread.is_alive():
                 thread.join(_POLL_SECONDS)
-                pids = [worker.id for worker in agent.get_worker_group().workers if worker.id]
-                if requests and len(pids) == island.devices:
-                    number, status = requests.pop(0), run.status(name)
-                    was_killed = (status.state, status.pid) != ("training", pids[0])
-                    for pid in pids if was_killed else pids[:1]:
-                        with contextlib.suppress(ProcessLookupError):
-                            os.kill(pid, signal.SIGKILL if was_killed else number)
+                if requests and group.group_rank is None:
+                    raise KeyboardInterrupt  # while it waits for other nodes
+                if group.state is not WorkerState.HEALTHY:
+                    continue
+                pids = [worker.id for worker in group.workers]
+                reason = reason or failure(group.store)
+                if reason:
+                    _signal(pids, signal.SIGKILL)
+                elif requests:
+                    number, was_killed = requests.pop(0), not _states(folder)
+                    _signal(pids if was_killed else pids[:1], signal.SIGKILL if was_killed else number)
         if was_killed:
+            tell(group.store, place, "was interrupted before the first step")
             raise KeyboardInterrupt
-        if results[0].is_failed():
-            raise _cause(results[0].failures, island.devices, Path(folder))
-    return run.status(name)
+        result = results[0]
+        if isinstance(result, Exception):
+            raise UserError(f"{island.nodes} nodes do not meet at {place.endpoint}: {first_line(result)}") from result
+        if reason and result.is_failed():
+            raise UserError(reason)
+        if result.is_failed():
+            raise first_cause(_cause(result.failures, island.num_ranks, Path(folder)), group.store, place)
+        return _states(folder)[0]
 
 
-def _agent(devices: int, folder: str) -> LocalElasticAgent:
-    """Build torchrun's agent for one node, which starts this process's command as ranks."""
-    parameters = RendezvousParameters("c10d", "localhost:0", f"{_OWN}{os.getpid()}", 1, 1, local_addr="localhost")
+def _signal(pids: Iterable[int], number: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _states(folder: str) -> list[str]:
+    """What this node's first rank has told by ``tell_state``, if it has."""
+    return [path.read_text(encoding="utf-8") for path in Path(folder).rglob(_STATE)]
+
+
+def _agent(island: IslandConfig, place: Place, folder: str) -> LocalElasticAgent:
+    """Build torchrun's agent of this node, which starts this process's command as ranks."""
+    if island.nodes == 1:
+        parameters = RendezvousParameters("c10d", "localhost:0", f"{_OWN}{os.getpid()}", 1, 1, local_addr="localhost")
+    else:
+        settings: dict[str, Any] = {"rank": place.node, "timeout": MEETING_SECONDS}
+        parameters = RendezvousParameters("static", place.endpoint, _OWN, island.nodes, island.nodes, **settings)
     spec = WorkerSpec(
         role="fit",
-        local_world_size=devices,
+        local_world_size=island.devices,
         rdzv_handler=get_rendezvous_handler(parameters),
         entrypoint=sys.executable,
         args=tuple(sys.orig_argv[1:]),
@@ -144,16 +224,16 @@ def _cause(failures: dict[int, ProcessFailure], num_ranks: int, folder: Path) ->
         text = json.loads(path.read_text(encoding="utf-8"))["message"]["message"]
         if text.startswith(f"{UserError.__name__}: "):
             return UserError(text.partition(": ")[2])
-    for rank, failure in failures.items():
-        is_recorded = isinstance(failure.message, dict)
-        if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM and not is_recorded:
-            text = f"rank {rank} of {num_ranks} was ended by {failure.signal_name()}"
-            return UserError(f"{text}; the same command resumes at the newest checkpoint")
-    rank, failure = min(failures.items(), key=lambda item: (item[1].exitcode < 0, item[1].timestamp))
-    message: Any = failure.message  # text, or a record of the exception
+    for rank, failed in failures.items():
+        is_recorded = isinstance(failed.message, dict)
+        if failed.exitcode < 0 and failed.exitcode != -signal.SIGTERM and not is_recorded:
+            text = f"rank {rank} of {num_ranks} was ended by {failed.signal_name()}"
+            return UserError(f"{text}; {RESUMES}")
+    rank, failed = min(failures.items(), key=lambda item: (item[1].exitcode < 0, item[1].timestamp))
+    message: Any = failed.message  # text, or a record of the exception
     if isinstance(message, dict):
         return RuntimeError(f"rank {rank}: {message['extraInfo']['py_callstack']}")
-    return RuntimeError(f"rank {rank} ended with exit code {failure.exitcode}")
+    return RuntimeError(f"rank {rank} ended with exit code {failed.exitcode}")
 
 
 @contextlib.contextmanager

@@ -123,6 +123,10 @@ def test_an_island_has_the_settings_of_its_kind_and_of_its_own():
         (["--on", "local", "--only", "expert-9"], "--only=expert-9: unknown member 'expert-9'; known: expert-0, "),
         (["--on", "ssh"], "key 'launch.ssh.hosts': none for expert-0; add expert-0: USER@HOST, or use --only"),
         (["--on", "local", "launch.local.hosts=3"], "launcher 'local' has no parameter 'hosts'; it takes: none"),
+        (
+            ["--on", "local", "islands.router.nodes=2"],
+            "key 'island.nodes' = 2 of router: --on local gives a member one ",
+        ),
         (["--on", "local", "islands.expert-7.devices=2"], "key 'islands.expert-7': there is no such member or kind"),
         (["--on", "local", "islands.router.device=2"], "unknown key 'islands.router.device'"),
         (["--on", "local", "islands.router.devices=0"], "key 'islands.router.devices' = 0"),

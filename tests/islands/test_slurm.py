@@ -4,6 +4,7 @@ import hashlib
 import json
 import shutil
 import subprocess
+import sys
 import time
 
 import pytest
@@ -36,6 +37,43 @@ def wait_for(condition, seconds=240):
 def weights(folder):
     files = {name: folder / "members" / name / "artifact/model.safetensors" for name in MEMBERS}
     return {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}
+
+
+def test_a_member_on_two_nodes_is_requeued_and_ends_with_the_bits_of_one_node(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'data'}:{python_path()}")
+    # The nodes of this cluster are one machine, which does not know their names.
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    run, store = tmp_path / "run", tmp_path / "store"
+    own = ["-c", str(TINY), f"run_dir={run}", f"remote={store}", *SETTINGS]
+    assert main(["prepare", *own]) == 0
+    monkeypatch.setenv("STEP_SECONDS", "0.3")
+    two = "islands={expert-0: {nodes: 2}}"
+    assert main(["launch", *own, two, "--on", "slurm", "--only", "expert-0"]) == 0
+    wait_for(lambda: read_status(run, "expert-0").get("step", 0) > 0)
+    handle = json.loads((run / "launched.json").read_text())["expert-0"][1]
+    assert slurm("squeue", "--noheader", "--jobs", handle, "--format=%D") == "2"
+    slurm("scancel", "--signal=USR2", handle)
+    monkeypatch.delenv("STEP_SECONDS")
+    for name in ("plain", "tasks"):
+        shutil.copytree(run / "prepared", tmp_path / name / "prepared")
+    finish(start("fit", tmp_path / "plain", *SETTINGS, "member=expert-0", "island.devices=2"))
+    command = [
+        sys.executable,
+        "-m",
+        "ddm_lightning",
+        "fit",
+        "-c",
+        str(TINY),
+        f"run_dir={tmp_path / 'tasks'}",
+        *SETTINGS,
+    ]
+    slurm("srun", "--ntasks=2", "--nodes=1", "--overcommit", *command, "member=expert-0", "island.nodes=2")
+    wait_for((store / "members/expert-0/artifact/member.json").exists)
+    assert "Restarts=1" in slurm("scontrol", "show", "job", handle)
+    artifacts = [folder / "members/expert-0/artifact/model.safetensors" for folder in (store, tmp_path / "tasks")]
+    expected = (tmp_path / "plain/members/expert-0/artifact/model.safetensors").read_bytes()
+    assert [path.read_bytes() == expected for path in artifacts] == [True, True]
 
 
 def test_requeued_members_resume_to_the_same_bits(tmp_path, monkeypatch):

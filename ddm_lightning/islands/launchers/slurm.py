@@ -35,7 +35,7 @@ class SlurmParams:
 
 
 class Training:
-    """Runs a member in a SLURM job; submitit pickles it into the shared run folder and calls it on the node."""
+    """Runs a member in a SLURM job; submitit pickles it into the shared run folder and calls it on each node."""
 
     def __init__(self, command: list[str]) -> None:
         self.command = command
@@ -63,6 +63,7 @@ class SlurmLauncher(Launcher):
     """Submits from a machine of the cluster; the run folder must be on a disk that the nodes share."""
 
     params = SlurmParams
+    spans_nodes = True
 
     def __init__(self, **params: Any) -> None:
         require("launch --on slurm", "submitit", extra="slurm")
@@ -80,7 +81,7 @@ class SlurmLauncher(Launcher):
             executor = AutoExecutor(folder=folder, cluster="slurm", slurm_max_num_timeout=_ANY_NUMBER)
             executor.update_parameters(
                 name=job.name,
-                nodes=1,
+                nodes=job.island.nodes,
                 tasks_per_node=1,
                 timeout_min=settings.minutes,
                 cpus_per_task=settings.cpus_per_device * job.island.devices,
@@ -102,7 +103,7 @@ class SlurmLauncher(Launcher):
         _output("scancel", handle)
 
     def describe(self, job: Job) -> str:
-        return f"sbatch {job.name}: {self.settings}: {job.line()}"
+        return f"sbatch {job.name}: {job.island.size}: {self.settings}: {job.line()}"
 
 
 def _output(*command: str) -> str:
