@@ -86,13 +86,13 @@ def test_rows_and_cat_move_values_with_their_flags():
     picked = text.rows(torch.tensor([2, 1]))
     assert picked.values.tolist() == [[5.0, 6.0], [3.0, 4.0]] and picked.keep.tolist() == [False, False]
     joined = Condition.cat([picked, text.rows(slice(0, 1)), text.rows(torch.tensor([False, False, True]))])
-    assert len(joined) == 4
+    assert len(joined.keep) == 4
     assert joined.values[:, 0].tolist() == [5.0, 3.0, 1.0, 5.0] and joined.keep.tolist() == [False, False, True, False]
 
 
 def test_rows_of_tokens_stay_whole():
     tokens = Condition.of(torch.arange(24.0).reshape(3, 4, 2)).dropped(torch.tensor([False, True, False]))
-    assert len(tokens) == 3
+    assert len(tokens.keep) == 3
     joined = Condition.cat([tokens.rows(torch.tensor([2, 1])), tokens.null().rows(slice(0, 1))])
     assert torch.equal(joined.values, torch.arange(24.0).reshape(3, 4, 2)[[2, 1, 0]])
     assert joined.keep.tolist() == [True, False, False]
