@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -154,6 +154,18 @@ class TakeTurns(L.Callback):
             self.turns.ours.append(since(self._start, self.bare.device))
 
 
+class AfterStep(L.Callback):
+    """Calls ``action`` after one step, before a checkpoint of it is saved; put it first."""
+
+    def __init__(self, step: int, action: Callable[[], None]) -> None:
+        self.step, self.action = step, action
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        """Call it when it is due."""
+        if trainer.global_step == self.step:
+            self.action()
+
+
 @dataclass(frozen=True)
 class Trained:
     """Times and final weights of both loops."""
@@ -166,15 +178,15 @@ class Trained:
     num_parameters: int
 
 
-def our_trainer(experiment: Experiment) -> tuple[L.Trainer, MemberModule, ClusterDataModule]:
-    """Build what ``fit`` trains ``MEMBER`` of a prepared run with, from scratch."""
+def our_trainer(experiment: Experiment, name: str = MEMBER) -> tuple[L.Trainer, MemberModule, ClusterDataModule]:
+    """Build what ``fit`` trains a member of a prepared run with, from scratch."""
     run = Run(experiment)
-    member = run.member(MEMBER)
-    folder = run.folder.member(MEMBER)
+    member = run.member(name)
+    folder = run.folder.member(name)
     folder.mkdir(parents=True, exist_ok=True)
     module = MemberModule(build_objective(member, run), experiment.island)
     strategy, _ = choose_strategy(experiment.island, sum(p.numel() for p in module.parameters()))
-    trainer, _ = build_trainer(member, run, MemberStatus(MEMBER, member.train.max_steps), strategy)
+    trainer, _ = build_trainer(member, run, MemberStatus(name, member.train.max_steps), strategy)
     return trainer, module, build_data(member, run)
 
 

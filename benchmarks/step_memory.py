@@ -22,13 +22,18 @@ def peak_bytes(step: Timed) -> int:
         return state + torch.cuda.max_memory_allocated(step.device) - before
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         step.take()
+    return state + most_allocated(profiled)
+
+
+def most_allocated(profiled: profile) -> int:
+    """Most bytes of torch's CPU allocator at once, of those allocated while a profiler recorded its memory."""
     assert profiled.profiler is not None
     events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
     now = most = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         now += event.nbytes()
         most = max(most, now)
-    return state + most
+    return most
 
 
 def held(step: Timed) -> Iterator[Tensor]:

@@ -162,6 +162,7 @@ class MemberPlan:
     flops: float
     """Of the whole training."""
     devices: int
+    """Of all its nodes."""
     strategy: str
     micro_batch_size: int
     """Samples that a device computes at once."""
@@ -277,7 +278,7 @@ class Planner:
         if peak is not None:
             recomputed = forward if island.activation_checkpointing and self.rates.mfu == ASSUMED_MFU else 0.0
             device_hours = num_samples * (per_sample + recomputed) / (self.rates.mfu * peak * 1e12) / 3600
-            hours = device_hours / island.devices
+            hours = device_hours / island.num_ranks
         price = self.rates.prices.get(device or "")
         counts = self.data.num_samples
         return MemberPlan(
@@ -285,7 +286,7 @@ class Planner:
             parameters=cost.num_parameters,
             flops_per_sample=per_sample,
             flops=num_samples * per_sample,
-            devices=island.devices,
+            devices=island.num_ranks,
             strategy=strategy,
             micro_batch_size=micro_batch_of(member, island)[0],
             memory=memory,
@@ -316,7 +317,7 @@ def smallest(cost: MemberCost, island: IslandConfig, num_bytes: int) -> Setting 
     own = micro_batch_of(cost.member, island)[0]
     for devices in sorted({*_NODE, island.devices}):
         for checkpointing in sorted({island.activation_checkpointing, True}):
-            tried = replace(island, devices=devices, strategy="auto", activation_checkpointing=checkpointing)
+            tried = replace(island, nodes=1, devices=devices, strategy="auto", activation_checkpointing=checkpointing)
             strategy = chosen_strategy(tried, cost.state, num_bytes)
             shares = devices if strategy.startswith("fsdp") else 1
             if cost.member.batch_size % devices or cost.state.training / shares > room:

@@ -46,7 +46,7 @@ def test_hours_price_and_traffic_follow_by_division(tmp_path):
     prices, result = tmp_path / "prices.yaml", tmp_path / "mfu.json"
     prices.write_text("A100 80GB: 2.0\nL4: 1\n")
     result.write_text('{"figures": {"mfu_8": 0.25, "mfu_16": 0.5, "hfu_8": 0.9}}')
-    settings = (*GPU, f"run_dir={tmp_path}", "islands={router: {devices: 2, publish_every_n_minutes: 5}}")
+    settings = (*GPU, f"run_dir={tmp_path}", "islands={router: {devices: 1, nodes: 2, publish_every_n_minutes: 5}}")
     members = ("expert-0", "router")
     found = planner(*settings, members=members, mfu=str(result), prices=[str(prices)], samples=1000).on("A100 80GB")
     for one, devices, seconds in zip(found.members, (1, 2), (600, 300), strict=True):

@@ -1,0 +1,107 @@
+"""Memory of the command ``plan`` against what members hold in training on a CPU, each in a process of its own.
+
+Members train for three steps with the Trainer of ``fit``. Torch's profiler counts what its CPU allocator holds, from
+before the network is built to the end of the last step: weights, gradients, optimizer, averages, batches and all else.
+
+    python benchmarks/plan_memory.py --json benchmarks/results/plan_memory.json
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from argparse import Namespace
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+from common import MEMBER, Report, call, console, load, parse, parser, run
+from step_loops import AfterStep, our_trainer
+from step_memory import most_allocated
+from torch.profiler import ProfilerActivity, profile
+
+from ddm_lightning.islands.plan import Planner, data_of, rates_of
+
+STEPS = 3
+DIT = "expert.network={{name: dit, params: {{width: {}, depth: {}, num_heads: 4, patch_size: 2{}}}}}"
+EXPERT = DIT.format(256, 6, "")
+ROUTER = "router.network={name: router-dit, params: {width: 192, depth: 6, num_heads: 4, patch_size: 2}}"
+CASES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "expert": (MEMBER, (EXPERT,)),
+    "checkpointing": (MEMBER, (EXPERT, "island.activation_checkpointing=true")),
+    "bfloat16": (MEMBER, (DIT.format(256, 6, ", qk_norm: true, mlp: swiglu"), "island.precision=bf16-mixed")),
+    "widths": (MEMBER, (EXPERT, "island.micro_batch_size=4", "expert.train.ema_widths=[0.05, 0.1]")),
+    "muon": (MEMBER, (DIT.format(384, 8, ""), "expert.train.optimizer=muon", "expert.train.global_batch_size=4")),
+    "compiled": (MEMBER, (EXPERT, "island.compile=true", "island.precision=bf16-mixed")),
+    "router": ("router", (ROUTER,)),
+}
+"""Member and settings by name."""
+QUICK = ("checkpointing", "router")
+
+
+def main(arguments: Sequence[str] | None) -> None:
+    """Run the benchmark."""
+    options = parse(parser(__doc__ or "", fixed=True), arguments)
+    report = Report("Memory of a training on a CPU", ["", "planned, MB", "held, MB", "ratio"])
+    with tempfile.TemporaryDirectory(prefix="plan-") as folder:
+        settings = settings_in(Path(folder))
+        call("prepare", options, *settings)
+        for name in QUICK if options.quick else CASES:
+            add(report, options, settings, name)
+    ratios = [value for name, value in report.figures.items() if name.startswith("held_over_planned_")]
+    report.figures["largest_error"] = max(abs(ratio - 1) for ratio in ratios)
+    report.show(console())
+    report.write(options.json)
+
+
+def settings_in(folder: Path) -> list[str]:
+    """Overrides of ``tiny_2x.yaml``: images of 16 x 16 pixels, and no validation before the last step."""
+    return [
+        f"run_dir={folder}",
+        "prepare.source.params={num_samples: 96, image_size: 16}",
+        f"expert.train.max_steps={STEPS + 1}",
+        f"router.train.max_steps={STEPS + 1}",
+        "expert.train.global_batch_size=16",
+        "router.train.global_batch_size=8",
+        "island.accelerator=cpu",
+        "island.loggers=[]",
+    ]
+
+
+def add(report: Report, options: Namespace, settings: Sequence[str], name: str) -> None:
+    """Add the row and the figures of one case."""
+    member, own = CASES[name]
+    experiment = load(options, *settings, *own)
+    planned = Planner(experiment, [member], data_of(experiment), rates_of(None, ())).on(None).members[0].memory.peak
+    held = in_a_process(options, (*settings, *own), member)
+    report.figures |= {
+        f"planned_mb_{name}": planned / 1e6,
+        f"held_mb_{name}": held / 1e6,
+        f"held_over_planned_{name}": held / planned,
+    }
+    what = f"{name}: {member}, {', '.join(own)}"
+    report.row(what, f"{planned / 1e6:.1f}", f"{held / 1e6:.1f}", f"{held / planned:.3f}")
+
+
+def in_a_process(options: Namespace, settings: Sequence[str], member: str) -> int:
+    """``held_in_training`` in a new process."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        return pool.submit(held_in_training, options, settings, member).result()
+
+
+def held_in_training(options: Namespace, settings: Sequence[str], member: str) -> int:
+    """Train for ``STEPS`` steps and return the most bytes that torch's allocator held."""
+    torch.set_num_threads(1)
+    profiled = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    profiled.start()
+    trainer, module, data = our_trainer(load(options, *settings), member)
+    # Not the copy of a checkpoint after the last step: a GPU does not hold it.
+    trainer.callbacks.insert(0, AfterStep(STEPS, profiled.stop))  # type: ignore[attr-defined]  # Lightning's list
+    trainer.fit(module, datamodule=data)
+    return most_allocated(profiled)
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))
