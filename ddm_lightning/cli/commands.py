@@ -33,7 +33,7 @@ from ddm_lightning.members.preflight import (
 from ddm_lightning.members.roles import ROUTER, island_of, parse_members
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import SIGNATURE, RunFolder, refuse_changed
-from ddm_lightning.members.signatures import PREPARE, check_keys, refuse_older, sign_manifest, verify
+from ddm_lightning.members.signatures import PREPARE, check_keys, sign_manifest, verify
 from ddm_lightning.shards.manifest import DataSizes, Manifest
 from ddm_lightning.use.ensemble import DecentralizedEnsemble
 from ddm_lightning.use.saved import export_diffusers, fetched, manifest_with_about, resolve, save_ensemble
@@ -320,8 +320,6 @@ def change_ensemble(options: argparse.Namespace) -> None:
     before, out = manifest_with_about(fetched(options.folder), partial=True), Path(options.out)
     if options.action != "remove" and options.trust:
         verify(Path(options.artifact), Path(options.artifact) / SIGNATURE, [Path(key) for key in options.trust])
-        if options.action == "replace" and options.member in before.experts:
-            refuse_older(Path(options.artifact), before.folders[options.member])
     if options.action == "remove":
         after = removed(before, options.member)
     elif options.action == "replace":

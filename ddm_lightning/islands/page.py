@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import matplotlib as mpl
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from ddm_lightning.core import remote
@@ -25,11 +26,9 @@ from ddm_lightning.members.run import Run
 Curves: TypeAlias = dict[str, tuple[list[int], list[float]]]
 """Steps and values by tag."""
 _MAX_POINTS = 1000
-_MAX_CHARTS = 24
 _BY_NOISE_LEVEL = "4_"
 """Begins the tags of curves at one t, which are too many for one page."""
 _STYLE: Any = {"svg.fonttype": "none", "font.size": 8, "axes.spines.top": False, "axes.spines.right": False}
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7a4fbf", "#8c6d31", "#444444")
 
 
 def write_page(path: Path, members: Sequence[Seen], run: Run) -> None:
@@ -43,23 +42,22 @@ def write_page(path: Path, members: Sequence[Seen], run: Run) -> None:
     Raises:
         UserError: the URL cannot be read.
     """
-    names = [seen.status.member for seen in members]
-    colours = {name: _COLOURS[number % len(_COLOURS)] for number, name in enumerate(names)}
-    curves = {name: read_curves(name, run) for name in names}
+    curves = {seen.status.member: read_curves(seen.status.member, run) for seen in members}
+    colours = {name: to_hex(f"C{number}") for number, name in enumerate(curves)}
     figures = dict.fromkeys(map(_figure_of, sorted({tag for found in curves.values() for tag in found})))
     template = Environment(
         loader=PackageLoader(__package__), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     ).get_template("status.html.j2")
-    html = template.render(
+    page = template.render(
         title=run.experiment.name,
         place=remote.shown(run.url or str(run.folder.root)),
         time=f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M:%S} UTC",
         rows=rows_of(members),
         colours=colours,
         notes={seen.health: NOTES[seen.health] for seen in members if seen.health in NOTES},
-        charts=[(figure, Markup(_chart(figure, curves, colours))) for figure in [*figures][:_MAX_CHARTS]],
+        charts=[(figure, Markup(_chart(figure, curves, colours))) for figure in figures],
     )
-    atomic_write_text(path, html)
+    atomic_write_text(path, page)
 
 
 def read_curves(name: str, run: Run) -> Curves:
@@ -101,12 +99,12 @@ def _chart(figure: str, curves: Mapping[str, Curves], colours: Mapping[str, str]
         drawing = Figure(figsize=(4.4, 2.3), layout="constrained")
         axes = drawing.add_subplot()
         for name, found in curves.items():
-            own = {tag: points for tag, points in found.items() if _figure_of(tag) == figure}
-            for tag, points in own.items():
-                is_held_out = "held_out/" in tag
-                marks: dict[str, Any] = {"marker": "o", "markersize": 2.5} if is_held_out or len(points[0]) == 1 else {}
-                faint = 0.4 if len(own) > 1 and not is_held_out else 1.0
-                axes.plot(*points, color=colours[name], linewidth=1.0, alpha=faint, **marks)
+            for tag, points in found.items():
+                if _figure_of(tag) == figure:
+                    is_faint = tag.replace("train/", "held_out/") in found.keys() - {tag}
+                    line = "o-" if "held_out/" in tag or len(points[0]) == 1 else "-"
+                    alpha = 0.4 if is_faint else 1.0
+                    axes.plot(*points, line, color=colours[name], alpha=alpha, linewidth=1.0, markersize=2.5)
         axes.grid(axis="y", color="0.9")
         axes.set_xlabel("optimizer step")
         stream = io.StringIO()

@@ -27,7 +27,6 @@ from ddm_lightning.shards.manifest import Manifest, manifest_path
 from ddm_lightning.shards.upload import upload_shards
 
 _MANIFEST = "prepared/manifest.json"
-_SIGNATURE = f"{_MANIFEST}.sig"
 
 
 @contextmanager
@@ -75,7 +74,7 @@ def publish_prepared(run: Run, tick: Callable[[int, int], None]) -> None:
                     f"key 'remote': {remote.shown(run.url)}: holds a run prepared from other data; set another address"
                 )
         if signature_of(manifest).exists():
-            remote.put(signature_of(manifest), f"{run.url}/{_SIGNATURE}")
+            remote.put(signature_of(manifest), f"{run.url}/{_MANIFEST}.sig")
         if not is_there:
             upload_shards(folder.shards, f"{run.url}/{folder.shards.relative_to(folder.root).as_posix()}", tick)
             remote.put(folder.experiment, f"{run.url}/{folder.experiment.name}")
@@ -104,7 +103,7 @@ def pull_manifest(run: Run) -> None:
                 f"key 'remote': {shown}: holds no prepared run; start with prepare and the same remote"
             ) from None
         with suppress(FileNotFoundError):
-            remote.get(f"{run.url}/{_SIGNATURE}", signature_of(manifest))
+            remote.get(f"{run.url}/{_MANIFEST}.sig", signature_of(manifest))
         check_manifest(run.experiment, manifest)
         Manifest.read(Path(scratch))
         recorded: Any = OmegaConf.to_container(read_yaml(record))

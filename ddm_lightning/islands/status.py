@@ -25,6 +25,7 @@ NOTES = {
 }
 """Meaning of states that only a look from elsewhere gives."""
 _WRAPPED = ("island", "device")
+_ALWAYS = ("loss", "held out", "accuracy", "samples/s")
 
 
 @dataclass(frozen=True)
@@ -79,24 +80,24 @@ class Watch:
         url = f"{self.run.url}/members/{name}/lease"
         generation = lease.newest_generation(url)
         if not generation:
-            is_wanted = name in self.run.names
-            return Seen(MemberStatus(name, self.run.max_steps(name)), "waiting", starts=0) if is_wanted else None
+            waiting = Seen(MemberStatus(name, self.run.max_steps(name)), "waiting", starts=0)
+            return waiting if name in self.run.names else None
         content = lease.read_lease(url, generation)
         status = MemberStatus(name, self.run.max_steps(name), state="starting", host=content.get("host", ""))
         fields = {"device": "", **content.get("status", {})}
         if checks.problem_with(fields, checks.field_checks(MemberStatus)) is None and fields["member"] == name:
             status = MemberStatus(**fields)
         age = self._age(name, (generation, content.get("beat")), content.get("time", 0.0))
-        health, runs = status.state, lease.runs_here(content)
-        if health not in ("starting", "training"):
-            pass
-        elif content.get("released"):
-            health = "stopped"
-        elif runs is not None:
-            health = health if runs else "killed"
-        elif abs(age) >= lease.STALE_SECONDS:
-            health = "silent" if age > 0 else "unclear"
-        return self._seen(status, health, age, generation)
+        runs = lease.runs_here(content)
+        rules = (
+            (status.state not in ("starting", "training"), status.state),
+            (content.get("released"), "stopped"),
+            (runs is False, "killed"),
+            (not runs and age >= lease.STALE_SECONDS, "silent"),
+            (not runs and age <= -lease.STALE_SECONDS, "unclear"),
+            (True, status.state),
+        )
+        return self._seen(status, next(word for holds, word in rules if holds), age, generation)
 
     def _age(self, name: str, beat: Any, written: float) -> float:
         now = time.monotonic()
@@ -110,17 +111,20 @@ class Watch:
         return max(watched, by_clocks) if watched >= lease.STALE_SECONDS else by_clocks
 
     def _seen(self, status: MemberStatus, health: str, age: float | None = None, starts: int | None = None) -> Seen:
-        samples = (status.max_steps - status.step) * role_of(status.member).batch_size(
-            status.member, self.run.experiment
-        )
-        trains = health == "training" and status.samples_per_second > 0
-        return Seen(status, health, age, starts, samples / status.samples_per_second if trains else None)
+        left = None
+        if health == "training" and status.samples_per_second > 0:
+            batch_size = role_of(status.member).batch_size(status.member, self.run.experiment)
+            left = (status.max_steps - status.step) * batch_size / status.samples_per_second
+        return Seen(status, health, age, starts, left)
 
 
 def rows_of(members: Sequence[Seen]) -> list[dict[str, str]]:
-    """Texts of each member's figures by heading, without columns that are empty for all."""
+    """Texts of each member's figures by heading; some headings are left out if they are empty for all."""
     rows = [_row(seen) for seen in members]
-    return [{key: text for key, text in row.items() if any(other[key] != "–" for other in rows)} for row in rows]
+    return [
+        {key: text for key, text in row.items() if key in _ALWAYS or any(other[key] != "–" for other in rows)}
+        for row in rows
+    ]
 
 
 def _row(seen: Seen) -> dict[str, str]:

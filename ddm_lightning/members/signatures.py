@@ -48,9 +48,7 @@ def check_keys(name: str, run: Run) -> None:
         UserError: a key is missing or unusable, can be read by others or would be published, or the package is missing.
     """
     _signer(name, run)
-    for key in _trusted(name, run.experiment):
-        if not key.is_file():
-            raise UserError(f"key 'island.trusted_keys': {key}: there is no such file; copy the public key there")
+    _trusted(name, run.experiment)
 
 
 def sign_artifact(folder: Path, name: str, run: Run) -> None:
@@ -59,8 +57,7 @@ def sign_artifact(folder: Path, name: str, run: Run) -> None:
     Raises:
         UserError: as ``check_keys``.
     """
-    config = _signer(name, run)
-    if config is not None:
+    if (config := _signer(name, run)) is not None:
         earlier = run.folder.artifact(name)
         version = _statement(earlier)["version"] if (earlier / STATEMENT).exists() else 0
         atomic_write_json(folder / STATEMENT, {"experiment": fingerprint(run.experiment), "version": version + 1})
@@ -74,8 +71,7 @@ def sign_manifest(run: Run) -> None:
         UserError: as ``check_keys``.
     """
     manifest = manifest_path(run.folder.root)
-    config = _signer(PREPARE, run)
-    if config is not None:
+    if (config := _signer(PREPARE, run)) is not None:
         atomic_write(signature_of(manifest), lambda temporary: config.sign(manifest, temporary))
 
 
@@ -85,8 +81,8 @@ def check_manifest(experiment: Experiment, manifest: Path) -> None:
     Raises:
         UserError: it is not signed, or not by a trusted key, or has changed.
     """
-    if experiment.island.trusted_keys:
-        verify(manifest, signature_of(manifest), _trusted(PREPARE, experiment))
+    if keys := _trusted(PREPARE, experiment):
+        verify(manifest, signature_of(manifest), keys)
 
 
 def accept(name: str, folder: Path, run: Run) -> None:
@@ -96,45 +92,29 @@ def accept(name: str, folder: Path, run: Run) -> None:
         UserError: it is not signed, or not by a key trusted for the member; it has changed; or it belongs to another
             member or experiment, or is older than one that was accepted here.
     """
-    if not run.experiment.island.trusted_keys:
+    if not (keys := _trusted(name, run.experiment)):
         return
-    keys, record = _trusted(name, run.experiment), run.folder.member(name) / ACCEPTED_FILE
-    last: dict[str, Any] = {"step": 0, "version": 0, "content": ""}
-    if record.exists():
-        last = read_record(record, _ACCEPTED, "the record of accepted artifacts", "remove it")
+    record = run.folder.member(name) / ACCEPTED_FILE
+    is_known, none = record.exists(), {"step": 0, "version": 0, "content": ""}
+    last = read_record(record, _ACCEPTED, "the record of accepted artifacts", "remove it") if is_known else none
     parts = (folder / SIGNATURE, folder / MEMBER_FILE, *keys)
     content = sha256_json([sha256_file(part) for part in parts if part.exists()])
     if content == last["content"]:
         return  # weights, which are gigabytes, are hashed again when they are loaded
     verify(folder, folder / SIGNATURE, keys)
     meta, statement = read_meta(folder), _statement(folder)
-    accepted = {"step": meta.step, "version": statement["version"], "content": content}
-    if meta.member != name:
-        raise UserError(f"{folder}: is signed as {meta.member}, not as {name}; {REMEDY}")
-    if statement["experiment"] != fingerprint(run.experiment):
-        raise UserError(f"{folder}: is signed for an experiment with other settings; {REMEDY}")
-    if (meta.step, statement["version"]) < (last["step"], last["version"]):
-        raise UserError(
-            f"{folder}: is older (step {meta.step}, version {statement['version']}) than the one accepted before "
-            f"(step {last['step']}, version {last['version']}); {REMEDY}; to go back on purpose, remove {record}"
-        )
-    atomic_write_json(record, accepted)
-
-
-def refuse_older(folder: Path, replaced: Path) -> None:
-    """Refuse a signed artifact that is an earlier version of the one it would replace.
-
-    Raises:
-        UserError: it is.
-    """
-    if not (replaced / STATEMENT).exists():
-        return
-    new, old = (
-        (one["experiment"], meta.member, meta.step, one["version"])
-        for one, meta in ((_statement(place), read_meta(place)) for place in (folder, replaced))
-    )
-    if new[:2] == old[:2] and new[2:] < old[2:]:
-        raise UserError(f"{folder}: is older than {replaced}, which it would replace; give the newest artifact")
+    for is_wrong, problem in (
+        (meta.member != name, f"is signed as {meta.member}, not as {name}"),
+        (statement["experiment"] != fingerprint(run.experiment), "is signed for an experiment with other settings"),
+        (
+            (meta.step, statement["version"]) < (last["step"], last["version"]),
+            f"is older (step {meta.step}, version {statement['version']}) than the one accepted before "
+            f"(step {last['step']}, version {last['version']}; to go back on purpose, remove {record})",
+        ),
+    ):
+        if is_wrong:
+            raise UserError(f"{folder}: {problem}; {REMEDY}")
+    atomic_write_json(record, {"step": meta.step, "version": statement["version"], "content": content})
 
 
 def verify(path: Path, signature: Path, keys: Sequence[Path]) -> None:
@@ -156,11 +136,9 @@ def verify(path: Path, signature: Path, keys: Sequence[Path]) -> None:
     problems = []
     for key in keys:
         try:
-            Config().use_elliptic_key_verifier(public_key=key).verify(path, signature)
+            return Config().use_elliptic_key_verifier(public_key=key).verify(path, signature)
         except Exception as error:  # noqa: BLE001  # a forged bundle makes the library raise anything
             problems.append(f"{key}: {first_line(error)}")
-        else:
-            return
     raise UserError(f"{path}: its signature is refused ({'; '.join(problems)}); {_REMEDY}")
 
 
@@ -169,14 +147,15 @@ def _statement(folder: Path) -> dict[str, Any]:
 
 
 def _trusted(name: str, experiment: Experiment) -> list[Path]:
-    """Public keys of which one must have signed what ``name`` hands over."""
+    """Public keys of which one must have signed what ``name`` hands over; none if no key is trusted for anything."""
     keys = experiment.island.trusted_keys
-    if not keys:
-        return []
-    for key in (name, name.partition("-")[0], "all"):
-        if key in keys:
-            return [Path(path).expanduser() for path in ([keys[key]] if isinstance(keys[key], str) else keys[key])]
-    raise UserError(f"key 'island.trusted_keys' has no key for {name}; add {name}: FILE or all: FILE")
+    found: Any = next((keys[key] for key in (name, name.partition("-")[0], "all") if key in keys), [])
+    paths = [Path(str(path)).expanduser() for path in (found if isinstance(found, list) else [found])]
+    if keys and not paths:
+        raise UserError(f"key 'island.trusted_keys' has no key for {name}; add {name}: FILE or all: FILE")
+    if missing := [path for path in paths if not path.is_file()]:
+        raise UserError(f"key 'island.trusted_keys': {missing[0]}: there is no such file; copy the public key there")
+    return paths
 
 
 def _signer(name: str, run: Run) -> Any:
@@ -184,21 +163,25 @@ def _signer(name: str, run: Run) -> Any:
     island = run.experiment.island if name == PREPARE else island_of(name, run.experiment)
     if island.signing_key is None:
         return None
-    path, place = Path(island.signing_key).expanduser(), f"key 'island.signing_key': {island.signing_key}"
     require("key 'island.signing_key'", "model_signing", extra="signing")
     from model_signing import hashing, signing
 
-    if not path.is_file():
-        raise UserError(f"{place}: there is no such file; make one with openssl genpkey, or set null")
-    if path.stat().st_mode & 0o077:
-        raise UserError(f"{place}: others may read this private key; run chmod 600 on it")
-    if path.resolve().is_relative_to(run.folder.root.resolve()):
-        raise UserError(f"{place}: lies in the run folder, which is published; move it elsewhere")
+    path = Path(island.signing_key).expanduser()
+    for is_wrong, problem in (
+        (not path.is_file(), "there is no such file; make one with openssl genpkey, or set null"),
+        (path.is_file() and path.stat().st_mode & 0o077, "others may read this private key; run chmod 600 on it"),
+        (
+            path.resolve().is_relative_to(run.folder.root.resolve()),
+            "lies in the run folder, which is published; move it",
+        ),
+    ):
+        if is_wrong:
+            raise UserError(f"key 'island.signing_key': {path}: {problem}")
     try:
         config = signing.Config().use_elliptic_key_signer(private_key=path)
     except Exception as error:
         raise UserError(
-            f"{place}: is not an unencrypted private key of the curve P-256, P-384 or P-521 ({first_line(error)}); "
-            "make one with openssl genpkey"
+            f"key 'island.signing_key': {path}: is not an unencrypted private key of the curve P-256, P-384 or P-521 "
+            f"({first_line(error)}); make one with openssl genpkey"
         ) from error
     return config.set_hashing_config(hashing.Config().set_ignored_paths(paths=[SIGNATURE]))

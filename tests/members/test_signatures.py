@@ -162,7 +162,7 @@ def test_an_older_version_is_refused_after_a_newer_one(runs, keys):
     accept("expert-0", copied(newest, reader), reader)
     artifact = copied(old, reader)
     assert is_valid(artifact, keys["lab"])
-    words = "is older (step 7, version 1) than the one accepted before (step 7, version 2)"
+    words = "is older (step 7, version 1) than the one accepted before (step 7, version 2; "
     refused(lambda: accept("expert-0", artifact, reader), words)
     accept("expert-0", copied(newest, reader), reader)
 
@@ -182,7 +182,7 @@ def test_bad_private_keys_are_one_line(keys, tmp_path):
     for key, words in (
         (tmp_path / "none", "there is no such file; make one with"),
         (open_to_all, "others may read this private key; run chmod 600"),
-        (make_key(inside), "lies in the run folder, which is published; move it elsewhere"),
+        (make_key(inside), "lies in the run folder, which is published; move it"),
         (keys["lab"].with_suffix(".pub"), "others may read"),
         (make_key(tmp_path / "rsa", rsa.generate_private_key(65537, 2048)), "is not an unencrypted private key of"),
         (make_key(tmp_path / "locked", encryption=BestAvailableEncryption(b"word")), "is not an unencrypted private"),
