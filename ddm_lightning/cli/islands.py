@@ -41,7 +41,7 @@ def launch_members(experiment: Experiment, options: argparse.Namespace) -> None:
             raise UserError(f"launch: --on is missing; {LAUNCHERS.known()}")
         launcher = build_launcher(options.on, run, jobs)
         if options.dry_run:
-            print(*map(launcher.describe, jobs), sep="\n")
+            print(launcher.describe_all(jobs))
             return
         pull_manifest(run)
         found = launch(run, jobs, launcher, options.on)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -83,3 +84,26 @@ class Launcher(ABC):
     def describe(self, job: Job) -> str:
         """The job as this launcher would run it, for ``--dry-run``."""
         return job.line()
+
+    # An engine that takes all jobs at once overrides these.
+
+    def submit_all(self, jobs: Sequence[Job]) -> Iterator[str]:
+        """Start jobs and yield the handle of each as soon as it has one.
+
+        Raises:
+            UserError: a job cannot be started.
+        """
+        return map(self.submit, jobs)
+
+    def cancel_all(self, handles: Sequence[str]) -> None:
+        """Stop jobs.
+
+        Raises:
+            UserError: the engine cannot be asked, or cannot stop these alone.
+        """
+        for handle in handles:
+            self.cancel(handle)
+
+    def describe_all(self, jobs: Sequence[Job]) -> str:
+        """The jobs as this launcher would run them."""
+        return "\n".join(map(self.describe, jobs))

@@ -63,19 +63,18 @@ def launch(run: Run, jobs: Sequence[Job], launcher: Launcher, on: str) -> list[L
     Raises:
         UserError: the store or the engine cannot be reached; jobs started before are kept.
     """
-    done = []
-    for job in jobs:
-        handles = _handles(run)
-        state = _state(run, job.member)
-        if state is None and job.member in handles and handles[job.member][0] == on:
-            state = "queued" if launcher.is_active(handles[job.member][1]) else None
-        if state is None:
-            handle = launcher.submit(job)
-            atomic_write_json(run.folder.root / _FILE, {**handles, job.member: [on, handle]})
-            done.append(Launched(job.member, "started", handle))
-        else:
-            done.append(Launched(job.member, state))
-    return done
+    handles, states = _handles(run), {job.member: _state(run, job.member) for job in jobs}
+    for name, state in states.items():
+        if state is None and name in handles and handles[name][0] == on and launcher.is_active(handles[name][1]):
+            states[name] = "queued"
+    to_start = [job for job in jobs if states[job.member] is None]
+    for job, handle in zip(to_start, launcher.submit_all(to_start), strict=True):
+        handles[job.member] = [on, handle]
+        atomic_write_json(run.folder.root / _FILE, handles)
+    return [
+        Launched(name, state) if state else Launched(name, "started", handles[name][1])
+        for name, state in states.items()
+    ]
 
 
 def cancel(run: Run, members: Sequence[str]) -> list[Launched]:
@@ -84,15 +83,17 @@ def cancel(run: Run, members: Sequence[str]) -> list[Launched]:
     Raises:
         UserError: the engine cannot be reached.
     """
-    handles, done = _handles(run), []
-    for name in members:
-        on, handle = handles.get(name, ("", ""))
-        launcher = build_launcher(on, run) if on else None
-        is_active = launcher is not None and launcher.is_active(handle)
-        if launcher is not None and is_active:
-            launcher.cancel(handle)
-        done.append(Launched(name, "stopped" if is_active else "not running", handle))
-    return done
+    handles = {name: handle for name, handle in _handles(run).items() if name in members}
+    active: set[str] = set()
+    for on in sorted({on for on, _ in handles.values()}):
+        launcher = build_launcher(on, run)
+        found = [name for name, handle in handles.items() if handle[0] == on and launcher.is_active(handle[1])]
+        launcher.cancel_all([handles[name][1] for name in found])
+        active.update(found)
+    return [
+        Launched(name, "stopped" if name in active else "not running", handles.get(name, ["", ""])[1])
+        for name in members
+    ]
 
 
 def build_launcher(name: str, run: Run, jobs: Sequence[Job] = ()) -> Launcher:

@@ -1,0 +1,145 @@
+"""Launcher for clouds by SkyPilot: one job group with a task per member, each on a machine of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.files import atomic_write_text
+from ddm_lightning.core.processes import STOPPED
+from ddm_lightning.core.registry import LAUNCHERS
+from ddm_lightning.islands.job import Job, Launcher
+
+_RECOVERY = {"strategy": "EAGER_NEXT_REGION", "max_restarts_on_errors": 3, "recover_on_exit_codes": [STOPPED]}
+_ENDED = ("SUCCEEDED", "FAILED", "CANCELLED")
+_NONE = "No in-progress managed jobs"
+_SETUP = (
+    "python3 -m venv --system-site-packages .venv && "
+    ".venv/bin/pip install -c <(grep -v ^torch constraints.txt) -e '.[latents]'"
+)
+
+
+@dataclass
+class SkyParams:
+    """Params of the launcher ``sky``."""
+
+    accelerators: list[str] = field(default_factory=list)
+    """GPUs, any of which will do: ``[H100, A100-80GB]``; a member gets ``island.devices`` of one kind."""
+    use_spot: bool = True
+    """Whether to rent machines that the cloud may take back, which costs less."""
+    infra: str | None = None
+    """Cloud, with region if it matters: ``aws/us-east-1``; null for the cheapest that has the GPUs."""
+    workdir: str = "."
+    """Clone of the repository on this machine, which SkyPilot copies to the others."""
+    setup: str = _SETUP
+    """Commands that install it there."""
+    python: str = ".venv/bin/python"
+    """Interpreter there, relative to the clone."""
+    secrets: list[str] = field(default_factory=list)
+    """Variables of this shell to hand on, such as ``[AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY]``; names only."""
+    more: dict[str, Any] = field(default_factory=dict)
+    """Further keys of each task, such as ``{resources: {disk_size: 512}}``."""
+
+
+@LAUNCHERS.register("sky")
+class SkyLauncher(Launcher):
+    """Starts the members of one call as a job group; SkyPilot replaces the machine of each that is preempted."""
+
+    params = SkyParams
+
+    def __init__(self, **params: Any) -> None:
+        self.settings = SkyParams(**params)
+
+    def submit(self, job: Job) -> str:
+        return next(self.submit_all([job]))
+
+    def submit_all(self, jobs: Sequence[Job]) -> Iterator[str]:
+        if not jobs:
+            return
+        group = f"{jobs[0].run}-{uuid.uuid4().hex[:6]}".replace(".", "-")
+        path = jobs[0].folder.parents[1] / "sky" / f"{group}.yaml"
+        _program()  # before anything is written
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write_text(path, self._file(group, jobs))
+        print(f"sky jobs launch {path}: takes minutes", file=sys.stderr)
+        secrets = [word for name in self.settings.secrets for word in ("--secret", name)]
+        _sky("launch", "--yes", "--detach-run", *secrets, str(path))
+        yield from (f"{group}/{job.member}" for job in jobs)
+
+    def is_active(self, handle: str) -> bool:
+        return handle in self._active
+
+    def cancel(self, handle: str) -> None:
+        self.cancel_all([handle])
+
+    def cancel_all(self, handles: Sequence[str]) -> None:
+        for group in sorted({handle.partition("/")[0] for handle in handles}):
+            others = [other for other in self._active if other.startswith(f"{group}/") and other not in handles]
+            if others:
+                raise UserError(f"SkyPilot stops a job group as a whole; stop these members, too: {', '.join(others)}")
+            _sky("cancel", "--yes", "--name", group)
+
+    def describe_all(self, jobs: Sequence[Job]) -> str:
+        return self._file(jobs[0].run, jobs)
+
+    @cached_property
+    def _active(self) -> list[str]:
+        """Handles of the tasks that run or wait."""
+        printed = re.search(r"^\[.*", _sky("queue", "--all", "--output", "json"), re.DOTALL | re.MULTILINE)
+        tasks = json.loads(printed[0]) if printed else []  # other lines may precede it
+        return [f"{task['job_name']}/{task['task_name']}" for task in tasks if not task["status"].startswith(_ENDED)]
+
+    def _file(self, group: str, jobs: Sequence[Job]) -> str:
+        header = {"name": group, "execution": "parallel", "inter_connection": False}
+        return yaml.safe_dump_all([header, *map(self._task, jobs)], sort_keys=False, width=1000)
+
+    def _task(self, job: Job) -> dict[str, Any]:
+        settings = self.settings
+        resources: dict[str, Any] = {"use_spot": settings.use_spot, "job_recovery": _RECOVERY}
+        if settings.accelerators:
+            resources["accelerators"] = dict.fromkeys(settings.accelerators, job.island.devices)
+        if settings.infra is not None:
+            resources["infra"] = settings.infra
+        task = {
+            "name": job.member,
+            "workdir": settings.workdir,
+            "resources": resources,
+            "envs": job.environment,
+            "secrets": dict.fromkeys(settings.secrets),
+            "setup": settings.setup,
+            "run": shlex.join(job.command(settings.python)),
+        }
+        merged = OmegaConf.to_container(OmegaConf.merge(task, settings.more))
+        return dict(merged)
+
+
+def _sky(*words: str) -> str:
+    """Output of ``sky jobs``; empty if it has never had a job."""
+    done = subprocess.run([_program(), "jobs", *words], capture_output=True, text=True, check=False)
+    if done.returncode and _NONE not in done.stderr:
+        problem = (done.stderr or done.stdout).strip().splitlines() or [f"exit code {done.returncode}"]
+        raise UserError(f"sky jobs {words[0]}: {problem[-1]}; see launch.sky")
+    return "" if done.returncode else done.stdout
+
+
+def _program() -> str:
+    """SkyPilot beside this interpreter, or another on the path, as it often has an environment of its own."""
+    program = shutil.which("sky", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+    if program is None:
+        raise UserError("launch --on sky needs SkyPilot; install it with: pip install -e '.[sky]' 'skypilot[aws]'")
+    return program
