@@ -57,6 +57,8 @@ PAGE = ["gradio>=6.15"]
 NOTEBOOK = ["notebook>=7"]
 COMPLETION = ["argcomplete>=3"]
 SLURM = ["submitit>=1.5"]
+# Add the cloud: skypilot[aws].
+SKY = ["skypilot>=0.14"]
 # Signatures of artifacts by OpenSSF.
 SIGNING = ["model-signing>=1.1"]
 RAY = ["ray[data]>=2.40"]
@@ -71,6 +73,7 @@ TEST = [
     *PAGE,
     *COMPLETION,
     *RAY,
+    *SLURM,
     *SIGNING,
     # They write what tests read.
     "datasets>=5",
@@ -119,6 +122,7 @@ setup(
         "ray": RAY,
         "signing": SIGNING,
         "slurm": SLURM,
+        "sky": SKY,
         "wandb": WANDB,
         "test": TEST,
         "dev": [*TEST, "pre-commit>=4"],

@@ -5,7 +5,6 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 import venv
 
 import pytest
@@ -160,8 +159,8 @@ def test_skypilot_reads_the_file_as_meant_and_knows_its_tasks(run, tmp_path, cap
         for one, member in zip(found["tasks"], MEMBERS, strict=True):
             expected = task(run, member, 8 if member == "expert-1" else 1)
             resources, both = expected.pop("resources"), one.pop("resources")["any_of"]
-            gpus = resources.pop("accelerators")
-            assert sorted(both, key=str) == sorted([{**resources, "accelerators": {k: n}} for k, n in gpus.items()], key=str)
+            each = [{**resources, "accelerators": {k: n}} for k, n in resources.pop("accelerators").items()]
+            assert sorted(both, key=str) == sorted(each, key=str)
             expected["secrets"] = {"STORE_KEY": "s3cr3t"}
             assert {key: one[key] for key in expected} == expected
             assert set(one) - set(expected) == {"num_nodes", "file_mounts", "volumes", "_user_specified_yaml"}

@@ -124,7 +124,7 @@ class SkyLauncher(Launcher):
             "setup": settings.setup,
             "run": shlex.join(job.command(settings.python)),
         }
-        merged = OmegaConf.to_container(OmegaConf.merge(task, settings.more))
+        merged: Any = OmegaConf.to_container(OmegaConf.merge(task, settings.more))
         return dict(merged)
 
 
