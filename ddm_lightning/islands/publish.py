@@ -196,12 +196,26 @@ class Publisher:
         if newest is not None and step_of(newest) > self._published_step:
             with suppress(FileNotFoundError):  # removed meanwhile; the next one will be newer
                 began = time.monotonic()
-                self._send(newest, f"{self.url}/checkpoints/{newest.name}.{self.held.generation}", FILES)
+                with self._kept(newest) as copy:
+                    self._send(copy, f"{self.url}/checkpoints/{newest.name}.{self.held.generation}", FILES)
                 self.publication_seconds = max(self.publication_seconds, time.monotonic() - began)
                 self._published_step = step_of(newest)
             self._remove_old_checkpoints()
         if self.run.is_finished(self.name):
             self._send(self.run.folder.artifact(self.name), f"{self.url}/artifact", MEMBER_FILE)
+
+    @contextmanager
+    def _kept(self, checkpoint: Path) -> Iterator[Path]:
+        """Keep a checkpoint's files within the block: training may remove it before a slow line has taken it."""
+        copy = self.folder / ".publishing"
+        shutil.rmtree(copy, ignore_errors=True)  # of a killed process
+        copy.mkdir()
+        try:
+            for path in checkpoint.iterdir():
+                os.link(path, copy / path.name)
+            yield copy
+        finally:
+            shutil.rmtree(copy, ignore_errors=True)
 
     def _remove_old_checkpoints(self) -> None:
         """Remove all but the newest, and what processes that were killed have sent of theirs."""
