@@ -167,8 +167,9 @@ def _is_alive(url: str, generation: int, member: str, say: Callable[[str], objec
         now = read_lease(url, newest)
         if now.get("released"):
             return False
-        if newest > generation or now != first:
+        if newest > generation or (first and now and now != first):
             return True
+        first = first or now  # a store that answers garbage says nothing about the process
     return False
 
 

@@ -81,3 +81,11 @@ def test_a_claim_that_beats_is_refused_whatever_its_clock_says(url, monkeypatch)
 def test_a_damaged_claim_holds_nobody_up_for_good(url, content):
     remote.write(f"{url}/3.json", content)
     assert claim(url).generation == 4
+
+
+def test_a_store_that_answers_garbage_makes_no_dead_process_alive(url, monkeypatch):
+    from_elsewhere(monkeypatch, url)
+    answers = iter([b"<html>Please log in</html>"] * 2)
+    read = remote.read
+    monkeypatch.setattr(remote, "read", lambda path: next(answers, None) or read(path))
+    assert claim(url).generation == 2

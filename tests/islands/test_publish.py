@@ -177,6 +177,20 @@ def write_directly(url, content):
     Path(url).with_suffix(".new").replace(url)
 
 
+def test_a_checkpoint_is_published_whole_though_training_removes_it_meanwhile(publisher, monkeypatch):
+    checkpoint = publisher.folder / "checkpoints/step-00000010.ckpt"
+    checkpoint.mkdir(parents=True)
+    for name in ("files.json", "rest.pt"):
+        (checkpoint / name).write_text(name)
+    put = remote.put
+    monkeypatch.setattr(
+        remote, "put", lambda path, url: (shutil.rmtree(checkpoint, ignore_errors=True), put(path, url))
+    )
+    publisher.publish()
+    assert set(remote.files(f"{publisher.url}/checkpoints/step-00000010.ckpt.1")) == {"files.json", "rest.pt"}
+    assert {path.name for path in publisher.folder.iterdir()} == {"checkpoints", "tensorboard"}
+
+
 def test_a_file_that_could_not_be_sent_is_sent_later(publisher, monkeypatch):
     (publisher.folder / "tensorboard/events").write_text("one")
     with monkeypatch.context() as patched, pytest.raises(OSError, match="down"):
