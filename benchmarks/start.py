@@ -1,0 +1,97 @@
+"""How long does `fit` take to its first step, with shards at hand, from nothing and from a published checkpoint?
+
+python benchmarks/start.py --json benchmarks/results/start.json
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from common import MEMBER, Report, call, console, parse, parser, run, start
+
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.members.run_folder import RunFolder
+from ddm_lightning.members.status import MemberStatus
+
+ROUNDS, QUICK_ROUNDS = 5, 1
+_MOST_SECONDS = 300.0
+_WAIT_SECONDS = 0.01
+
+
+class Start(NamedTuple):
+    """What one start took."""
+
+    seconds: float
+    cpu_seconds: float
+    """Of all threads of the process: what it takes on a core of its own."""
+
+
+def main(arguments: Sequence[str] | None) -> None:
+    """Run the benchmark."""
+    options = parse(parser(__doc__ or "", fixed=True), arguments)
+    rounds: list[list[Start]] = []
+    with tempfile.TemporaryDirectory(prefix="start-") as folder:
+        home, store = Path(folder) / "home", Path(folder) / "store"
+        call("prepare", options, f"run_dir={home}", f"remote={store}")
+        for number in range(QUICK_ROUNDS if options.quick else ROUNDS):
+            places = [Path(folder) / f"{name}-{number}" for name in ("first", "elsewhere")]
+            for place in places:
+                shutil.copytree(home / "prepared", place / "prepared")
+            shutil.rmtree(store / "members", ignore_errors=True)
+            rounds.append([first_step(options, place, store) for place in places])
+    report = Report(f"Start of a member of {options.config}", ["start", "seconds", "CPU seconds", "lowest, highest"])
+    for name, label, starts in zip(
+        ("fresh", "elsewhere"), ("from nothing", "elsewhere, after a kill"), zip(*rounds, strict=True), strict=True
+    ):
+        seconds, cpu = ([*values] for values in zip(*starts, strict=True))
+        report.figures |= {
+            f"seconds_{name}": statistics.median(seconds),
+            f"cpu_seconds_{name}": statistics.median(cpu),
+        }
+        spread = f"{min(cpu):.2f}, {max(cpu):.2f}"
+        report.row(label, f"{statistics.median(seconds):.2f}", f"{statistics.median(cpu):.2f}", spread)
+    report.note("Medians. Other processes on the machine lengthen the seconds, and hardly the CPU seconds.")
+    report.show(console())
+    report.write(options.json)
+
+
+def first_step(options: Namespace, place: Path, store: Path) -> Start:
+    """Start the member, wait for its first step and its first publication, and kill it.
+
+    Raises:
+        UserError: it took no step.
+    """
+    began = time.monotonic()
+    quick = ("island.log_every_n_steps=1", "island.checkpoint_every_n_steps=1", "island.publish_every_n_minutes=0.001")
+    where = (f"run_dir={place}", f"remote={store}", "expert.train.max_steps=1000000", f"member={MEMBER}")
+    member, found = start("fit", options, *where, *quick), None
+    try:
+        while found is None or not [*store.glob("members/*/checkpoints/*/files.json")]:
+            if member.poll() is not None or time.monotonic() > began + _MOST_SECONDS:
+                raise UserError(f"the member took no step: {member.output()}")
+            if found is None and MemberStatus.read(RunFolder(place).member(MEMBER), MEMBER, 0).samples_per_second:
+                found = Start(time.monotonic() - began, cpu_seconds(member.pid))
+            time.sleep(_WAIT_SECONDS)
+    finally:
+        member.kill()
+        member.wait()
+    return found
+
+
+def cpu_seconds(pid: int) -> float:
+    """Processor time of a process so far, of all its threads (fields 14 and 15 of proc(5))."""
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))
