@@ -48,7 +48,9 @@ def main(arguments: Sequence[str] | None) -> None:
                 shutil.copytree(home / "prepared", place / "prepared")
             shutil.rmtree(store / "members", ignore_errors=True)
             rounds.append([first_step(options, place, store) for place in places])
-    report = Report(f"Start of a member of {options.config}", ["start", "seconds", "CPU seconds", "lowest, highest"])
+    report = Report(
+        f"Start of a member of {Path(options.config).name}", ["start", "seconds", "CPU seconds", "lowest, highest"]
+    )
     for name, label, starts in zip(
         ("fresh", "elsewhere"), ("from nothing", "elsewhere, after a kill"), zip(*rounds, strict=True), strict=True
     ):
