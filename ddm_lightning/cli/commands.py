@@ -50,6 +50,7 @@ def _prepare(experiment: Experiment, options: argparse.Namespace) -> None:
         Console().print(dry_run_table(plan, num_processes, num_gpus_for(experiment.prepare)))
         print(f"stages to run: {', '.join(plan.stages) or 'none, all is up to date'}")
         print(f"parts to encode: {plan.num_unfinished_parts} of {plan.num_parts}\nnothing was written")
+        print(f"what the members will need: {command_line('plan', options)}")
         return
     run = _prepared(experiment, options)
     prepared = run.folder.prepared
