@@ -132,7 +132,7 @@ def peak_tflops(name: str, precision: str, *, tf32: bool = False) -> float | Non
 
 
 def devices_named(accelerator: str, devices: int) -> str:
-    """Name of this machine's devices, such as ``8 x NVIDIA H100 80GB HBM3``."""
+    """Name of a member's devices, such as ``8 x NVIDIA H100 80GB HBM3``."""
     name = torch.cuda.get_device_name() if resolve_accelerator(accelerator) == "gpu" else "CPU"
     return f"{devices} x {name}" if devices > 1 else name
 

@@ -101,7 +101,7 @@ def _train(member: Member, run: Run, status: MemberStatus, console: Console) -> 
     with contextlib.closing(data):
         try:
             with handling(stop.request):
-                status.state, status.device = "starting", devices_named(island.accelerator, island.devices)
+                status.state, status.device = "starting", devices_named(island.accelerator, island.num_ranks)
                 if ranks.is_rank_zero():
                     status.write(folder)
                 trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)

@@ -150,7 +150,8 @@ def networks():
         ip("-n", names[0], "link", "add", "cable", "type", "veth", "peer", "cable", "netns", names[1])
         for number, name in enumerate(names, 1):
             ip("-n", name, "address", "add", f"10.9.8.{number}/24", "dev", "cable")
-            ip("-n", name, "link", "set", "cable", "up")
+            for device in ("cable", "lo"):
+                ip("-n", name, "link", "set", device, "up")
         yield [("ip", "netns", "exec", name) for name in names]
 
 
