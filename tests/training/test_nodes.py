@@ -198,9 +198,9 @@ def test_a_lost_node_ends_the_other(tiny_run, node):
 @pytest.mark.long
 def test_the_first_node_publishes_what_another_pair_goes_on_with(tiny_run, tmp_path):
     """Of four machines without a common disk; the first two lose theirs."""
-    store = f"remote={tmp_path / 'store'}"
+    store = f"remote=file://{tmp_path / 'store'}"
     home, whole = tmp_path / "home", tmp_path / "whole"
-    prepared(home, store)
+    prepared(home, store, SETTINGS[1])  # the experiment is published, too
     quick = (*TWO, store, "island.publish_every_n_minutes=0.001")
     nodes = on_two_nodes([tmp_path / "a", tmp_path / "b"], *quick, LOGS_SAMPLES, STEP_SECONDS="0.2")
     published = tmp_path / "store/members/expert-0/checkpoints"
