@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -136,7 +137,12 @@ class SFTPFileSystem(sftp.SFTPFileSystem):  # type: ignore[misc]
         self.client = paramiko.SSHClient()
         self.client.load_system_host_keys(os.environ.get("COMPOSER_SFTP_KNOWN_HOSTS_FILE"))
         self.client.connect(host, key_filename=os.environ.get("COMPOSER_SFTP_KEY_FILE"), timeout=timeout, **login)
-        self.ftp = self.client.open_sftp()
+        watch = threading.Timer(timeout, self.client.close)  # paramiko waits for ever for an answer to this request
+        watch.start()
+        try:
+            self.ftp = self.client.open_sftp()
+        finally:
+            watch.cancel()
         self.ftp.get_channel().settimeout(timeout)
 
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **_: Any) -> None:
