@@ -52,7 +52,7 @@ from ddm_lightning.members.run import Run
 from ddm_lightning.prepare.stages import prepare
 
 sys.path.append(str(REPOSITORY / "tests" / "shards"))
-import servers
+import servers  # type: ignore[import-not-found]  # of the tests
 
 MEMBERS = ("expert-0", "expert-1", "router", "monolith")
 NUM_FAULTS = 200

@@ -109,10 +109,10 @@ def simulate(options: Namespace) -> None:
             report.row(rate, f"{hours:,.1f} h", name, f"{islands:.3f}", f"{common:.3f}")
             key = f"{rate.lower().replace(' ', '_')}{'_best' if best else ''}"
             report.figures |= {f"islands_{key}": islands, f"synchronous_{key}": common}
-        hours = np.geomspace(0.2, 20000, 40)
-        curves = zip(*(goodputs(one, best=best, failures=failures) for one in hours), strict=True)
+        times = np.geomspace(0.2, 20000, 40)
+        curves = zip(*(goodputs(one, best=best, failures=failures) for one in times), strict=True)
         for values, label, colour in zip(curves, ("8 islands", "one synchronous job"), ("C0", "C3"), strict=True):
-            axes.semilogx(hours, values, style, color=colour, label=f"{label}, checkpoint {name}")
+            axes.semilogx(times, values, style, color=colour, label=f"{label}, checkpoint {name}")
     for rate, hours in RATES.items():
         axes.axvline(hours, color="0.7", zorder=0)
         axes.annotate(rate, (hours, 1.02), ha="center", annotation_clip=False)

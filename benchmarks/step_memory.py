@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from step_networks import Timed
@@ -28,7 +29,8 @@ def peak_bytes(step: Timed) -> int:
 def most_allocated(profiled: profile) -> int:
     """Most bytes of torch's CPU allocator at once, of those allocated while a profiler recorded its memory."""
     assert profiled.profiler is not None
-    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    results: Any = profiled.profiler.kineto_results
+    events = [event for event in results.events() if event.name() == "[memory]"]
     now = most = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         now += event.nbytes()
