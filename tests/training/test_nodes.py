@@ -218,7 +218,8 @@ def test_the_first_node_publishes_what_another_pair_goes_on_with(tiny_run, tmp_p
     assert (tmp_path / "d/members/expert-0/cache/node-1/store").is_dir()
     shutil.copytree(home / "prepared", whole / "prepared")
     finish(fit(whole, "island.nodes=1", "island.devices=4"), 0, TRAINS_SECONDS)
-    assert_close(tmp_path / "c", whole, 0.0)
+    # In the first step after a resume, DDP has other buckets and sums the gradients of four ranks in another order.
+    assert_close(tmp_path / "c", whole, 1e-6)
 
 
 @pytest.mark.parametrize(
