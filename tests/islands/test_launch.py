@@ -117,6 +117,23 @@ def test_an_island_has_the_settings_of_its_kind_and_of_its_own():
 @pytest.mark.parametrize(
     ("more", "words"),
     [
+        (["--on", "slurm"], "error: expert-0: SLURM refuses the job: "),
+        (["--on", "ssh", "launch.ssh={hosts: {expert-0: me@127.0.0.1}, options: -p 1}"], "error: ssh me@127.0.0.1: "),
+    ],
+)
+def test_an_engine_out_of_reach_is_one_line(run, tmp_path, capsys, monkeypatch, more, words):
+    prepared(tmp_path / "run", *run[3:])
+    if "slurm" in more:
+        monkeypatch.setenv("PATH", str(tmp_path))
+    capsys.readouterr()
+    assert main(["launch", *run, *more, "--only", "expert-0"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(words)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
         (["--on", "moon"], "unknown launcher 'moon'; known: local, "),
         ([], "launch: --on is missing; known: local, "),
         (["--on", "local", "remote=null"], "key 'remote' is null: islands share nothing else; set remote="),
