@@ -55,6 +55,7 @@ def place_of(nodes: int) -> Place:
         first = re.sub(r"\[(\w+)[^]]*\]", r"\1", os.environ["SLURM_STEP_NODELIST"]).partition(",")[0]
         address = address or first
         port = port or f"{15000 + int(os.environ['SLURM_JOB_ID'][-4:])}"
+    node = node or os.environ.get("GROUP_RANK")  # of the user's torchrun
     if not (node and address and node.isdigit() and int(node) < nodes):
         raise UserError(
             f"key 'island.nodes' = {nodes}: which node is this? Start fit on each with srun --ntasks-per-node=1, or "

@@ -22,6 +22,7 @@ from tiny_runs import RANK_VARIABLES, ROOT, TINY, finish, prepared, read_status
 from training.short_fits import events
 
 from ddm_lightning.cli.parser import main
+from ddm_lightning.training.nodes import place_of
 
 SETTINGS = (
     "member=expert-0",
@@ -242,3 +243,9 @@ def test_bad_input_is_one_line(tiny_run, monkeypatch, capsys, more, variables, w
     (line,) = capsys.readouterr().err.splitlines()
     assert words in line
     assert not (tiny_run / "members").exists()
+
+
+def test_torchrun_tells_a_node_its_place(monkeypatch):
+    for name, value in (("GROUP_RANK", "1"), ("MASTER_ADDR", "node-0"), ("MASTER_PORT", "23456")):
+        monkeypatch.setenv(name, value)
+    assert place_of(2) == (1, "node-0:23456")
