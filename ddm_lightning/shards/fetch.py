@@ -2,7 +2,7 @@
 
 A shard appears in the cache complete and checked, or not at all. Ranks and workers of a node share the cache: a lock
 file per shard lets one process fetch it while the others wait or fetch another one. A training waits for a store that
-is down.
+is down, or that sends something else.
 """
 
 from __future__ import annotations
@@ -103,9 +103,7 @@ class Origin:
                 if not raw.is_file():
                     inside(self.folder, stored["basename"], self.folder / "index.json")
                     partial = Path(f"{raw}.part")
-                    _get(url, partial, PATIENCE_SECONDS if wait else 0.0)
-                    if problem := file_problem(partial, stored):
-                        raise ValueError(f"{url}: arrived damaged: {problem}")
+                    _get(url, partial, stored, PATIENCE_SECONDS if wait and remote.is_url(url) else 0.0)
                     if entry["zip_data"]:
                         partial.write_bytes(decompress(entry["compression"], partial.read_bytes()))
                     os.replace(partial, raw)
@@ -119,12 +117,15 @@ class Origin:
         return True
 
 
-def _get(url: str, path: Path, patience: float) -> None:
-    """Fetch a file; if the store is down, try again for ``patience`` seconds."""
+def _get(url: str, path: Path, stored: dict[str, Any], patience: float) -> None:
+    """Fetch a file of the index; if the store is down or sends something else, try again for ``patience`` seconds."""
     end, has_said = time.monotonic() + patience, False
     while True:
         try:
-            return remote.get(url, path)
+            remote.get(url, path)
+            if problem := file_problem(path, stored):
+                raise ConnectionError(f"{url}: arrived damaged: {problem}")
+            return
         except ConnectionError as error:
             if time.monotonic() >= end:
                 raise

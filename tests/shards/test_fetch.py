@@ -9,6 +9,8 @@ from deadline import no_process_left, within
 from fsspec.implementations.local import LocalFileSystem
 from shards.mds import WARNINGS, damage, write_mds
 
+from ddm_lightning.core import remote
+from ddm_lightning.shards import fetch
 from ddm_lightning.shards.datamodule import ShardLoader
 from ddm_lightning.shards.fetch import FetchedShards, Origin
 from ddm_lightning.shards.verify import ShardError
@@ -45,7 +47,8 @@ def test_missing_shards_are_listed_in_the_order_of_first_need(folder, tmp_path):
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("kind", ["missing", "flipped"])
-def test_a_damaged_shard_raises_within_seconds_now_and_later(folder, tmp_path, kind, num_workers):
+def test_a_damaged_shard_raises_within_seconds_now_and_later(folder, tmp_path, monkeypatch, kind, num_workers):
+    monkeypatch.setattr(fetch, "PATIENCE_SECONDS", 0.0)
     name = damage(folder, kind)
     loader = loader_of(folder, tmp_path / "cache", num_workers)
     for _ in range(2):
@@ -55,6 +58,21 @@ def test_a_damaged_shard_raises_within_seconds_now_and_later(folder, tmp_path, k
         ):
             list(loader)
         assert "\n" not in str(caught.value)
+
+
+def test_a_store_that_sends_something_else_is_asked_again(folder, tmp_path, monkeypatch):
+    loader, get, answers = loader_of(folder, tmp_path / "cache", 0), remote.get, []
+
+    def answer(url, path):
+        answers.append(url)
+        if len(answers) < 4:
+            path.write_text("<html>Log in</html>")
+        else:
+            get(url, path)
+
+    monkeypatch.setattr(fetch, "_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(remote, "get", answer)
+    assert len(list(loader)) > 0 and len(answers) > 4
 
 
 def test_an_error_ends_all_workers(folder, tmp_path):
