@@ -82,12 +82,15 @@ class Slot:
         """Watch the time from now on.
 
         Raises:
-            UserError: the lender's file holds no time.
+            UserError: the lender's file holds no time, or the slot is over.
             OSError: it cannot be read.
         """
         is_first = place_of(self.island.nodes).node == 0 and ranks.is_rank_zero()  # the node that writes checkpoints
         if self.island.is_lent and is_first and not ranks.is_own_rank():
-            self._end = time.monotonic() + seconds_left(self.island)
+            left = seconds_left(self.island)
+            if left <= LEAVING_SECONDS:
+                raise self._too_short(left)
+            self._end = time.monotonic() + left
             threading.Thread(target=self._watch, name="slot", daemon=True).start()
         return self
 
@@ -103,11 +106,14 @@ class Slot:
         """
         self._over.set()
         if self._grace_end and newest_checkpoint(self.folder) == self._first and not self.run.is_finished(self.name):
-            raise UserError(
-                f"{self.name}: the slot was too short: it had to end {time.monotonic() - STARTED:.0f} s after the "
-                f"start, {self._needed:.0f} s of them to leave, and no step was taken; give it more time "
-                "(island.max_minutes, island.lease_file)"
-            )
+            raise self._too_short(self._end - time.monotonic())
+
+    def _too_short(self, left: float) -> UserError:
+        return UserError(
+            f"{self.name}: the slot was too short: it had to end {time.monotonic() + left - STARTED:.0f} s after the "
+            f"start, {self._needed:.0f} s of them to leave, and no step was taken; give it more time "
+            "(island.max_minutes, island.lease_file)"
+        )
 
     def _watch(self) -> None:
         wait = 0.0

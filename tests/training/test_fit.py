@@ -157,7 +157,8 @@ def refusal(capsys):
     return line
 
 
-def test_a_damaged_shard_at_a_url_is_named(tiny_run, tmp_path, capsys):
+def test_a_damaged_shard_at_a_url_is_named(tiny_run, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("ddm_lightning.shards.fetch.PATIENCE_SECONDS", 0.0)
     shards = shutil.move(tiny_run / "prepared" / "shards", tmp_path / "elsewhere")
     name = damage(shards / "cluster-0/train", "flipped")
     with within(60):
