@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write_json
 from ddm_lightning.core.registry import LAUNCHERS
-from ddm_lightning.islands import lease
 from ddm_lightning.islands.job import Job, Launcher
-from ddm_lightning.islands.shared import reaching
-from ddm_lightning.members.roles import island_of
+from ddm_lightning.islands.status import Seen, Watch
+from ddm_lightning.members.roles import all_members, island_of
 from ddm_lightning.members.run import Run
 
 _FILE = "launched.json"
@@ -52,18 +50,20 @@ def jobs_of(run: Run, members: Sequence[str], config: str, overrides: Sequence[s
             island=(island := island_of(name, run.experiment)),
             folder=run.folder.member(name),
             environment={"OMP_NUM_THREADS": str(island.num_threads), "PYTHONUNBUFFERED": "1"},
+            slot=all_members(run.experiment).index(name),
         )
         for name in members
     ]
 
 
 def launch(run: Run, jobs: Sequence[Job], launcher: Launcher, on: str) -> list[Launched]:
-    """Start each job whose member neither runs nor waits nor is finished.
+    """Start each member that is not running, queued or finished.
 
     Raises:
         UserError: the store or the engine cannot be reached; jobs started before are kept.
     """
-    handles, states = _handles(run), {job.member: _state(run, job.member) for job in jobs}
+    handles, seen = _handles(run), {one.status.member: one for one in Watch(run).look()}
+    states = {job.member: _state(seen.get(job.member), run) for job in jobs}
     for name, state in states.items():
         if state is None and name in handles and handles[name][0] == on and launcher.is_active(handles[name][1]):
             states[name] = "queued"
@@ -113,17 +113,13 @@ def build_launcher(name: str, run: Run, jobs: Sequence[Job] = ()) -> Launcher:
     return launcher
 
 
-def _state(run: Run, member: str) -> str | None:
-    """``finished`` or ``running``, by what the member has published; None for neither."""
-    url = f"{run.url}/members/{member}/lease"
-    with reaching():
-        generation = lease.newest_generation(url)
-        content = lease.read_lease(url, generation) if generation else {}
-    status = content.get("status", {})
-    if status.get("state") == "done" and status.get("step", 0) >= run.max_steps(member):
+def _state(seen: Seen | None, run: Run) -> str | None:
+    """``finished`` or ``running``; None for neither, and in doubt: a process that is not needed finds out itself."""
+    if seen is None:
+        return None
+    if seen.health == "done" and seen.status.step >= run.max_steps(seen.status.member):
         return "finished"
-    is_recent = content and not content["released"] and time.time() - content["time"] < lease.STALE_SECONDS
-    return "running" if is_recent else None
+    return "running" if seen.health in ("starting", "training") else None
 
 
 def _handles(run: Run) -> dict[str, list[str]]:
