@@ -27,6 +27,8 @@ class Job:
     """Folder of the member on this machine, for logs."""
     environment: dict[str, str] = field(default_factory=dict)
     """Variables to set."""
+    slot: int = 0
+    """Number of the member, which chooses its GPUs where members share a machine."""
 
     @property
     def name(self) -> str:

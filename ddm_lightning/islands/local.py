@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from rich.console import Console
 
-from ddm_lightning.config.experiment import Experiment
+from ddm_lightning.config.experiment import Experiment, IslandConfig
 from ddm_lightning.config.load import to_yaml
 from ddm_lightning.core.devices import resolve_accelerator
 from ddm_lightning.core.files import atomic_write_text
@@ -73,6 +73,14 @@ def default_jobs(experiment: Experiment) -> int:
     if resolve_accelerator(island.accelerator) == "gpu":
         return max(1, torch.cuda.device_count() // island.devices)
     return max(1, num_cores() // (island.num_threads * island.devices))
+
+
+def gpu_variables(slot: int, island: IslandConfig) -> dict[str, str]:
+    """Variables that give the member in ``slot`` GPUs of its own; none without GPUs."""
+    if resolve_accelerator(island.accelerator) != "gpu":
+        return {}
+    visible, count = os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.device_count()
+    return {"CUDA_VISIBLE_DEVICES": gpus_of_slot(slot, island.devices, visible, count)}
 
 
 def gpus_of_slot(slot: int, devices: int, visible: str | None, count: int) -> str:
@@ -155,9 +163,7 @@ def _start(member: str, slot: int, run: Run) -> _Child:
     folder.mkdir(parents=True, exist_ok=True)
     environment = dict(os.environ, OMP_NUM_THREADS=str(island.num_threads), PYTHONUNBUFFERED="1")
     environment[FITTED_BY] = str(os.getpid())
-    if resolve_accelerator(island.accelerator) == "gpu":
-        visible, count = os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.device_count()
-        environment["CUDA_VISIBLE_DEVICES"] = gpus_of_slot(slot, island.devices, visible, count)
+    environment |= gpu_variables(slot, island)
     # Not the run's experiment.yaml, into which another fit may write the settings of another island meanwhile.
     settings = folder / "experiment.yaml"
     if island.max_minutes is not None:  # from the start of this process, not of the child's

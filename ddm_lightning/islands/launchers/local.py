@@ -10,6 +10,7 @@ from contextlib import suppress
 from ddm_lightning.core.processes import start_time
 from ddm_lightning.core.registry import LAUNCHERS
 from ddm_lightning.islands.job import Job, Launcher
+from ddm_lightning.islands.local import gpu_variables
 
 
 @LAUNCHERS.register("local")
@@ -24,7 +25,7 @@ class LocalLauncher(Launcher):
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **job.environment},
+                env={**os.environ, **job.environment, **gpu_variables(job.slot, job.island)},
                 start_new_session=True,
             )
         return f"{process.pid} {start_time(process.pid)}"
