@@ -110,6 +110,11 @@ class SkyLauncher(Launcher):
 
     def _task(self, job: Job) -> dict[str, Any]:
         settings = self.settings
+        if job.uses_gpus and not settings.accelerators:
+            raise UserError(
+                f"key 'launch.sky.accelerators': none for {job.member}, whose island.accelerator is gpu; "
+                "set launch.sky.accelerators=[H100]"
+            )
         resources: dict[str, Any] = {"use_spot": settings.use_spot, "job_recovery": _RECOVERY}
         if settings.accelerators:
             resources["accelerators"] = dict.fromkeys(settings.accelerators, job.island.devices)
