@@ -2,7 +2,7 @@
 
 Each claim has a generation, and each generation a file ``members/NAME/lease/GENERATION.json`` of its own, created in
 one step and written by its process alone. Whoever finds the newest one without a heartbeat creates the next. A process
-that was taken over finds a newer generation before it publishes, and stops. No clock is compared with another
+that was taken over finds a newer generation before what it sends counts, and stops. No clock is compared with another
 machine's: a lease is stale if it does not change while somebody watches.
 """
 

@@ -38,7 +38,7 @@ STOP_SECONDS = 20.0
 """The same after a stop, as a scheduler kills what takes longer."""
 _KEPT = 2
 _EARLY_SECONDS = 2.0
-# Neither of use elsewhere, nor whole at any time.
+# Useless elsewhere, or perhaps half-written.
 _PRIVATE = (ACCEPTED_FILE, "artifact", "cache", "checkpoints", "experiment.yaml", "log.txt", "status.json")
 _CHECKPOINT = re.compile(r"(step-(\d{8,})\.ckpt)\.(\d+)")
 

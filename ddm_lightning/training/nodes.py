@@ -16,7 +16,7 @@ from torch.distributed import DistError
 from ddm_lightning.core.errors import UserError
 
 MEETING_SECONDS = 1800
-"""Time for all nodes to start ``fit``; the first one brings the newest checkpoint before."""
+"""Time for all nodes to start ``fit``; node 0 first fetches the newest checkpoint."""
 RESUMES = "the same command resumes at the newest checkpoint"
 _OTHERS_TELL_SECONDS = 5.0
 _POLL_SECONDS = 0.1
