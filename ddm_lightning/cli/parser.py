@@ -174,7 +174,7 @@ def _commands() -> dict[str, tuple[str, _Options]]:
             {
                 "--on": _option(f"launcher: {', '.join(LAUNCHERS.names())}", metavar="NAME"),
                 "--only": _option("members, such as expert-0,router (default: all of the ensemble)", default="all"),
-                "--cancel": _option("stop the members; all launchers but sky wait for a checkpoint", action="store_true"),
+                "--cancel": _option("stop the members; all but sky wait for a checkpoint", action="store_true"),
                 "--dry-run": _option("print the jobs; start nothing", action="store_true"),
             },
         ),
