@@ -17,7 +17,7 @@ from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core import remote
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import LAUNCHERS
-from ddm_lightning.islands import plan
+from ddm_lightning.islands import plan, plan_tables
 from ddm_lightning.islands.launch import build_launcher, cancel, jobs_of, launch
 from ddm_lightning.islands.shared import pull_manifest
 from ddm_lightning.islands.status import NOTES, Seen, Watch, status_table
@@ -61,15 +61,15 @@ def show_plan(experiment: Experiment, options: argparse.Namespace) -> None:
     planner = plan.Planner(experiment, members, data, rates)
     plans = sorted(map(planner.on, devices), key=lambda one: (not one.fits, one.totals["dollars"] or 0.0))
     best = plans[0] = planner.with_suggestions(plans[0])
-    sources, warnings = plan.sources_of(data, rates, source), [*best.warnings()]
+    sources, warnings = plan_tables.sources_of(data, rates, source), [*best.warnings()]
     if options.json:
         found = {"experiment": experiment.name, "sources": sources, "warnings": warnings}
-        print(json.dumps({**found, "plans": [*map(plan.as_json, plans)]}))
+        print(json.dumps({**found, "plans": [*map(plan_tables.as_json, plans)]}))
         return
     console = Console()
-    console.print(*plan.tables(best), *([plan.comparison(plans)] if len(plans) > 1 else []))
+    console.print(*plan_tables.tables(best), *([plan_tables.comparison(plans)] if len(plans) > 1 else []))
     for title, lines in {
-        "fewest devices of one node": plan.suggestions(best),
+        "fewest devices of one node": plan_tables.suggestions(best),
         "sources": [f"{name}: {text}" for name, text in sources.items()],
         "warnings": warnings,
     }.items():

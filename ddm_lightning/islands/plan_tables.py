@@ -1,0 +1,106 @@
+"""Tables and JSON of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from itertools import groupby
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from ddm_lightning.core.formatting import format_bytes, format_duration
+from ddm_lightning.islands.plan import Data, Plan, Rates
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """A plan as plain JSON."""
+    return {
+        "device": plan.device,
+        "device_bytes": plan.device_bytes,
+        "fits": plan.fits,
+        **plan.totals,
+        "members": [asdict(member) for member in plan.members],
+    }
+
+
+def sources_of(data: Data, rates: Rates, device_source: str) -> dict[str, str]:
+    """Where the figures come from."""
+    return {
+        "parameters, FLOPs, memory": "counted on tensors without data; temporary tensors of compiled blocks at most",
+        "device": f"{device_source}; memory and peak from its data sheet",
+        "data": data.source,
+        "MFU": f"{rates.mfu:.3g}, {rates.mfu_source}",
+        "prices": rates.price_source,
+    }
+
+
+def tables(plan: Plan) -> list[Table]:
+    """Size and traffic, memory, and time of each member; members with equal figures share a row."""
+    sizes, memory, training = [], [], []
+    for one in plan.members:
+        shards = "–" if one.shard_bytes is None else format_bytes(one.shard_bytes)
+        sizes.append(
+            (
+                one.member,
+                f"{one.parameters / 1e6:,.4g}",
+                f"{one.flops_per_sample / 1e9:,.4g}",
+                f"{one.flops:.2e}",
+                format_bytes(one.checkpoint_bytes),
+                f"{one.checkpoints_out / 1e6:.3g}",
+                shards,
+                "–" if one.shards_in is None else f"{one.shards_in / 1e6:.3g}",
+            )
+        )
+        parts = [f"{value / 1e9:.3f}" for value in asdict(one.memory).values()]
+        memory.append((one.member, *parts, {True: "yes", False: "NO", None: "–"}[one.fits]))
+        setting = str(one.devices), one.strategy, str(one.micro_batch_size)
+        training.append((one.member, *setting, *_times(one.hours, one.device_hours, one.dollars)))
+    training.append(("all at once", "", "", "", *_times(*plan.totals.values())))
+    heads = ("M\nparams", "GFLOP\na sample", "FLOP", "check-\npoint", "out,\nMB/s", "shards", "in,\nMB/s")
+    parts = ["weights", "grads", "opti-\nmizer", "EMA", "activ-\nations", "tem-\nporary", "peak", "fits"]
+    return [
+        _table("networks and traffic", heads, sizes),
+        _table(f"memory of one device, GB: {plan.device or 'CPU'}", parts, memory),
+        _table("training", ("devices", "strategy", "samples\nat once", *_TIMES), training),
+    ]
+
+
+_TIMES = ("time", "device-\nhours", "price")
+
+
+def comparison(plans: Sequence[Plan]) -> Table:
+    """One row per device."""
+    rows = [(plan.device or "CPU", "yes" if plan.fits else "NO", *_times(*plan.totals.values())) for plan in plans]
+    return _table("devices", ("fits", *_TIMES), rows)
+
+
+def suggestions(plan: Plan) -> list[str]:
+    """The fewest devices for each member, in words; equal ones share a line."""
+    named = [(one.member, str(one.suggestion)) for one in plan.members if one.suggestion]
+    return [f"{row[0]}: {row[1]}" for row in _merged(named)]
+
+
+def _times(hours: float | None, device_hours: float | None, dollars: float | None) -> tuple[str, str, str]:
+    return (
+        "–" if hours is None else format_duration(3600 * hours),
+        "–" if device_hours is None else f"{device_hours:,.1f}",
+        "–" if dollars is None else f"$ {dollars:,.2f}",
+    )
+
+
+def _merged(rows: Sequence[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
+    """Join neighbouring rows that differ in their first cell only."""
+    for rest, group in groupby(rows, key=lambda row: row[1:]):
+        names = [row[0] for row in group]
+        yield ("…".join([names[0], *(name.rpartition("-")[2] for name in names[1:][-1:])]), *rest)
+
+
+def _table(title: str, headings: Sequence[str], rows: Sequence[tuple[str, ...]]) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for heading in ("", *headings):
+        table.add_column(heading, justify="right" if heading else "left")
+    for row in _merged(rows):
+        table.add_row(*row)
+    return table
