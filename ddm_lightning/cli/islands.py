@@ -15,7 +15,7 @@ from rich.table import Table
 
 from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core import remote
-from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.errors import UserError, note
 from ddm_lightning.core.registry import LAUNCHERS
 from ddm_lightning.islands import plan, plan_tables
 from ddm_lightning.islands.launch import build_launcher, cancel, jobs_of, launch
@@ -40,6 +40,8 @@ def launch_members(experiment: Experiment, options: argparse.Namespace) -> None:
         if options.on is None:
             raise UserError(f"launch: --on is missing; {LAUNCHERS.known()}")
         launcher = build_launcher(options.on, run, jobs)
+        for warning in plan.shortages(experiment, members, launcher.devices):
+            note(warning)
         if options.dry_run:
             print(launcher.describe_all(jobs))
             return

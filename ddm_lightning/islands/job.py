@@ -55,6 +55,8 @@ class Launcher(ABC):
 
     spans_nodes = False
     """Whether it can run a job on ``island.nodes`` nodes, in their places by ``training.nodes.place_of``."""
+    devices: Sequence[str] = ()
+    """GPUs that it rents, by name."""
 
     @abstractmethod
     def submit(self, job: Job) -> str:

@@ -7,6 +7,7 @@ hours, and names the source of each figure.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -351,3 +352,19 @@ def devices_of(experiment: Experiment, asked: Sequence[str] | None, rates: Rates
     if resolve_accelerator("auto") == "gpu":
         return [torch.cuda.get_device_name()], "this machine's"
     return [ASSUMED_DEVICE], "assumed; give --device NAME"
+
+
+def shortages(experiment: Experiment, members: Sequence[str], devices: Sequence[str]) -> list[str]:
+    """Say what does not fit on devices that are about to be rented; of a device that is not known, nothing.
+
+    Raises:
+        UserError: as ``Planner``.
+    """
+    found: list[str] = []
+    if devices:
+        planner = Planner(experiment, members, data_of(experiment), rates_of(None, ()))
+        for device in devices:
+            with suppress(UserError):
+                plan = planner.on(device)
+                found += [] if plan.fits else planner.with_suggestions(plan).warnings()
+    return found

@@ -78,6 +78,11 @@ def test_the_file_is_one_group_without_a_network(run, tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
+def test_what_does_not_fit_is_said_before_it_is_rented(run, capsys):
+    assert main(["launch", *run, "--dry-run", "expert.train.global_batch_size=8388608"]) == 0
+    assert "note: expert-0: does not fit: " in (said := capsys.readouterr().err) and "of H100 80GB" in said
+
+
 def test_a_group_is_started_once_and_stopped_as_a_whole(run, tmp_path, capsys):
     prepared(tmp_path / "run", run[3])
     assert main(["launch", *run]) == 2

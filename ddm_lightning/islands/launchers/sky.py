@@ -64,6 +64,7 @@ class SkyLauncher(Launcher):
 
     def __init__(self, **params: Any) -> None:
         self.settings = SkyParams(**params)
+        self.devices = self.settings.accelerators
 
     def submit(self, job: Job) -> str:
         return next(self.submit_all([job]))
