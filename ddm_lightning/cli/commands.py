@@ -66,9 +66,11 @@ def _check(experiment: Experiment, options: argparse.Namespace, members: Sequenc
         check_keys(name, Run(experiment))
 
 
-def _networks_check(experiment: Experiment, options: argparse.Namespace) -> Callable[[DataSizes | Manifest], None]:
-    """Build a check of the networks against the sizes of the data."""
-    return lambda sizes: check_networks(experiment, sizes, options.config, options.overrides)
+def _networks_check(
+    experiment: Experiment, options: argparse.Namespace, *, initial: bool = False
+) -> Callable[[DataSizes | Manifest], None]:
+    """Build a check of the networks, perhaps of their initial weights, too, against the sizes of the data."""
+    return lambda sizes: check_networks(experiment, sizes, options.config, options.overrides, initial=initial)
 
 
 def _prepared(experiment: Experiment, options: argparse.Namespace) -> Run:
@@ -76,7 +78,7 @@ def _prepared(experiment: Experiment, options: argparse.Namespace) -> Run:
     from ddm_lightning.prepare.engine import Reporter
     from ddm_lightning.prepare.stages import prepare
 
-    check = _networks_check(experiment, options)
+    check = _networks_check(experiment, options, initial=True)
     check_writable(Run(experiment))
     with Bars(Console(), transient=True) as bars:
         prune, reporter = getattr(options, "prune", False), Reporter(bars)
@@ -126,6 +128,8 @@ def _fit_one(member: str, experiment: Experiment, options: argparse.Namespace) -
         is_needed = island.nodes > 1 or not run.is_finished(member)
         if island.num_ranks > 1 and is_needed and not ranks.is_rank():
             processes.end_imports()
+            if (initial := run.initial(run.member(member))) is not None:
+                initial.path  # noqa: B018 (fetched once, and not by every rank)
             state = ranks.fit_on_ranks(run)
             return None if state == "done" else processes.STOPPED  # rank zero has printed the result
 

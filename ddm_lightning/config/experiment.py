@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from ddm_lightning.core.checks import CHANGEABLE, option
+from ddm_lightning.core.checks import CHANGEABLE, SHA256, option
 
 
 @dataclass
@@ -123,8 +123,8 @@ class TimestepsConfig:
 class TrainConfig:
     """Optimisation of one member, counted in samples and optimizer steps."""
 
-    max_steps: int = option(MISSING, low=1)
-    """Optimizer steps."""
+    max_steps: int = option(MISSING, low=0)
+    """Optimizer steps; 0 hands over the initial weights."""
     global_batch_size: int = option(MISSING, low=1)
     """Samples per step. For experts, the monolith's batch; each expert takes 1/K of it."""
     optimizer: str = option("adamw", choices=("adamw", "muon"))
@@ -152,11 +152,26 @@ class TrainConfig:
 
 
 @dataclass
+class InitConfig:
+    """Weights to start from; a text alone stands for its ``source``."""
+
+    source: str = MISSING
+    """Path or URL of an artifact, a run, a model of diffusers, or a ``.safetensors`` file."""
+    sha256: str | None = field(default=None, metadata={"check": SHA256})
+    """SHA-256 that the weights must have; null for any."""
+    partial: bool = False
+    """Whether weights that do not fit the network may start anew; they are listed."""
+
+
+@dataclass
 class ExpertConfig:
     """Experts, and the monolith that they are compared with."""
 
     network: PluginConfig = field(default_factory=PluginConfig)
     """Network, by its name in the registry of experts."""
+    init_from: Any = None
+    """Weights to start from: path or URL of an artifact, a run (its monolith), a model of diffusers or a
+    ``.safetensors`` file; or ``{source, sha256, partial: true}``. Null for random ones."""
     timesteps: TimestepsConfig = field(default_factory=TimestepsConfig)
     """Training timesteps."""
     path: str = option("linear", choices=("linear", "cosine", "vp"))
@@ -175,6 +190,8 @@ class RouterConfig:
 
     network: PluginConfig = field(default_factory=PluginConfig)
     """Network, by its name in the registry of routers."""
+    init_from: Any = None
+    """Weights to start from, as in ``expert.init_from``; of a run, its router's."""
     timesteps: TimestepsConfig = field(default_factory=lambda: TimestepsConfig(density="uniform"))
     """Training timesteps."""
     train: TrainConfig = field(default_factory=TrainConfig)

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 
-from ddm_lightning.config.experiment import Experiment, ExpertConfig, PluginConfig
+from ddm_lightning.config.experiment import Experiment, ExpertConfig, InitConfig, PluginConfig, RouterConfig
 
 _Section = TypeVar("_Section")
 
@@ -36,6 +36,16 @@ def _forget_params(merged: DictConfig, change: DictConfig) -> None:
 def expert_section(name: str, experiment: Experiment) -> ExpertConfig:
     """The section ``expert`` for the member ``name``: with its overrides, if it has any."""
     return changed(experiment.expert, experiment.expert.overrides.get(name))
+
+
+def init_of(section: ExpertConfig | RouterConfig) -> InitConfig | None:
+    """Weights that the members of a section start from; None for random ones."""
+    return None if section.init_from is None else InitConfig(**init_keys(section.init_from))
+
+
+def init_keys(value: Any) -> dict[str, Any]:
+    """Value of a key ``init_from`` in its long form."""
+    return {"source": None, **value} if isinstance(value, dict) else {"source": value}
 
 
 def changed(section: _Section, change: Mapping[str, Any] | None) -> _Section:

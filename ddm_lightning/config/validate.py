@@ -8,8 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from ddm_lightning.config.experiment import Experiment, ExpertConfig, IslandConfig
-from ddm_lightning.config.merge import expert_section
+from ddm_lightning.config.experiment import Experiment, ExpertConfig, InitConfig, IslandConfig
+from ddm_lightning.config.merge import expert_section, init_keys
 from ddm_lightning.core import checks
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import SOLVERS, STRATEGIES
@@ -73,6 +73,12 @@ def check_experiment(
                     "rename or remove it"
                 )
             checks.check(change, schema, key, where, references=False)
+    overrides_of = {f"expert.overrides.{name}": change for name, change in experiment.expert.overrides.items()}
+    sections = {"expert": vars(experiment.expert), "router": vars(experiment.router), **overrides_of}
+    for section, keys in sections.items():
+        if (given := keys.get("init_from")) is not None:
+            key = f"{section}.init_from"
+            checks.check(init_keys(given), InitConfig, key, blamed(source, overrides, key), references=False)
     for is_wrong, key, problem in (_rules_of_sampling if sampling_only else _rules)(experiment):
         if is_wrong:
             value: Any = experiment

@@ -104,6 +104,32 @@ def read_header(path: Path, remedy: str, *, link: bool = False) -> dict[str, Ten
         raise UserError(f"{path}: not a whole safetensors file ({problem}); {remedy}") from None
 
 
+def misfits(has: Mapping[str, Tensor], needs: Mapping[str, Tensor]) -> dict[str, str]:
+    """Describe weights that are missing, unknown, or of another shape or kind, by name.
+
+    Args:
+        has: weights, or a header from ``read_header``.
+        needs: the network's ``state_dict``.
+    """
+    given, wanted = ({key: _described(weight) for key, weight in one.items()} for one in (has, needs))
+    return {
+        key: f"{key!r} is {given.get(key, 'missing')} instead of {wanted.get(key, 'absent')}"
+        for key in {**wanted, **given}
+        if given.get(key) != wanted.get(key)
+    }
+
+
+def in_short(problems: Mapping[str, str]) -> str:
+    """The first three of the result of ``misfits``, and the number of the others."""
+    more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+    return ", ".join([*problems.values()][:3]) + more
+
+
+def _described(weight: Tensor) -> str:
+    kind = "floats" if weight.is_floating_point() else str(weight.dtype).removeprefix("torch.")
+    return f"{kind} {list(weight.shape)}"
+
+
 def check_memory(tensors: Iterable[Tensor], source: str) -> None:
     """Check that ``tensors`` fit into the free memory of this machine.
 

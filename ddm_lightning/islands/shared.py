@@ -76,9 +76,17 @@ def publish_prepared(run: Run, tick: Callable[[int, int], None]) -> None:
         if signature_of(manifest).exists():
             remote.put(signature_of(manifest), f"{run.url}/{_MANIFEST}.sig")
         if not is_there:
+            _publish_initial(run)
             upload_shards(folder.shards, f"{run.url}/{folder.shards.relative_to(folder.root).as_posix()}", tick)
             remote.put(folder.experiment, f"{run.url}/{folder.experiment.name}")
             remote.put(manifest, target)
+
+
+def _publish_initial(run: Run) -> None:
+    """Send the weights that members start from, and then what makes them count: the records of their sources."""
+    folder = run.folder.initial
+    for path in sorted(folder.glob("[!.]*/*")) + sorted(folder.glob("*.json")):
+        remote.put(path, f"{run.url}/{path.relative_to(run.folder.root).as_posix()}")
 
 
 def pull_manifest(run: Run) -> None:

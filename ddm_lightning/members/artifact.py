@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from ddm_lightning.config.experiment import PluginConfig
-from ddm_lightning.core import checks
+from ddm_lightning.core import checks, remote
 from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.files import atomic_folder, atomic_write_json
-from ddm_lightning.core.weights import check_memory, load_weights, read_header, save_weights
+from ddm_lightning.core.weights import check_memory, in_short, load_weights, misfits, read_header, save_weights
 from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.flow.path import PATHS, PREDICTIONS
 from ddm_lightning.members.member import Member, declared_path
@@ -94,6 +94,10 @@ class ArtifactMeta:
     """Optimizer steps taken."""
     num_samples: Annotated[int, checks.integer(0)]
     """Training samples, repetitions included."""
+    init_from: Annotated[str | None, checks.optional(checks.TEXT)] = None
+    """Where the weights came from that its training started with; None if they were random."""
+    init_sha256: Annotated[str | None, checks.optional(checks.SHA256)] = None
+    """SHA-256 of their file."""
     metrics: Annotated[dict[str, float], checks.NUMBERS]
     """Final figures such as the held-out loss; those of a router also hold its temperatures (``temperatures_of``)."""
     model_sha256: Annotated[str, checks.SHA256] = ""
@@ -101,6 +105,8 @@ class ArtifactMeta:
 
 
 _CHECKS = checks.field_checks(ArtifactMeta)
+# Keys that artifacts of earlier releases lack.
+_DEFAULTS: dict[str, Any] = {"path": "linear", "clusters": [], "init_from": None, "init_sha256": None}
 
 
 def _contradiction(document: Mapping[str, Any]) -> str | None:
@@ -165,8 +171,7 @@ def read_meta(folder: Path) -> ArtifactMeta:
         UserError: it is missing or not JSON, has a wrong, missing or unknown key, or another format version.
     """
     path = folder / MEMBER_FILE
-    # Artifacts of earlier releases lack these.
-    document = read_record(path, _CHECKS, "the artifact's description", REMEDY, {"path": "linear", "clusters": []})
+    document = read_record(path, _CHECKS, "the artifact's description", REMEDY, _DEFAULTS)
     if problem := _contradiction(document):
         raise UserError(f"{path}: {problem}; {REMEDY}")
     return ArtifactMeta(**{**document, "x_shape": tuple(document["x_shape"])})
@@ -235,12 +240,8 @@ def _fitting_network(meta: ArtifactMeta, weights: Mapping[str, Tensor], source: 
         network = _build_bounded(meta, weights)
     except (UserError, RuntimeError, ArithmeticError) as error:  # torch raises the others for sizes such as 0
         raise UserError(f"{source}: cannot be built: {first_line(error)}; {remedy}") from None
-    has = {key: _described(weight) for key, weight in weights.items()}
-    needs = {key: _described(weight) for key, weight in network.state_dict().items()}
-    if odd := [key for key in {**needs, **has} if has.get(key) != needs.get(key)]:
-        shown = [f"{key!r} is {has.get(key, 'missing')} instead of {needs.get(key, 'absent')}" for key in odd[:3]]
-        more = f" and {len(odd) - 3} more" if len(odd) > 3 else ""
-        raise UserError(f"{source}: the weights do not fit: {', '.join(shown)}{more}; {remedy}")
+    if odd := misfits(weights, network.state_dict()):
+        raise UserError(f"{source}: the weights do not fit: {in_short(odd)}; {remedy}")
     declared = getattr(network, "prediction", None)
     if declared != meta.prediction:
         raise UserError(f"{source}: the weights predict {meta.prediction!r}, the code {declared!r}; {remedy}")
@@ -269,11 +270,6 @@ def _build_bounded(meta: ArtifactMeta, weights: Mapping[str, Tensor]) -> nn.Modu
         hook.remove()
 
 
-def _described(weight: Tensor) -> str:
-    kind = "floats" if weight.is_floating_point() else str(weight.dtype).removeprefix("torch.")
-    return f"{kind} {list(weight.shape)}"
-
-
 def described(member: Member, manifest: Manifest) -> dict[str, Any]:
     """Fields of ``ArtifactMeta`` known before the first step; an artifact that differs is another experiment's."""
     return {
@@ -290,6 +286,7 @@ def described(member: Member, manifest: Manifest) -> dict[str, Any]:
         "normalisation": manifest.normalisation,
         "caption_encoder": None if member.caption_encoder is None else asdict(member.caption_encoder),
         "partition_sha256": manifest.partition_sha256,
+        "init_from": member.init_from and remote.shown(member.init_from.source),
     }
 
 
@@ -301,6 +298,7 @@ def hand_over(
     prediction: str,
     status: MemberStatus,
     sign: Callable[[Path], None] | None = None,
+    init_sha256: str | None = None,
 ) -> None:
     """Write the artifact of a member after its last step.
 
@@ -312,6 +310,7 @@ def hand_over(
         prediction: prediction type of an expert's network.
         status: steps and figures of the training.
         sign: as in ``write_artifact``.
+        init_sha256: SHA-256 of the weights that it started from.
 
     Raises:
         UserError: a weight is not finite.
@@ -320,6 +319,7 @@ def hand_over(
     meta = ArtifactMeta(
         **described(member, manifest),
         prediction=None if member.role.classifies else prediction,
+        init_sha256=init_sha256,
         step=status.step,
         num_samples=status.step * member.batch_size,
         metrics={**status.metrics, **validated},

@@ -10,10 +10,12 @@ from torch import nn
 from ddm_lightning.config.experiment import (
     Experiment,
     ExpertConfig,
+    InitConfig,
     PluginConfig,
     TimestepsConfig,
     TrainConfig,
 )
+from ddm_lightning.config.merge import init_of
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.flow.path import PATHS
@@ -37,6 +39,8 @@ class Member:
     seed: int
     """Seed of the experiment."""
     network: PluginConfig
+    init_from: InitConfig | None
+    """Weights that it starts from; None for random ones."""
     train: TrainConfig
     timesteps: TimestepsConfig
     batch_size: int
@@ -78,6 +82,7 @@ class Member:
             num_clusters=num_clusters,
             seed=experiment.seed,
             network=config.network,
+            init_from=init_of(config),
             train=role.train(name, experiment),
             timesteps=config.timesteps,
             batch_size=role.batch_size(name, experiment),

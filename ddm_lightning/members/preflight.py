@@ -80,12 +80,25 @@ def check_strategy(experiment: Experiment, source: str, overrides: Sequence[str]
 
 
 def check_networks(
-    experiment: Experiment, sizes: DataSizes | Manifest, source: str, overrides: Sequence[str] = ()
+    experiment: Experiment,
+    sizes: DataSizes | Manifest,
+    source: str,
+    overrides: Sequence[str] = (),
+    *,
+    initial: bool = False,
 ) -> None:
     """Check values that a network refuses only when it is built, such as heads that do not divide its width.
 
+    Args:
+        experiment: the experiment.
+        sizes: of its data.
+        source: begins error lines.
+        overrides: those of the experiment.
+        initial: whether to fetch the weights that members start from, and check that they fit.
+
     Raises:
-        UserError: a network cannot be built, or the optimizer cannot train it.
+        UserError: a network cannot be built, the optimizer cannot train it, or initial weights are missing, damaged or
+            another network's.
     """
     for key, name in (*_expert_networks(experiment), ("router.network", ROUTER)):
         member = Member.resolve(name, experiment, sizes)
@@ -94,6 +107,9 @@ def check_networks(
                 network = member.plan_network()
             except (RuntimeError, ArithmeticError) as error:  # torch's, for a width of 0 and the like
                 raise UserError(f"cannot be built: {first_line(error)}; change its params") from None
+        if initial and (start := Run(experiment).initial(member)) is not None:
+            with _blaming(f"{key.removesuffix('network')}init_from", source, overrides):
+                start.check(network)
         train = f"{key.removesuffix('.network')}.train.optimizer"
         has_matrices = any(is_muon_matrix(name, parameter) for name, parameter in network.named_parameters())
         if member.train.optimizer == "muon" and not has_matrices:

@@ -12,6 +12,7 @@ from ddm_lightning.config.load import to_yaml
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write_text
 from ddm_lightning.members.artifact import read_meta
+from ddm_lightning.members.initial import Initial
 from ddm_lightning.members.member import Member
 from ddm_lightning.members.roles import all_members, ensemble_members, role_of
 from ddm_lightning.members.run_folder import RunFolder, recorded, refuse_changed
@@ -123,6 +124,15 @@ class Run:
         if name not in self._members:
             self._members[name] = Member.resolve(name, self.experiment, self.manifest)
         return self._members[name]
+
+    def initial(self, member: Member) -> Initial | None:
+        """Weights that a member starts from, not yet fetched; None for random ones."""
+        return None if member.init_from is None else Initial(member, member.init_from, self.folder, self.url)
+
+    def initial_sha256(self, member: Member) -> str | None:
+        """SHA-256 of the weights that a member starts from, fetched if need be; None for random ones."""
+        initial = self.initial(member)
+        return None if initial is None else initial.sha256
 
     def max_steps(self, name: str) -> int:
         """Optimizer steps that the experiment asks of the member."""

@@ -38,6 +38,8 @@ class RunFolder:
         """Output of ``prepare``."""
         self.shards = self.prepared / "shards"
         """MDS shards, one folder per cluster."""
+        self.initial = self.root / "initial"
+        """Weights that members start from, by their hash."""
         self.ensemble = self.root / ENSEMBLE_FILE
         """The ensemble's manifest."""
         self.samples = self.root / "samples"

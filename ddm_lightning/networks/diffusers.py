@@ -50,6 +50,8 @@ class DiffusersTransformer(nn.Module):
         ValueError: not exactly one of ``path`` and ``config``, or a model that is unknown or takes other inputs.
     """
 
+    wraps = "model."
+    """Prefix of the model's own weights, under which ``init_from`` loads those of a folder of diffusers."""
     times: Tensor
     """Time on the path ``vp`` of each of DDPM's steps."""
 

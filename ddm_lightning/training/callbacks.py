@@ -122,7 +122,7 @@ class MissedValidation(L.Callback):
     def is_missed(self, step: int, max_steps: int) -> bool:
         """Whether a validation was due after ``step`` and missed."""
         is_due = step == max_steps or (step > 0 and step % self.every_n_steps == 0)
-        return is_due and step > self.status.validated_step
+        return is_due and (step > self.status.validated_step or max_steps == 0)
 
     def _validate(self, trainer: L.Trainer) -> None:
         """Validate as Lightning does within a training, so that every callback takes part."""

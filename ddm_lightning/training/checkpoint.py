@@ -341,27 +341,32 @@ def tidy(folder: Path, damaged: Iterable[Path]) -> None:
         path.rename(path.with_suffix(".damaged"))
 
 
-def origin_of(member: str, experiment: Experiment) -> dict[str, Any]:
-    """Name of a member and its experiment as plain values, which load with ``weights_only``."""
+def origin_of(member: str, experiment: Experiment, initial_sha256: str | None = None) -> dict[str, Any]:
+    """Name of a member, its experiment and initial weights as plain values, which load with ``weights_only``."""
     record = asdict(experiment)
     record["island"]["accelerator"] = resolve_accelerator(experiment.island.accelerator)
-    return {"member": member, "experiment": record}
+    return {"member": member, "experiment": record, "initial_sha256": initial_sha256}
 
 
-def check_origin(path: Path, member: str, experiment: Experiment) -> str | None:
+def check_origin(path: Path, member: str, experiment: Experiment, initial_sha256: str | None = None) -> str | None:
     """Describe island settings that differ from the checkpoint's; None if none that matters does.
 
     A checkpoint may have been copied, and the experiment changed since.
 
     Raises:
-        UserError: the checkpoint is another member's or of another experiment.
+        UserError: the checkpoint is another member's, of another experiment or of other initial weights.
     """
-    rest, own = read_rest(path), origin_of(member, experiment)
+    rest, own = read_rest(path), origin_of(member, experiment, initial_sha256)
     if rest.get("member") != member:
         raise UserError(
             f"{path}: is a checkpoint of {rest.get('member')}, not of {member}; move it to that folder, or remove it"
         )
     refuse_changes(path, rest["experiment"], own["experiment"])
+    if (started := rest.get("initial_sha256")) != initial_sha256:
+        raise UserError(
+            f"{path}: started from weights with SHA-256 {started}, and init_from has {initial_sha256}; put the right "
+            "ones there, or use another folder with run_dir=…"
+        )
     new = own["experiment"]["island"]
     old = {"nodes": 1, **rest["experiment"]["island"]}  # an earlier release knew one node
     if not (differing := [name for name in _NUMERICS if old.get(name) != new[name]]):

@@ -67,16 +67,17 @@ def power_decay(exponent: float, step: int) -> float:
     return float((1.0 - 1.0 / step) ** (exponent + 1.0))
 
 
-def track_ema(optimizer: Optimizer, decay: float, widths: Sequence[float] = ()) -> None:
+def track_ema(optimizer: Optimizer, decay: float, widths: Sequence[float] = (), *, from_initial: bool = False) -> None:
     """Average every parameter after each step of ``optimizer``, under ``KEY`` and each ``width_key``.
 
-    The first average is the weights after the first step.
+    The first average is the weights after the first step, unless ``from_initial``.
 
     Args:
         optimizer: holds the averages in its state.
         decay: of the exponential average. It warms up as ``min(decay, (1 + n) / (10 + n))`` over steps n, so that the
             initial weights do not dominate the first thousand steps.
         widths: widths of power-function averages.
+        from_initial: whether the averages start from the weights before the first step, which are worth something.
     """
     exponents = {width_key(width): exponent_of(width) for width in widths}
     for group in optimizer.param_groups:
@@ -84,6 +85,14 @@ def track_ema(optimizer: Optimizer, decay: float, widths: Sequence[float] = ()) 
 
     # Local shards by group and key: asking DTensors for their shards at each step takes longer than the average.
     kept: dict[tuple[int, str], tuple[list[Tensor], list[Tensor]]] = {}
+
+    initial: dict[Tensor, Tensor] = {}
+
+    def before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        """Copy parameters that have no average yet; the optimizer takes a state that is not empty for its own."""
+        for group in optimizer.param_groups:
+            new = [one for one in group["params"] if one.grad is not None and KEY not in optimizer.state.get(one, {})]
+            initial.update((parameter, parameter.detach().clone()) for parameter in new)
 
     @torch.no_grad()
     def after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -97,7 +106,7 @@ def track_ema(optimizer: Optimizer, decay: float, widths: Sequence[float] = ()) 
                 for parameter, state in zip(parameters, states, strict=True):
                     if key not in state:
                         # A clone keeps the parameter's (perhaps uneven) sharding.
-                        state[key] = parameter.detach().clone()
+                        state[key] = initial.get(parameter, parameter).detach().clone()
                 tensors = [*parameters, *(state[key] for state in states)]
                 known, shards = kept.get((number, key), ([], []))
                 if len(known) != len(tensors) or not all(map(operator.is_, known, tensors)):  # a checkpoint was loaded
@@ -106,7 +115,10 @@ def track_ema(optimizer: Optimizer, decay: float, widths: Sequence[float] = ()) 
                 if shards:
                     get_ema_multi_avg_fn(share)(shards[len(parameters) :], shards[: len(parameters)], steps)
             group[STEPS] = steps + 1
+        initial.clear()
 
+    if from_initial:
+        optimizer.register_step_pre_hook(before_step)
     optimizer.register_step_post_hook(after_step)
 
 

@@ -94,9 +94,14 @@ def _train(member: Member, run: Run, status: MemberStatus, console: Console) -> 
             kernel = chosen_kernel(module.network, device_of(island.accelerator))
         console.print(f"{member.name}: attention by torch's kernel {kernel}")
 
-    newest = _checkpoint_of(member.name, run, console) if ranks.is_rank_zero() else None
+    newest = _checkpoint_of(member, run, console) if ranks.is_rank_zero() else None
     told = ranks.told_by_rank_zero("checkpoint", newest.name if newest else None)
     resume = told and folder / "checkpoints" / told
+    if resume is None and (initial := run.initial(member)) is not None:
+        differing = initial.load(module.network)
+        console.print(f"{member.name}: starts from {initial.source}, SHA-256 {initial.sha256}")
+        for line in differing:
+            console.print(f"{member.name}: {line}")
     trainer, stop = build_trainer(member, run, status, strategy, resume)
     with contextlib.closing(data):
         try:
@@ -119,19 +124,20 @@ def _train(member: Member, run: Run, status: MemberStatus, console: Console) -> 
     return status
 
 
-def _checkpoint_of(name: str, run: Run, console: Console) -> Path | None:
+def _checkpoint_of(member: Member, run: Run, console: Console) -> Path | None:
     """Find the checkpoint to resume from, on rank zero; None if there is none.
 
     Raises:
-        UserError: all are damaged, or the newest whole one is of another member or experiment.
+        UserError: all are damaged, or the newest whole one is of another member or experiment, or of other initial
+            weights.
     """
-    folder = run.folder.member(name) / "checkpoints"
+    name, folder = member.name, run.folder.member(member.name) / "checkpoints"
     path, damaged = checkpoint.find_resumable(folder)
     checkpoint.tidy(folder, damaged)
     for other, problem in damaged.items():
         console.print(f"{other}: damaged checkpoint ({problem}); falling back to the one before it")
     if path is not None:
-        changed = checkpoint.check_origin(path, name, run.experiment)
+        changed = checkpoint.check_origin(path, name, run.experiment, run.initial_sha256(member))
         console.print(f"{name}: resumes at step {checkpoint.step_of(path)}")
         if changed:
             console.print(f"{name}: {changed}")
@@ -147,7 +153,8 @@ def _hand_over(objective: Objective, trainer: L.Trainer, run: Run, status: Membe
         # The one that ``ema`` replaced has fewer steps.
         shutil.rmtree(run.folder.member(member.name) / ema.FOLDER / "artifact", ignore_errors=True)
         folder, sign = run.folder.artifact(member.name), partial(sign_artifact, name=member.name, run=run)
-        hand_over(folder, member, run.manifest, weights, objective.prediction, status, sign)
+        sha256 = run.initial_sha256(member)
+        hand_over(folder, member, run.manifest, weights, objective.prediction, status, sign, sha256)
 
 
 def build_data(member: Member, run: Run) -> ClusterDataModule:
@@ -190,7 +197,7 @@ def build_trainer(
     experiment, folder = run.experiment, run.folder.member(member.name)
     island = experiment.island
     checkpoints = callbacks.RollingCheckpoints(
-        folder / "checkpoints", island, origin=checkpoint.origin_of(member.name, experiment)
+        folder / "checkpoints", island, origin=checkpoint.origin_of(member.name, experiment, run.initial_sha256(member))
     )
     stop = callbacks.StopOnRequest(checkpoints)
     all_callbacks: list[L.Callback] = [

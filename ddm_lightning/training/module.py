@@ -76,7 +76,8 @@ class MemberModule(L.LightningModule):
     def configure_optimizers(self) -> Any:
         """Build AdamW or Muon with the EMAs in its state, and the learning-rate schedule."""
         optimizer = build_optimizer(self.network, self.member.train)
-        track_ema(optimizer, self.member.train.ema_decay, self.member.train.ema_widths)
+        starts = self.member.init_from is not None
+        track_ema(optimizer, self.member.train.ema_decay, self.member.train.ema_widths, from_initial=starts)
         return {
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": build_schedule(optimizer, self.member.train), "interval": "step"},

@@ -11,11 +11,11 @@ def network(seed=0):
     return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
 
 
-def optimizer_of(module, decay=0.9):
+def optimizer_of(module, decay=0.9, **settings):
     matrices = [p for p in module.parameters() if p.ndim == 2]
     vectors = [p for p in module.parameters() if p.ndim == 1]
     optimizer = torch.optim.AdamW([{"params": matrices}, {"params": vectors}], lr=0.1)
-    track_ema(optimizer, decay)
+    track_ema(optimizer, decay, **settings)
     return optimizer
 
 
@@ -48,6 +48,21 @@ def test_ema_matches_its_closed_form(decay):
     assert set(averages) == set(history)
     for name, weights in history.items():
         np.testing.assert_allclose(averages[name].double().numpy(), closed_form(weights, decay), rtol=2e-6, atol=2e-7)
+
+
+@pytest.mark.parametrize("decay", [0.05, 0.999])
+def test_the_average_starts_from_given_weights(decay):
+    """By its recursion in float64, from the weights before the first step."""
+    module = network()
+    optimizer = optimizer_of(module, decay, from_initial=True)
+    expected = {name: value.detach().double().numpy().copy() for name, value in module.named_parameters()}
+    for step in range(20):
+        take_step(module, optimizer, step)
+        kept = min(decay, (1 + step) / (10 + step))
+        for name, value in module.named_parameters():
+            expected[name] = kept * expected[name] + (1 - kept) * value.detach().double().numpy()
+    for name, average in unsharded_ema(module, optimizer).items():
+        np.testing.assert_allclose(average.double().numpy(), expected[name], rtol=2e-6, atol=2e-7)
 
 
 def test_power_function_averages_match_their_recursion():

@@ -1,0 +1,225 @@
+"""Weights that members start from (``init_from``): fetched once, checked as a stranger's, and kept in the run folder.
+
+``initial/SHA256/model.safetensors`` is named by its hash. ``initial/KEY.json`` says which hash a source had; from then
+on the run does not look at the source again. ``prepare`` sends both to ``remote``, so islands need no access to the
+source.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cached_property
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from ddm_lightning.config.experiment import InitConfig
+from ddm_lightning.core import checks, remote
+from ddm_lightning.core.errors import DOWNLOADS, UserError, first_line
+from ddm_lightning.core.files import atomic_write_json, move_folder, sha256_file, sha256_json
+from ddm_lightning.core.weights import check_recorded, in_short, load_weights, misfits, read_header, save_weights
+from ddm_lightning.members.artifact import WEIGHTS_FILE, read_meta
+from ddm_lightning.members.member import Member
+from ddm_lightning.members.roles import MONOLITH, ROUTER
+from ddm_lightning.members.run_folder import MEMBER_FILE, RunFolder, read_record
+
+_OF_DIFFUSERS = re.compile(r"diffusion_pytorch_model(-\d{5}-of-\d{5})?\.safetensors")
+_CHECKS = {"source": checks.TEXT, "sha256": checks.SHA256}
+
+
+class Initial:
+    """Weights that one member starts from.
+
+    Args:
+        member: the member.
+        config: names them.
+        folder: keeps them.
+        url: the run's URL; None if there is none.
+    """
+
+    def __init__(self, member: Member, config: InitConfig, folder: RunFolder, url: str | None) -> None:
+        self.member, self.config, self.root = member, config, folder.initial
+        self.source = remote.shown(config.source)
+        """Where they come from, without a password."""
+        self._url = url and f"{url}/{self.root.name}"
+        self._of_run = ROUTER if member.role.classifies else MONOLITH
+        self._remedy = f"remove {self.root} to fetch the weights again"
+
+    @cached_property
+    def sha256(self) -> str:
+        """SHA-256 of the weights, fixed when the run fetches them for the first time.
+
+        Raises:
+            UserError: the source is unknown or damaged, or has another hash than the experiment says.
+        """
+        record = self.root / f"{sha256_json([self.source, self._of_run])[:16]}.json"
+        if not record.exists():
+            self._pull(record)
+        if record.exists():
+            found: str = read_record(record, _CHECKS, "the record of initial weights", self._remedy)["sha256"]
+        else:
+            found = self._fetch()
+            atomic_write_json(record, {"source": self.source, "sha256": found})
+        self._require(self.config.sha256 or found, found)
+        return found
+
+    @cached_property
+    def path(self) -> Path:
+        """File of the weights, in the run folder.
+
+        Raises:
+            UserError: they cannot be fetched, or have changed since the run fetched them.
+        """
+        path = self.root / self.sha256 / WEIGHTS_FILE
+        if not path.exists():
+            self._pull(path.with_name(MEMBER_FILE), path)
+        if not path.exists():
+            self._require(self.sha256, self._fetch())
+        return path
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The weights, on the CPU.
+
+        Raises:
+            UserError: as ``path``, or they are damaged or not finite.
+        """
+        return load_weights(self.path, self.sha256, self._remedy)
+
+    def check(self, network: nn.Module) -> None:
+        """Compare the weights' description, names and shapes with a network, perhaps on the meta device.
+
+        Raises:
+            UserError: they are another class's, or do not fit.
+        """
+        self._fitting(network, read_header(self.path, self._remedy))
+
+    def load(self, network: nn.Module) -> list[str]:
+        """Load the weights into a network.
+
+        Returns:
+            What differs: weights that start anew or were left out, and params of the network.
+
+        Raises:
+            UserError: as ``check`` and ``tensors``.
+        """
+        fitting, notes = self._fitting(network, self.tensors())
+        network.load_state_dict(fitting, strict=False)
+        return notes
+
+    def _fitting(self, network: nn.Module, weights: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+        """Weights by their names in the network, and what differs."""
+        notes = self._check_description(getattr(network, "prediction", None))
+        needs, inner = network.state_dict(), getattr(network, "wraps", "")
+        if inner and not any(name.startswith(inner) for name in weights):  # of the model within, which lacks the rest
+            weights = {inner + name: value for name, value in weights.items()}
+            needs = {name: value for name, value in needs.items() if name.startswith(inner)}
+        odd = misfits(weights, needs)
+        fitting = {name: value for name, value in weights.items() if name not in odd}
+        if odd and not (self.config.partial and fitting):
+            more = "" if self.config.partial else ", or let these start anew: init_from: {source: …, partial: true}"
+            raise self._error(f"the weights do not fit: {in_short(odd)}; take weights of this network{more}")
+        fates = [f"{text}: {'starts anew' if name in needs else 'left out'}" for name, text in odd.items()]
+        return fitting, [*fates, *notes]
+
+    def _check_description(self, prediction: str | None) -> list[str]:
+        """Compare an artifact's description with the member's network, which has this prediction type.
+
+        Returns:
+            Params that differ.
+        """
+        if not self.path.with_name(MEMBER_FILE).exists():
+            return []
+        meta, own = read_meta(self.path.parent), self.member.network
+        for what, was, now, may_differ in (
+            ("network", meta.network, own.name, False),
+            ("prediction", meta.prediction, None if self.member.role.classifies else prediction, self.config.partial),
+            ("path", meta.path, self.member.path, self.config.partial),
+        ):
+            if was != now and not may_differ:
+                raise self._error(f"its {what} is {was!r}, the experiment's {now!r}; take weights of this {what}")
+        params = self.member.role.portable_params(own)
+        return [
+            f"the network's {key} is {params.get(key)!r}, and was {meta.params.get(key)!r}"
+            for key in {**meta.params, **params}
+            if meta.params.get(key) != params.get(key)
+        ]
+
+    def _pull(self, *paths: Path) -> None:
+        """Bring files that the run's URL has."""
+        for path in paths if self._url else ():
+            with self._reaching(), suppress(FileNotFoundError):
+                remote.get(f"{self._url}/{path.relative_to(self.root).as_posix()}", path)
+
+    def _fetch(self) -> str:
+        """Fetch and check the weights; return their hash."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=".tmp-", dir=self.root))
+        DOWNLOADS[str(temporary)] = self.source
+        try:
+            with self._reaching():
+                self._bring(temporary)
+            weights, is_artifact = temporary / WEIGHTS_FILE, (temporary / MEMBER_FILE).exists()
+            found = read_meta(temporary).model_sha256 if is_artifact else sha256_file(weights)
+            check_recorded(weights, found, "give other weights; they are never unpickled")
+            self._require(self.config.sha256 or found, found)
+            if not (self.root / found).exists():
+                temporary.chmod(0o755)
+                move_folder(temporary, self.root / found)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+            with suppress(OSError):  # not empty, except after an error in a new run
+                self.root.rmdir()
+                self.root.parent.rmdir()
+        return found
+
+    def _bring(self, folder: Path) -> None:
+        """Fetch the weights as one file, and an artifact's description.
+
+        Raises:
+            OSError: the source cannot be read.
+        """
+        source, target, found = self.config.source.rstrip("/"), folder / WEIGHTS_FILE, ""
+        is_weights = source.endswith(".safetensors")
+        is_file = is_weights or Path(source).expanduser().is_file()
+        for place in () if is_file else (source, f"{source}/members/{self._of_run}/artifact"):
+            with suppress(FileNotFoundError):
+                remote.get(f"{place}/{MEMBER_FILE}", folder / MEMBER_FILE)
+                found = f"{place}/{WEIGHTS_FILE}"
+                break
+        parts = [] if is_file or found else sorted(filter(_OF_DIFFUSERS.fullmatch, remote.files(source)))
+        if is_weights or found or len(parts) == 1:
+            remote.get(source if is_weights else found or f"{source}/{parts[0]}", target)
+        elif parts:
+            state: dict[str, Tensor] = {}
+            for name in (part for part in parts if "-of-" in part):
+                remote.get(f"{source}/{name}", folder / name)
+                state |= load_weights(folder / name, sha256_file(folder / name), "copy the model again")
+                (folder / name).unlink()
+            save_weights(target, state, self.source)
+        else:
+            raise self._error(
+                f"is no artifact, no run whose {self._of_run} is finished, no .safetensors file, and no folder of "
+                "diffusers with such files; give one of them (weights are never unpickled)"
+            )
+
+    def _require(self, wanted: str, found: str) -> None:
+        if found != wanted:
+            raise self._error(
+                f"the weights have SHA-256 {found[:12]}…, not {wanted[:12]}…; put the right ones there, or use another "
+                "folder with run_dir=…"
+            )
+
+    @contextmanager
+    def _reaching(self) -> Iterator[None]:
+        """Turn an ``OSError`` of a store into one line for the user."""
+        try:
+            yield
+        except OSError as error:
+            raise self._error(f"cannot be read: {first_line(error)}; fix the address or the access") from error
+
+    def _error(self, problem: str) -> UserError:
+        return UserError(f"{self.source}: {problem}")

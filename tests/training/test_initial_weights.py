@@ -1,0 +1,78 @@
+"""Trainings that start from given weights, by the command line."""
+
+import shutil
+
+import pytest
+import torch
+from shards.mds import WARNINGS
+from tiny_runs import TINY
+from training.short_fits import SHORT, fit, member, weights
+
+from ddm_lightning import DecentralizedEnsemble
+from ddm_lightning.config.load import load_experiment
+from ddm_lightning.core.files import sha256_file
+from ddm_lightning.core.weights import save_weights
+from ddm_lightning.members.artifact import read_artifact, read_meta
+
+pytestmark = WARNINGS
+
+
+def refused(capsys, run, *settings):
+    capsys.readouterr()
+    assert fit(run, *settings) == 2
+    err = capsys.readouterr().err
+    (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
+    return line
+
+
+def images(run, *settings):
+    experiment = load_experiment(TINY, [f"run_dir={run}", "sample.member=expert-0", *SHORT, *settings])
+    return [image.tobytes() for image in DecentralizedEnsemble.open(experiment).sample(["red disc"], num=2, seed=3)]
+
+
+def test_no_steps_hand_over_the_artifacts_own_weights(finished, tiny_run):
+    source = member(finished, "artifact")
+    settings = (f"expert.init_from={source}", "expert.train.max_steps=0")
+    assert fit(tiny_run, *settings) == 0
+    assert weights(tiny_run) == weights(finished)
+    assert images(finished) == images(tiny_run, *settings)
+    meta, before = read_meta(member(tiny_run, "artifact")), read_meta(source)
+    assert (meta.step, meta.num_samples, meta.init_from) == (0, 0, str(source))
+    assert meta.init_sha256 == before.model_sha256 == sha256_file(source / "model.safetensors")
+    assert meta.metrics["held_out/loss"] == pytest.approx(before.metrics["held_out/loss"], rel=1e-6)
+    assert fit(tiny_run, *settings) == 0, "it is finished"
+
+
+def test_the_first_step_and_the_average_start_from_them(finished, tiny_run, capsys):
+    """With a vanishing learning rate, whatever the decay."""
+    source = member(finished, "artifact")
+    nothing = ("expert.train.max_steps=3", "expert.train.learning_rate=1e-12", "expert.train.warmup_steps=0")
+    assert fit(tiny_run, f"expert.init_from={source}", *nothing) == 0
+    assert f"expert-0: starts from {source}, SHA-256 {sha256_file(source / 'model.safetensors')}" in (
+        capsys.readouterr().err
+    )
+    _, given = read_artifact(source)
+    _, trained = read_artifact(member(tiny_run, "artifact"))
+    for name, value in given.items():
+        torch.testing.assert_close(trained[name], value, rtol=0, atol=1e-9)
+
+
+def test_other_initial_weights_at_a_resume_are_refused(finished, tiny_run, tmp_path, capsys):
+    source = tmp_path / "weights.safetensors"
+    shutil.copy(member(finished, "artifact", "model.safetensors"), source)
+    start = f"expert.init_from={source}"
+    assert fit(tiny_run, start, "island.keep_checkpoints=9") == 0
+    shutil.rmtree(member(tiny_run, "artifact"))
+    shutil.rmtree(member(tiny_run, "checkpoints", "step-00000020.ckpt"))
+    for changed in ((), ("expert.init_from=elsewhere",), (f"expert.init_from={{source: {source}, partial: true}}",)):
+        line = refused(capsys, tiny_run, *changed)
+        assert "expert.init_from" in line and "set those keys back" in line
+    source.unlink()
+    assert fit(tiny_run, start) == 0, "a resumed training does not need the source"
+    shutil.rmtree(member(tiny_run, "artifact"))
+    shutil.rmtree(member(tiny_run, "checkpoints", "step-00000020.ckpt"))
+    shutil.rmtree(tiny_run / "initial")
+    meta, state = read_artifact(member(finished, "artifact"))
+    other = save_weights(source, {name: value + 1 for name, value in state.items()}, "")
+    line = refused(capsys, tiny_run, start)
+    assert f"started from weights with SHA-256 {meta.model_sha256}, and init_from has {other}" in line
