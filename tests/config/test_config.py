@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from ddm_lightning import config
-from ddm_lightning.config.experiment import Experiment, PluginConfig
+from ddm_lightning.config.experiment import Experiment, InitConfig, PluginConfig
 from ddm_lightning.config.load import load_experiment, to_yaml
 from ddm_lightning.core import checks
 from ddm_lightning.core.errors import UserError
@@ -340,10 +340,13 @@ def sections(kind: Any = Experiment) -> set[type]:
     return found
 
 
+SECTIONS = sections() | {InitConfig}  # of a key that may be a text instead
+
+
 def test_every_field_has_its_documentation_on_the_line_below() -> None:
     sources = [ast.parse(path.read_text(encoding="utf-8")) for path in CONFIG.glob("*.py")]
     classes = [node for source in sources for node in source.body if isinstance(node, ast.ClassDef)]
-    assert {node.name for node in classes} == {kind.__name__ for kind in sections()}
+    assert {node.name for node in classes} == {kind.__name__ for kind in SECTIONS}
     for node in classes:
         assert ast.get_docstring(node), node.name
         for statement, below in zip(node.body, [*node.body[1:], None], strict=True):
@@ -362,7 +365,7 @@ def test_every_key_is_read_somewhere() -> None:
         if file.parent != CONFIG:
             tree = ast.parse(file.read_text(encoding="utf-8"))
             read |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    keys = {f"{kind.__name__}.{field.name}" for kind in sections() for field in dataclasses.fields(kind)}
+    keys = {f"{kind.__name__}.{field.name}" for kind in SECTIONS for field in dataclasses.fields(kind)}
     assert sorted(key for key in keys if key.rpartition(".")[2] not in read) == []
 
 

@@ -63,6 +63,12 @@ def test_a_saved_ensemble_moves_and_keeps_its_images(three: Path, tmp_path: Path
     assert front["pipeline_tag"] == "text-to-image" and front["library_name"] == "ddm_lightning"
 
 
+def test_the_card_names_the_weights_that_members_started_from(tmp_path: Path) -> None:
+    card = (saved(tmp_path, init_from="runs/seed", init_sha256="cd" * 32) / "README.md").read_text()
+    assert card.count(f"| `runs/seed`, SHA-256 `{'cd' * 32}` |") == 3
+    assert card.count("| random weights |") == 1, "the router"
+
+
 def test_a_url_is_downloaded_and_checked(
     three: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
