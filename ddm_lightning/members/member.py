@@ -39,8 +39,6 @@ class Member:
     seed: int
     """Seed of the experiment."""
     network: PluginConfig
-    init_from: InitConfig | None
-    """Weights that it starts from; None for random ones."""
     train: TrainConfig
     timesteps: TimestepsConfig
     batch_size: int
@@ -57,6 +55,8 @@ class Member:
     """Squared error in the loss: of the ``prediction`` or of the ``velocity``."""
     image_encoder: PluginConfig
     caption_encoder: PluginConfig | None
+    init_from: InitConfig | None = None
+    """Weights that it starts from; None for random ones."""
 
     @classmethod
     def resolve(cls, name: str, experiment: Experiment, sizes: Manifest | DataSizes) -> Member:
