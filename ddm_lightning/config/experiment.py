@@ -21,6 +21,26 @@ class PluginConfig:
 
 
 @dataclass
+class LoraConfig:
+    """LoRA adapters (Hu et al., 2106.09685): ``W + (alpha / rank)·B·A`` in place of a frozen matrix ``W``."""
+
+    rank: int = option(MISSING, low=1)
+    """Columns of B and rows of A."""
+    alpha: float | None = option(None, low=1e-12)
+    """Scale of the adapters times ``rank``; null for ``rank``, so that the scale is 1."""
+    target_modules: list[str] = MISSING
+    """Layers to adapt, each by the end of its name, as in peft: ``[qkv, out]`` or ``[blocks.0.mlp.0]``."""
+
+
+@dataclass
+class NetworkConfig(PluginConfig):
+    """A network by name, perhaps with adapters."""
+
+    lora: LoraConfig | None = None
+    """Train only adapters, on the weights of ``expert.init_from``, which stay frozen; null to train all weights."""
+
+
+@dataclass
 class ImagesConfig:
     """Resizing of images of any size to the squares that encoders and feature networks take."""
 
@@ -167,7 +187,7 @@ class InitConfig:
 class ExpertConfig:
     """Experts, and the monolith that they are compared with."""
 
-    network: PluginConfig = field(default_factory=PluginConfig)
+    network: NetworkConfig = field(default_factory=NetworkConfig)
     """Network, by its name in the registry of experts."""
     init_from: Any = None
     """Weights to start from: path or URL of an artifact, a run (its monolith), a model of diffusers or a

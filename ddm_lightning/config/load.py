@@ -246,7 +246,8 @@ def _docs(kind: type) -> dict[str, str]:
     """Documentation of a dataclass's fields by name: the first paragraph below each, on one line."""
     body = ast.parse(inspect.getsource(kind)).body[0]
     assert isinstance(body, ast.ClassDef)
-    found = {}
+    parent = kind.__base__
+    found = dict(_docs(parent)) if parent is not None and is_dataclass(parent) else {}
     for statement, below in zip(body.body, body.body[1:], strict=False):
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
             text = inspect.cleandoc(str(below.value.value))  # type: ignore[attr-defined]

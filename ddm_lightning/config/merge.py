@@ -27,7 +27,7 @@ def _forget_params(merged: DictConfig, change: DictConfig) -> None:
         node, given = merged.get(key), change.get(key)
         if not (isinstance(node, DictConfig) and isinstance(given, DictConfig)):
             continue
-        if OmegaConf.get_type(node) is not PluginConfig:
+        if not issubclass(OmegaConf.get_type(node) or dict, PluginConfig):
             _forget_params(node, given)
         elif "name" in given and not OmegaConf.is_missing(node, "name") and given["name"] != node["name"]:
             node["params"] = {}

@@ -172,6 +172,11 @@ def _rules_of_expert(name: str, expert: ExpertConfig, experiment: Experiment) ->
             f"must be divisible by prepare.partition.num_clusters = {num_clusters}, because each expert takes 1/K of "
             f"it; set expert.train.global_batch_size={-(-batch // num_clusters) * num_clusters}",
         ),
+        (
+            expert.network.lora is not None and expert.init_from is None,
+            "init_from",
+            f"must name the base that {name}.network.lora adapts; set it",
+        ),
         *((is_wrong, "train.ema_widths", problem) for is_wrong, problem in _rules_of_widths(expert.train.ema_widths)),
     ):
         own = (f"expert.{key}", problem) if name == "expert" else (f"expert.overrides.{name}", f"{key} {problem}")

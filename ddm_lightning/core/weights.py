@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.files import atomic_write, check_file, sha256_file
@@ -102,6 +102,13 @@ def read_header(path: Path, remedy: str, *, link: bool = False) -> dict[str, Ten
     except (SafetensorError, OSError, ValueError, TypeError, RuntimeError, KeyError, MemoryError) as error:
         problem = f"holds weights of type {error}" if isinstance(error, KeyError) else first_line(error)
         raise UserError(f"{path}: not a whole safetensors file ({problem}); {remedy}") from None
+
+
+def prefixed(weights: Mapping[str, Tensor], network: nn.Module) -> Mapping[str, Tensor]:
+    """Weights by their names in a network; only the model that it ``wraps`` may be given, without the rest."""
+    inner = getattr(network, "wraps", "")
+    is_inner = inner and not any(name.startswith(inner) for name in weights)
+    return {inner + name: value for name, value in weights.items()} if is_inner else weights
 
 
 def misfits(has: Mapping[str, Tensor], needs: Mapping[str, Tensor]) -> dict[str, str]:

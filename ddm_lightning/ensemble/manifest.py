@@ -20,6 +20,7 @@ from ddm_lightning.members.artifact import (
     VERSION,
     WEIGHTS_FILE,
     ArtifactMeta,
+    Bases,
     load_network,
     read_meta,
 )
@@ -248,6 +249,13 @@ def checked(
                     f"{file}: was trained on another {key} than {folders[names[0]] / MEMBER_FILE}; "
                     "take members of one run, or fit one of the two again"
                 )
+    adapters = {name: meta.base_sha256 for name, meta in metas.items() if meta.base_sha256 is not None}
+    for name, base in adapters.items():
+        if base != next(iter(adapters.values())):
+            raise UserError(
+                f"{folders[name] / MEMBER_FILE}: is an adapter for another base than that of {next(iter(adapters))}; "
+                "take adapters of one base"
+            )
     if not changed and first.num_clusters != len(priors):
         raise UserError(f"{path}: {len(priors)} priors, but the members know {first.num_clusters} clusters; {_REMEDY}")
     total = sum(shares.values()) if lost else 1
@@ -301,6 +309,8 @@ def assemble(run: Run, *, partial: bool = False) -> bool:
         meta = read_meta(folder)
         if listed.get(meta.member) != meta:  # hash only new weights: they are gigabytes
             check_recorded(folder / WEIGHTS_FILE, meta.model_sha256, REMEDY)
+        if meta.base_sha256 is not None:
+            Bases([folder]).file(meta, str(folder / MEMBER_FILE))
     return write_ensemble(run.folder.root, [*folders.values()], run.manifest.priors, partial=partial).metas != listed
 
 
@@ -371,7 +381,8 @@ def _with_artifact(
     meta = read_meta(folder)
     if meta.role != EXPERT:
         raise UserError(f"{folder / MEMBER_FILE}: is the {meta.role}; give the artifact of an expert")
-    load_network(folder, mapped=True)  # refuses weights that no sampling could load
+    bases = Bases([folder, *ensemble.folders.values()])
+    load_network(folder, mapped=True, bases=bases)  # refuses weights that no sampling could load
     counts = {**_counts(ensemble), name: num_images}
     order = sorted(counts, key=cluster_of_expert)
     folders = {key: folder if key == name else ensemble.folders[key] for key in order}

@@ -18,7 +18,7 @@ from ddm_lightning.ensemble.manifest import EnsembleManifest
 from ddm_lightning.ensemble.residency import ResidentExperts
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.flow.path import Samples, Times, expand_time, guided, velocity_of
-from ddm_lightning.members.artifact import load_network, temperatures_of
+from ddm_lightning.members.artifact import Bases, load_network, temperatures_of
 from ddm_lightning.members.cost import flops_per_sample
 from ddm_lightning.members.roles import ROUTER, cluster_of_expert
 from ddm_lightning.networks.blocks import compile_blocks
@@ -290,15 +290,18 @@ def load_ensemble(
     Args:
         manifest: from ``read_ensemble`` or ``single``.
         device: where to put the networks.
-        resident_experts: experts on the device at once (``ResidentExperts``); None is all.
+        resident_experts: experts on the device at once (``ResidentExperts``); None is all. Experts that are adapters
+            share their base on the device, so all of them count as one.
 
     Raises:
         UserError: an artifact is damaged or unusable; see ``load_network``.
     """
     names = manifest.experts
-    num_resident = min(resident_experts or len(names), len(names))
-    takes_turns = num_resident < len(names)
-    networks = [load_network(manifest.folders[name], mapped=takes_turns)[1] for name in names]
+    num_large = len({manifest.metas[name].base_sha256 or name for name in names})
+    num_resident = min(resident_experts or num_large, num_large)
+    takes_turns = num_resident < num_large
+    bases = Bases(manifest.folders.values(), "cpu" if takes_turns else device)
+    networks = [load_network(manifest.folders[name], mapped=takes_turns, bases=bases)[1] for name in names]
     router: nn.Module | None = None
     of_router: dict[str, Any] = {}
     if ROUTER in manifest.folders:

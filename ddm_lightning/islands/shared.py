@@ -18,7 +18,7 @@ from ddm_lightning.core.errors import DOWNLOADS, UserError, first_line
 from ddm_lightning.core.files import atomic_folder, sha256_file
 from ddm_lightning.core.weights import check_recorded
 from ddm_lightning.ensemble.manifest import assemble
-from ddm_lightning.members.artifact import REMEDY, WEIGHTS_FILE, read_meta
+from ddm_lightning.members.artifact import REMEDY, WEIGHTS_FILE, base_file, read_meta
 from ddm_lightning.members.roles import ROUTER
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import MEMBER_FILE, SIGNATURE, STATEMENT, refuse_changes
@@ -164,7 +164,11 @@ def pull_artifact(name: str, run: Run) -> None:
                     remote.get(f"{url}/{file}", temporary / file)
             remote.get(f"{url}/{WEIGHTS_FILE}", temporary / WEIGHTS_FILE)
             accept(name, temporary, run)
-            check_recorded(temporary / WEIGHTS_FILE, read_meta(temporary).model_sha256, REMEDY)
+            meta = read_meta(temporary)
+            check_recorded(temporary / WEIGHTS_FILE, meta.model_sha256, REMEDY)
+            base = base_file(run.folder.root, meta)
+            if meta.base_sha256 is not None and not base.exists():
+                remote.get(f"{run.url}/{base.relative_to(run.folder.root).as_posix()}", base)
 
 
 def pull_ensemble(run: Run) -> None:

@@ -211,7 +211,7 @@ class MemberCost:
     """
 
     def __init__(self, member: Member) -> None:
-        self.member, self.network = member, member.plan_network()
+        self.member, self.network = member, member.adapted(member.plan_network())
         named = dict(self.network.named_parameters())
         self.num_parameters = sum(parameter.numel() for parameter in named.values())
         by_muon = member.train.optimizer == "muon"

@@ -21,7 +21,15 @@ from ddm_lightning.config.experiment import InitConfig
 from ddm_lightning.core import checks, remote
 from ddm_lightning.core.errors import DOWNLOADS, UserError, first_line
 from ddm_lightning.core.files import atomic_write_json, move_folder, sha256_file, sha256_json
-from ddm_lightning.core.weights import check_recorded, in_short, load_weights, misfits, read_header, save_weights
+from ddm_lightning.core.weights import (
+    check_recorded,
+    in_short,
+    load_weights,
+    misfits,
+    prefixed,
+    read_header,
+    save_weights,
+)
 from ddm_lightning.members.artifact import WEIGHTS_FILE, read_meta
 from ddm_lightning.members.member import Member
 from ddm_lightning.members.roles import MONOLITH, ROUTER
@@ -89,13 +97,24 @@ class Initial:
         """
         return load_weights(self.path, self.sha256, self._remedy)
 
-    def check(self, network: nn.Module) -> None:
+    def check(self, network: nn.Module) -> list[str]:
         """Compare the weights' description, names and shapes with a network, perhaps on the meta device.
+
+        Returns:
+            What differs, as ``load`` does.
 
         Raises:
             UserError: they are another class's, or do not fit.
         """
-        self._fitting(network, read_header(self.path, self._remedy))
+        return self._fitting(network, read_header(self.path, self._remedy))[1]
+
+    def fitting(self, network: nn.Module) -> dict[str, Tensor]:
+        """The weights that fit a network, by their names in it.
+
+        Raises:
+            UserError: as ``check`` and ``tensors``.
+        """
+        return self._fitting(network, self.tensors())[0]
 
     def load(self, network: nn.Module) -> list[str]:
         """Load the weights into a network.
@@ -113,12 +132,11 @@ class Initial:
     def _fitting(self, network: nn.Module, weights: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
         """Weights by their names in the network, and what differs."""
         notes = self._check_description(getattr(network, "prediction", None))
-        needs, inner = network.state_dict(), getattr(network, "wraps", "")
-        if inner and not any(name.startswith(inner) for name in weights):  # of the model within, which lacks the rest
-            weights = {inner + name: value for name, value in weights.items()}
-            needs = {name: value for name, value in needs.items() if name.startswith(inner)}
-        odd = misfits(weights, needs)
-        fitting = {name: value for name, value in weights.items() if name not in odd}
+        needs, named = network.state_dict(), prefixed(weights, network)
+        if named is not weights:  # of the model within, which lacks the rest
+            needs = {name: value for name, value in needs.items() if name.startswith(str(network.wraps))}
+        odd = misfits(named, needs)
+        fitting = {name: value for name, value in named.items() if name not in odd}
         if odd and not (self.config.partial and fitting):
             more = "" if self.config.partial else ", or let these start anew: init_from: {source: …, partial: true}"
             raise self._error(f"the weights do not fit: {in_short(odd)}; take weights of this network{more}")

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ddm_lightning.config.experiment import (
     Experiment,
     ExpertConfig,
     InitConfig,
+    LoraConfig,
     PluginConfig,
     TimestepsConfig,
     TrainConfig,
@@ -21,6 +24,7 @@ from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.flow.path import PATHS
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.members.roles import Role, role_of
+from ddm_lightning.networks.lora import adapt
 from ddm_lightning.shards.manifest import DataSizes, Manifest
 
 
@@ -57,6 +61,8 @@ class Member:
     caption_encoder: PluginConfig | None
     init_from: InitConfig | None = None
     """Weights that it starts from; None for random ones."""
+    lora: LoraConfig | None = None
+    """Adapters that it trains instead of all weights."""
 
     @classmethod
     def resolve(cls, name: str, experiment: Experiment, sizes: Manifest | DataSizes) -> Member:
@@ -83,6 +89,7 @@ class Member:
             seed=experiment.seed,
             network=config.network,
             init_from=init_of(config),
+            lora=expert.network.lora if expert else None,
             train=role.train(name, experiment),
             timesteps=config.timesteps,
             batch_size=role.batch_size(name, experiment),
@@ -103,14 +110,35 @@ class Member:
         Raises:
             UserError: the network is unknown, refuses its parameters or declares another path.
         """
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(keyed_generator(self.seed, "initial weights", self.role.section).initial_seed())
+        with self._seeded("initial weights"):
             network = self.role.build(self.network, self.x_shape, self.condition, self.num_clusters)
         if (path := declared_path(network)) not in (None, self.path):
             raise UserError(
                 f"expert {self.network.name!r} works on the path {path!r}, not {self.path!r}; set expert.path={path}"
             )
         return network
+
+    def adapted(self, network: nn.Module, base: Mapping[str, Tensor] | None = None) -> nn.Module:
+        """Freeze a network's weights and add the member's adapters, in place; nothing if it trains all weights.
+
+        Args:
+            network: the built network.
+            base: weights to freeze, by their names in the network; None for its own, all of them.
+
+        Raises:
+            UserError: as ``lora.adapt``.
+        """
+        if self.lora is not None:
+            with self._seeded("adapters"):
+                adapt(network, self.lora, network.state_dict() if base is None else base)
+        return network
+
+    @contextmanager
+    def _seeded(self, purpose: str) -> Iterator[None]:
+        """Seed torch's generator within the block, alike for all members of a section."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(keyed_generator(self.seed, purpose, self.role.section).initial_seed())
+            yield
 
     def plan_network(self) -> nn.Module:
         """Build the network on the meta device, without memory for weights; on the CPU for plug-ins that fail there.

@@ -110,6 +110,8 @@ def check_networks(
         if initial and (start := Run(experiment).initial(member)) is not None:
             with _blaming(f"{key.removesuffix('network')}init_from", source, overrides):
                 start.check(network)
+        with _blaming(key, source, overrides):
+            member.adapted(network)
         train = f"{key.removesuffix('.network')}.train.optimizer"
         has_matrices = any(is_muon_matrix(name, parameter) for name, parameter in network.named_parameters())
         if member.train.optimizer == "muon" and not has_matrices:

@@ -27,6 +27,7 @@ from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import lock_member
 from ddm_lightning.members.signatures import sign_artifact
 from ddm_lightning.members.status import HELD_OUT_STEP, loss_of
+from ddm_lightning.networks.lora import frozen
 from ddm_lightning.training import ema
 from ddm_lightning.training.fit import build_data
 from ddm_lightning.training.objective import Position, build_objective
@@ -202,7 +203,7 @@ class EmaWidths:
             batches = data.val_dataloader()
             for name, weights in candidates:
                 # Built as in an ensemble, so that weights that do not fit give the same error.
-                network.load_state_dict(build_network(self.meta, weights).state_dict())
+                network.load_state_dict(build_network(self.meta, weights, frozen(network)).state_dict())
                 network.to(device).eval()
                 objective.start_validation()
                 with autocast(island.precision, device):

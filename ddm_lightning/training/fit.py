@@ -98,7 +98,8 @@ def _train(member: Member, run: Run, status: MemberStatus, console: Console) -> 
     told = ranks.told_by_rank_zero("checkpoint", newest.name if newest else None)
     resume = told and folder / "checkpoints" / told
     if resume is None and (initial := run.initial(member)) is not None:
-        differing = initial.load(module.network)
+        # The base of adapters is in the network from the start.
+        differing = initial.load(module.network) if member.lora is None else initial.check(member.plan_network())
         console.print(f"{member.name}: starts from {initial.source}, SHA-256 {initial.sha256}")
         for line in differing:
             console.print(f"{member.name}: {line}")

@@ -395,8 +395,11 @@ def build_objective(member: Member, run: Run) -> Objective:
     coder = None if column is None or column in manifest.columns else member.caption_encoder
     planned = member.plan_network()
     check_memory([*planned.parameters(), *planned.buffers()], member.name)
+    network, initial = member.build_network(), run.initial(member)
+    if member.lora is not None and initial is not None:
+        member.adapted(network, initial.fitting(network))
     return OBJECTIVES[member.role.objective](
-        member.build_network(),
+        network,
         member,
         StoredForm(manifest.stores, manifest.normalisation),
         caption_encoder=CAPTION_ENCODERS.build(coder.name, coder.params) if coder else None,

@@ -23,6 +23,7 @@ from omegaconf import OmegaConf
 from ddm_lightning.config.experiment import (
     ConditionConfig,
     Experiment,
+    LoraConfig,
     PartitionConfig,
     PluginConfig,
     PrepareConfig,
@@ -34,6 +35,7 @@ from ddm_lightning.config.validate import check_experiment
 from ddm_lightning.core import checks, remote
 from ddm_lightning.core.errors import DOWNLOADS, UserError, first_line
 from ddm_lightning.core.files import atomic_folder, atomic_write_json, atomic_write_text, inside
+from ddm_lightning.core.registry import EXPERTS
 from ddm_lightning.core.weights import check_recorded
 from ddm_lightning.ensemble.manifest import (
     About,
@@ -44,7 +46,7 @@ from ddm_lightning.ensemble.manifest import (
     write_manifest,
 )
 from ddm_lightning.ensemble.routing import with_strategy
-from ddm_lightning.members.artifact import REMEDY, WEIGHTS_FILE
+from ddm_lightning.members.artifact import REMEDY, WEIGHTS_FILE, Bases, base_file, read_artifact, read_meta
 from ddm_lightning.members.preflight import check_strategy
 from ddm_lightning.members.roles import condition_spec
 from ddm_lightning.members.run_folder import (
@@ -56,6 +58,7 @@ from ddm_lightning.members.run_folder import (
     load_run,
     refuse_changed,
 )
+from ddm_lightning.networks.lora import write_peft
 from ddm_lightning.shards.manifest import Manifest, manifest_path
 
 _PIPELINE = '''"""Code of this folder for diffusers: the class is part of the installed package ddm_lightning."""
@@ -104,6 +107,9 @@ def fetched(address: str | Path) -> Path:
         for relative in {entry["path"] for entry in document["members"]}:
             folder = inside(run.root, relative, run.ensemble)
             fetch(*(folder / file for file in _FILES))
+            if (folder / MEMBER_FILE).exists() and (meta := read_meta(folder)).base_sha256 is not None:
+                base = base_file(run.root, meta)
+                fetch(*([] if base.exists() else [base]))
         if document["about"] is None:
             fetch(run.experiment, manifest_path(run.root))
     except OSError as error:
@@ -285,6 +291,7 @@ def save_ensemble(ensemble: EnsembleManifest, out: Path, licence: str | None = N
     if out.exists():
         raise UserError(f"{out}: exists already; give a new folder")
     about = ensemble.about if licence is None else replace(ensemble.about, licence=licence)
+    bases = Bases(ensemble.folders.values())
     with atomic_folder(out) as temporary:
         for name, folder in ensemble.folders.items():
             check_recorded(folder / WEIGHTS_FILE, ensemble.metas[name].model_sha256, REMEDY)
@@ -292,6 +299,12 @@ def save_ensemble(ensemble: EnsembleManifest, out: Path, licence: str | None = N
             for file in _FILES:
                 if (folder / file).exists():
                     shutil.copyfile(folder / file, temporary / name / file)
+            if (sha256 := ensemble.metas[name].base_sha256) is not None:
+                base, copy = bases.file(ensemble.metas[name], str(folder)), base_file(temporary, ensemble.metas[name])
+                if not copy.exists():
+                    check_recorded(base, sha256, REMEDY)
+                    copy.parent.mkdir(parents=True)
+                    shutil.copyfile(base, copy)
         folders = {name: temporary / name for name in ensemble.folders}
         is_changed = bool(ensemble.changed or ensemble.lost)
         write_manifest(temporary, replace(ensemble, folders=folders, about=about, changed=is_changed))
@@ -302,6 +315,29 @@ def save_ensemble(ensemble: EnsembleManifest, out: Path, licence: str | None = N
             condition=saved.meta.condition["kind"],
         )
         (temporary / "README.md").write_text(card, encoding="utf-8")
+
+
+def export_peft(manifest: EnsembleManifest, out: Path) -> None:
+    """Write each adapter as a folder that peft loads onto the base; ``out`` appears whole or not at all.
+
+    Args:
+        manifest: from ``manifest_with_about``.
+        out: new folder.
+
+    Raises:
+        UserError: ``out`` exists, an artifact is damaged, or no expert is an adapter.
+    """
+    if out.exists():
+        raise UserError(f"{out}: exists already; give a new folder")
+    adapters = {name: meta.lora for name, meta in manifest.metas.items() if meta.lora is not None}
+    if not adapters:
+        raise UserError("--to peft: no expert is an adapter (expert.network.lora); export with --to ensemble")
+    with atomic_folder(out) as temporary:
+        for name, lora in adapters.items():
+            meta, state = read_artifact(manifest.folders[name])
+            (temporary / name).mkdir()
+            inner = getattr(EXPERTS.get(meta.network), "wraps", "")
+            write_peft(temporary / name, LoraConfig(**lora), state, inner)
 
 
 def export_diffusers(manifest: EnsembleManifest, out: Path, licence: str | None = None) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 
-from ddm_lightning.config.experiment import Experiment, PluginConfig
+from ddm_lightning.config.experiment import Experiment, NetworkConfig
 from ddm_lightning.config.load import load_experiment, to_yaml
 from ddm_lightning.config.merge import expert_section
 from ddm_lightning.core.errors import UserError
@@ -31,7 +31,7 @@ def load(*overrides: str) -> Experiment:
 def test_an_expert_has_its_own_network_path_and_training_and_others_have_not() -> None:
     experiment = load(UNET, "expert.overrides.expert-1.train.learning_rate=0.5")
     base, own = (Member.resolve(name, experiment, SIZES) for name in ("expert-0", "expert-1"))
-    assert own.network == PluginConfig("unet", {"width": 8, "prediction": "epsilon"})  # none of dit's
+    assert own.network == NetworkConfig("unet", {"width": 8, "prediction": "epsilon"})  # none of dit's
     assert (own.path, base.path, own.train.learning_rate) == ("cosine", "linear", 0.5)
     assert own.train.max_steps == base.train.max_steps and own.batch_size == base.batch_size == 8
     assert type(own.build_network()).__name__ == "UNet" and type(base.build_network()).__name__ == "DiT"

@@ -66,7 +66,7 @@ def test_missing_and_unknown_keys(tmp_path):
     for key in json.loads(original):
         path.write_text(original)
         edit(path, **{key: ...})
-        if key in (added := {"path": "linear", "clusters": [], "init_from": None, "init_sha256": None}):
+        if key in (added := {"path": "linear", "lora": None, "clusters": [], "init_from": None, "init_sha256": None}):
             assert getattr(read_meta(tmp_path / "a"), key) == added[key], "of an earlier release"
             continue
         refused(lambda: read_artifact(tmp_path / "a"), path, f"key {key!r} is missing", "fetch this artifact again")

@@ -1,0 +1,103 @@
+"""LoRA adapters (Hu et al., 2106.09685) on a frozen network, by the library peft (extra ``lora``)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from ddm_lightning.config.experiment import LoraConfig
+from ddm_lightning.core.errors import UserError, first_line
+from ddm_lightning.core.registry import require
+from ddm_lightning.core.weights import save_weights
+
+_NAME = "default"
+"""What peft calls the adapter within the network, which has only one."""
+_FROZEN = "frozen_weights"
+
+
+def adapt(network: nn.Module, lora: LoraConfig, base: Mapping[str, Tensor]) -> None:
+    """Freeze the weights ``base`` in a network, and add adapters to it, in place.
+
+    Frozen weights become buffers outside of ``state_dict``, so they are not trained, averaged or saved. Parameters that
+    ``base`` lacks are trained with the adapters.
+
+    Args:
+        network: takes the values of ``base``.
+        lora: rank, alpha and layers. The adapters start as zero.
+        base: weights by their names in ``network``.
+
+    Raises:
+        UserError: peft is not installed, there is no such layer, peft cannot adapt it, or ``base`` does not fit.
+    """
+    config, own = _of_peft(lora), network.state_dict()
+    from peft import inject_adapter_in_model
+
+    layers = [name for name, part in network.named_modules() if isinstance(part, nn.Linear | nn.Conv2d)]
+    for name, value in base.items():
+        if name not in own or own[name].shape != value.shape:
+            raise UserError(f"the frozen base does not fit the network at {name!r}; take the base of this network")
+    for target in lora.target_modules or [""]:
+        if not any(f".{name}".endswith(f".{target}") for name in layers):
+            known = ", ".join(dict.fromkeys(re.sub(r".*\.\d+\.(?=\D)", "", name) for name in layers))
+            raise UserError(f"lora.target_modules: no layer's name ends in {target!r}; layers are {known}")
+    try:
+        inject_adapter_in_model(config, network, _NAME)
+    except ValueError as error:
+        raise UserError(f"lora.target_modules: {first_line(error)}; name linear or convolutional layers") from None
+    network.requires_grad_(True)  # peft freezes what it has not added
+    for name, value in base.items():
+        layer, leaf = _place(network, name)
+        delattr(layer, leaf)
+        layer.register_buffer(leaf, own[name].detach().copy_(value), persistent=False)
+    vars(network)[_FROZEN] = list(base)
+
+
+def frozen(network: nn.Module) -> dict[str, Tensor]:
+    """Weights that ``adapt`` has frozen, by the names they had before; empty for other networks."""
+    return {name: getattr(*_place(network, name)) for name in vars(network).get(_FROZEN, ())}
+
+
+def merged(network: nn.Module) -> dict[str, Tensor]:
+    """Weights ``W + (alpha / rank)·B·A`` with which the network without adapters computes what this one does."""
+    from peft.tuners.lora import LoraLayer
+
+    own = {name.replace(".base_layer.", "."): value for name, value in network.state_dict().items()}
+    weights = frozen(network) | {name: value for name, value in own.items() if ".lora_" not in name}
+    for name, layer in network.named_modules():
+        if isinstance(layer, LoraLayer):
+            weights[f"{name}.weight"] = weights[f"{name}.weight"] + layer.get_delta_weight(_NAME)
+    return weights
+
+
+def write_peft(folder: Path, lora: LoraConfig, state: Mapping[str, Tensor], inner: str = "") -> None:
+    """Write adapters as peft and others read them: ``adapter_config.json`` and ``adapter_model.safetensors``.
+
+    Args:
+        folder: exists.
+        lora: as in ``adapt``.
+        state: ``state_dict`` of the adapted network; what are no adapters is left out.
+        inner: what the names of a network within it begin with, to which the written adapters belong.
+    """
+    adapters = {name.removeprefix(inner): value for name, value in state.items() if ".lora_" in name}
+    named = {f"base_model.model.{name.replace(f'.{_NAME}.', '.')}": value for name, value in adapters.items()}
+    save_weights(folder / "adapter_model.safetensors", named, str(folder))
+    _of_peft(lora).save_pretrained(str(folder))
+
+
+def _of_peft(lora: LoraConfig) -> Any:
+    require("key 'expert.network.lora'", "peft", extra="lora")
+    import peft
+
+    alpha = lora.rank if lora.alpha is None else lora.alpha
+    return peft.LoraConfig(r=lora.rank, lora_alpha=alpha, target_modules=list(lora.target_modules))
+
+
+def _place(network: nn.Module, name: str) -> tuple[Any, str]:
+    """Layer that has a weight, within that of peft if there is one, and the weight's name there."""
+    place, _, leaf = name.rpartition(".")
+    layer = network.get_submodule(place)
+    return getattr(layer, "base_layer", layer), leaf

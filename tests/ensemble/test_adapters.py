@@ -1,0 +1,162 @@
+"""Experts that are adapters on one frozen base: they sample what full experts would, in the memory of one."""
+
+import shutil
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+from artifact_files import PARAMS, SHAPE, TEXT, edit, make_meta, make_network, refused
+from saved_ensembles import ABOUT
+from torch import nn
+from toy_ensemble import sample
+
+from ddm_lightning.config.experiment import LoraConfig, SampleConfig
+from ddm_lightning.core.registry import EXPERTS
+from ddm_lightning.core.weights import save_weights
+from ddm_lightning.ensemble.manifest import added, read_ensemble, single, write_ensemble
+from ddm_lightning.ensemble.residency import ResidentExperts
+from ddm_lightning.ensemble.velocity import Ensemble, load_ensemble
+from ddm_lightning.flow.condition import Condition
+from ddm_lightning.members.artifact import load_network, write_artifact
+from ddm_lightning.members.cost import _Held
+from ddm_lightning.networks.lora import adapt, merged
+from ddm_lightning.use.saved import save_ensemble
+
+LORA = LoraConfig(rank=2, target_modules=["attention.qkv", "mlp.0"])
+WIDE = {**PARAMS, "width": 256, "depth": 4}
+
+
+def write_adapters(root, num, params=PARAMS, base_seed=0):
+    """Artifacts of ``num`` random adapters on one random base, and the base itself, in the folder of a run."""
+    folders = []
+    torch.manual_seed(base_seed)
+    base = EXPERTS.build("dit", params, x_shape=SHAPE, condition=TEXT)
+    for parameter in base.parameters():
+        nn.init.normal_(parameter, std=0.05)
+    sha256 = save_weights(root / "new.safetensors", base.state_dict(), "base")
+    (root / "initial" / sha256).mkdir(parents=True)
+    (root / "new.safetensors").rename(root / "initial" / sha256 / "model.safetensors")
+    of_base = {"lora": asdict(LORA), "init_from": "base", "init_sha256": sha256}
+    for k in range(num):
+        network = EXPERTS.build("dit", params, x_shape=SHAPE, condition=TEXT)
+        adapt(network, LORA, base.state_dict())
+        for parameter in network.parameters():
+            nn.init.normal_(parameter, std=0.2)
+        meta = replace(make_meta(f"expert-{k}"), num_clusters=num, params=params, **of_base)
+        folders.append(root / "members" / meta.member / "artifact")
+        write_artifact(folders[-1], network.state_dict(), meta)
+    write_ensemble(root, folders, [1 / num] * num)
+    return root
+
+
+def of_full_experts(manifest):
+    """The same ensemble of separate networks with the merged weights."""
+    networks = []
+    for folder in manifest.folders.values():
+        meta, network = load_network(folder)
+        networks.append(EXPERTS.build("dit", meta.params, x_shape=SHAPE, condition=TEXT))
+        networks[-1].load_state_dict(merged(network))
+    return Ensemble(networks, None, manifest.priors)
+
+
+def held_bytes(networks):
+    """Bytes of all different tensors of some networks."""
+    storages = [one.untyped_storage() for net in networks for one in (*net.parameters(), *net.buffers())]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+@pytest.mark.parametrize(("strategy", "solver", "guidance"), [("full", "heun", 2.0), ("bayes", "ancestral", 1.5)])
+def test_adapters_give_the_images_of_full_experts(tmp_path, strategy, solver, guidance):
+    manifest = read_ensemble(write_adapters(tmp_path, 3) / "ensemble.json")
+    condition = Condition.of(torch.randn(6, 5, generator=torch.Generator().manual_seed(1)))
+    router = make_network("router", 4)
+    found = []
+    for ensemble in (load_ensemble(manifest), of_full_experts(manifest)):
+        if strategy == "full":
+            ensemble.router = nn.Module()
+            ensemble.router.forward = lambda *given: torch.cat([router(*given), -router(*given)[:, :1]], 1)
+        settings = SampleConfig(strategy=strategy, solver=solver, num_steps=5, guidance_scale=guidance)
+        found.append(sample(ensemble, condition, 6, SHAPE, settings, batch_size=6))
+    assert torch.allclose(*found, rtol=0, atol=1e-4)
+    assert (found[0][0] - found[0][1]).abs().max() > 0.1
+
+
+def memory(manifest):
+    """Bytes of an ensemble's weights, and the most bytes of tensors at any moment while it samples."""
+    ensemble = load_ensemble(manifest)
+    weights = held_bytes(ensemble.experts)
+    settings = SampleConfig(strategy="bayes", solver="ancestral", num_steps=2)
+    with _Held([one for net in ensemble.experts for one in (*net.parameters(), *net.buffers())]) as made:
+        sample(ensemble, None, 4, SHAPE, settings, batch_size=4)
+    return weights, weights + made.most
+
+
+def test_eight_adapters_are_sampled_in_the_memory_of_one_expert(tmp_path):
+    eight, full = read_ensemble(write_adapters(tmp_path, 8, WIDE) / "ensemble.json"), tmp_path / "full"
+    weights = merged(load_network(eight.folders["expert-0"])[1])
+    write_artifact(full, weights, replace(eight.meta, lora=None))
+    one, of_eight = memory(single(full)), memory(eight)
+    base = sum(value.nbytes for value in weights.values())
+    assert base < one[0] < one[1] and of_eight[0] < 1.3 * one[0] and of_eight[1] < 1.3 * one[1]
+    assert all((folder / "model.safetensors").stat().st_size < 0.02 * base for folder in eight.folders.values())
+
+
+def test_adapters_need_no_turns_on_a_small_device(tmp_path):
+    manifest = read_ensemble(write_adapters(tmp_path, 3) / "ensemble.json")
+    assert not isinstance(load_ensemble(manifest, resident_experts=2).experts, ResidentExperts)
+    full = replace(manifest.metas["expert-1"], lora=None)
+    write_artifact(manifest.folders["expert-1"], make_network("expert", 3).state_dict(), full)
+    write_ensemble(tmp_path, list(manifest.folders.values()), manifest.priors)
+    mixed = read_ensemble(tmp_path / "ensemble.json")
+    settings = SampleConfig(strategy="bayes", solver="ancestral", num_steps=3)
+    images = [
+        sample(load_ensemble(mixed, resident_experts=n), None, 4, SHAPE, settings, batch_size=4) for n in (None, 2)
+    ]
+    assert torch.equal(*images)
+
+
+def test_a_saved_copy_has_the_base_once(tmp_path):
+    write_adapters(tmp_path / "run", 2)
+    manifest = replace(read_ensemble(tmp_path / "run" / "ensemble.json"), about=ABOUT)
+    save_ensemble(manifest, tmp_path / "saved")
+    assert len([*(tmp_path / "saved").rglob("*.safetensors")]) == 3
+    moved = shutil.move(tmp_path / "saved", tmp_path / "elsewhere")
+    first, second = load_ensemble(read_ensemble(Path(moved) / "ensemble.json")).experts
+    base, one = (held_bytes(networks) for networks in ([first, second], [first]))
+    assert base < 1.5 * one
+    assert "initial/" in (tmp_path / "elsewhere" / "README.md").read_text()
+
+
+def test_a_strangers_adapter_comes_without_the_base(tmp_path):
+    write_adapters(tmp_path / "run", 2)
+    stranger = tmp_path / "mail" / "expert-0"
+    shutil.copytree(tmp_path / "run" / "members" / "expert-0" / "artifact", stranger)
+    edit(stranger / "member.json", partition_sha256="cd" * 32)
+    manifest = replace(read_ensemble(tmp_path / "run" / "ensemble.json"), about=ABOUT)
+    changed = added(manifest, stranger, 40)
+    save_ensemble(changed, tmp_path / "three")
+    assert len(load_ensemble(read_ensemble(tmp_path / "three" / "ensemble.json")).experts) == 3
+
+
+def test_an_adapter_for_another_base_is_refused(tmp_path):
+    run = write_adapters(tmp_path / "run", 2)
+    other = write_adapters(tmp_path / "other", 2, base_seed=1)
+    artifact = run / "members" / "expert-1" / "artifact"
+    shutil.rmtree(artifact)
+    shutil.copytree(other / "members" / "expert-1" / "artifact", artifact)
+    folders = [run / "members" / name / "artifact" for name in ("expert-0", "expert-1")]
+    refused(lambda: write_ensemble(run, folders, [0.5, 0.5]), artifact / "member.json", "another base", "expert-0")
+    refused(lambda: load_network(artifact), artifact / "member.json", "another base")
+    (base,), (others,) = ([*root.glob("initial/*/model.safetensors")] for root in (run, other))
+    shutil.copyfile(others, base)
+    refused(lambda: load_network(folders[0]), base, "SHA-256")
+    base.write_bytes(b"\x80\x04.")
+    refused(lambda: load_network(folders[0]), base, "safetensors")
+    edit(artifact / "member.json", lora={"rank": 1 << 24, "alpha": None, "target_modules": ["mlp.0"]})
+    shutil.copytree(others.parent, run / "initial" / others.parent.name)
+    refused(lambda: load_network(artifact), artifact / "member.json", "more weights")
+    good = {"rank": 1, "alpha": 1.0, "target_modules": ["mlp.0"]}
+    for bad in ({"rank": 0}, {"alpha": "1"}, {"target_modules": ".*"}, {"use_dora": True}):
+        edit(artifact / "member.json", lora=good | bad)
+        refused(lambda: load_network(artifact), artifact / "member.json", "lora")
