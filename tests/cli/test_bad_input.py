@@ -72,6 +72,18 @@ BAD_SETTINGS: dict[str, tuple[str, list[str]]] = {
     "unknown solver": ("sample.solver=rk4", ["'sample.solver' = 'rk4'", "check the spelling", "dpm++2m"]),
     "param of another solver": ("sample.solver_params={rtol: 1}", ["'sample.solver' = 'euler'", "no parameter 'rtol'"]),
     "param of another strategy": ("sample.strategy_params={k: 1}", ["'sample.strategy' = 'top-1'", "no parameter 'k'"]),
+    "initial weights that are not there": (
+        "expert.init_from=nothing",
+        ["'expert.init_from'", "nothing: is no artifact, no run whose monolith is finished", "never unpickled"],
+    ),
+    "initial weights without a source": (
+        "router.init_from={partial: true}",
+        ["key 'router.init_from.source': must be a string, is null"],
+    ),
+    "initial weights of no hash": (
+        "expert.overrides={expert-1: {init_from: {source: a, sha256: ab}}}",
+        ["key 'expert.overrides.expert-1.init_from.sha256' = 'ab': must be 64 hexadecimal digits"],
+    ),
     "no width at all": ("expert.network.params.width=0", ["'expert.network'", "width"]),
 }
 

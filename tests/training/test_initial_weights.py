@@ -5,10 +5,11 @@ import shutil
 import pytest
 import torch
 from shards.mds import WARNINGS
-from tiny_runs import TINY
+from tiny_runs import TINY, prepared
 from training.short_fits import SHORT, fit, member, weights
 
 from ddm_lightning import DecentralizedEnsemble
+from ddm_lightning.cli.parser import main
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.files import sha256_file
 from ddm_lightning.core.weights import save_weights
@@ -55,6 +56,26 @@ def test_the_first_step_and_the_average_start_from_them(finished, tiny_run, caps
     _, trained = read_artifact(member(tiny_run, "artifact"))
     for name, value in given.items():
         torch.testing.assert_close(trained[name], value, rtol=0, atol=1e-9)
+
+
+def test_an_island_needs_the_run_s_url_and_not_the_source(finished, tmp_path, capsys):
+    source, store = tmp_path / "weights.safetensors", tmp_path / "store"
+    shutil.copy(member(finished, "artifact", "model.safetensors"), source)
+    settings = (f"expert.init_from={source}", f"remote={store}", "expert.train.max_steps=0")
+    prepared(tmp_path / "home", *settings)
+    source.unlink()
+    assert fit(tmp_path / "island", *settings) == 0
+    assert weights(tmp_path / "island") == weights(finished)
+
+
+def test_weights_of_another_shape_are_refused_before_anything_is_prepared(finished, tmp_path, capsys):
+    start = f"expert.init_from={member(finished, 'artifact')}"
+    other = ["-c", str(TINY), f"run_dir={tmp_path / 'run'}", start, "expert.network.params.width=48"]
+    assert main(["prepare", *other]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {TINY} with {start!r}: key 'expert.init_from': {member(finished, 'artifact')}: ")
+    assert "is floats [32" in line and "partial: true" in line
+    assert not (tmp_path / "run" / "prepared").exists()
 
 
 def test_other_initial_weights_at_a_resume_are_refused(finished, tiny_run, tmp_path, capsys):
