@@ -19,9 +19,9 @@ from flop_scores import OTHER, Judge, kid
 from split import encoder_of
 
 from ddm_lightning.config.experiment import SampleConfig
-from ddm_lightning.ensemble.manifest import EnsembleManifest, added, removed
+from ddm_lightning.ensemble.changes import added, removed
+from ddm_lightning.ensemble.manifest import EnsembleManifest
 from ddm_lightning.evaluation.shares import total_variation
-from ddm_lightning.members.roles import cluster_of_expert
 from ddm_lightning.members.run import Run
 from ddm_lightning.training.extension import extend_router
 from ddm_lightning.use.ensemble import DecentralizedEnsemble
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None) -> None:
     judge = Judge(original, [OTHER], folder.root / "benchmarks" / "features")
     real = judge.real[OTHER.name]
     whole = manifest_with_about(folder.root, experiment)
-    leaving = cluster_of_expert(options.expert)
+    leaving = original.member(options.expert).clusters[0]
     without = removed(whole, options.expert)
     # As an expert of another partition, it gets a number of its own, and the router has to go.
     stranger = replace(without, partition_sha256="0" * 64)

@@ -20,6 +20,7 @@ from common import all_of, call, console, load, progress, start
 from torch.utils.flop_counter import FlopCounterMode
 
 from ddm_lightning.config.experiment import Experiment
+from ddm_lightning.config.merge import expert_clusters
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_folder
 from ddm_lightning.core.registry import FEATURES
@@ -227,7 +228,8 @@ class Study:
         for variant, seed, share in self.points():
             if ENSEMBLE in TRAIN[variant.train]:
                 run, kept = self.prepared(variant), self.at_budget(variant, seed, share)
-                write_ensemble(kept.root, [kept.artifact(member) for member in run.names], run.manifest.priors)
+                folders, clusters = [kept.artifact(member) for member in run.names], expert_clusters(run.experiment)
+                write_ensemble(kept.root, folders, run.manifest.priors, expert_clusters=clusters)
         self._train_all([job for job in jobs if job.member == STUDENT], num_jobs)
 
     def _train_all(self, jobs: Sequence[Job], num_jobs: int) -> None:

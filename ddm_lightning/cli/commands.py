@@ -20,7 +20,8 @@ from ddm_lightning.core.devices import check_devices, configure_torch
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.formatting import Bars
 from ddm_lightning.core.registry import require
-from ddm_lightning.ensemble.manifest import added, assemble, removed, replaced
+from ddm_lightning.ensemble.changes import added, removed, replaced
+from ddm_lightning.ensemble.manifest import assemble
 from ddm_lightning.islands.local import default_jobs, fit_members
 from ddm_lightning.islands.shared import check_writable, is_shared, publish_prepared, pull_ensemble, pull_manifest
 from ddm_lightning.members.preflight import (
@@ -346,7 +347,7 @@ def change_ensemble(options: argparse.Namespace) -> None:
             extend_router(before, expert, options.images / after.about.num_images, seen, new, router)
             after = added(before, expert, options.images, router)
         save_ensemble(after, out)
-    shares = [f"{name} {prior:.4f}" for name, prior in zip(after.experts, after.priors, strict=True)]
+    shares = [f"{name} {prior:.4f}" for name, prior in after.shares.items()]
     print(f"ensemble: {out}\npriors: {', '.join(shares)}")
     if ROUTER in before.folders and ROUTER not in after.folders:
         print(

@@ -146,7 +146,7 @@ class TrainConfig:
     max_steps: int = option(MISSING, low=0)
     """Optimizer steps; 0 hands over the initial weights."""
     global_batch_size: int = option(MISSING, low=1)
-    """Samples per step. For experts, the monolith's batch; each expert takes 1/K of it."""
+    """Samples per step. For experts, the monolith's batch; each of M experts takes 1/M of it."""
     optimizer: str = option("adamw", choices=("adamw", "muon"))
     """``adamw``, or ``muon`` for the blocks' matrices (AdamW for adaLN and the rest); ``muon`` excludes FSDP2."""
     learning_rate: float = option(1e-4, low=1e-12)
@@ -200,6 +200,12 @@ class ExpertConfig:
     """Squared error in the loss: of the network's ``prediction``, or of the ``velocity`` it implies (JiT)."""
     train: TrainConfig = field(default_factory=TrainConfig)
     """Optimisation."""
+    num_experts: int | None = option(None, low=1)
+    """M: number of experts; null for K, one per cluster. More share their clusters by ``interval``."""
+    cluster: int | None = option(None, low=0)
+    """Only in ``overrides``: cluster on which the expert trains; null for its number modulo K."""
+    interval: list[float] = field(default_factory=lambda: [0.0, 1.0])
+    """Only in ``overrides``: t of the expert, from low to below high, on the linear path and after the shift."""
     overrides: dict[str, Any] = field(default_factory=dict)
     """Keys of this section that differ for some experts, as in ``{expert-1: {path: cosine}}``."""
 
@@ -396,3 +402,8 @@ class Experiment:
     """Sampling."""
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig, metadata=CHANGEABLE)
     """Evaluation of the ensemble's images."""
+
+    @property
+    def num_experts(self) -> int:
+        """M: number of experts."""
+        return self.expert.num_experts or self.prepare.partition.num_clusters

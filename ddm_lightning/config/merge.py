@@ -48,6 +48,13 @@ def init_keys(value: Any) -> dict[str, Any]:
     return {"source": None, **value} if isinstance(value, dict) else {"source": value}
 
 
+def expert_clusters(experiment: Experiment) -> list[int]:
+    """Cluster on which each expert trains: by default its number modulo K."""
+    given = [expert_section(f"expert-{number}", experiment).cluster for number in range(experiment.num_experts)]
+    num_clusters = experiment.prepare.partition.num_clusters
+    return [number % num_clusters if own is None else own for number, own in enumerate(given)]
+
+
 def changed(section: _Section, change: Mapping[str, Any] | None) -> _Section:
     """A section with some keys changed."""
     if change is None:

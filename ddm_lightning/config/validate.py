@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ddm_lightning.config.experiment import Experiment, ExpertConfig, InitConfig, IslandConfig
-from ddm_lightning.config.merge import expert_section, init_keys
+from ddm_lightning.config.merge import expert_clusters, expert_section, init_keys
 from ddm_lightning.core import checks
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import SOLVERS, STRATEGIES
@@ -58,7 +58,7 @@ def check_experiment(
         UserError: the line names ``source``, key and remedy.
     """
     checks.check(asdict(experiment), Experiment, "", str(source), references=False)
-    experts = [f"expert-{k}" for k in range(experiment.prepare.partition.num_clusters)]
+    experts = [f"expert-{number}" for number in range(experiment.num_experts)]
     own: tuple[tuple[str, dict[str, Any], type, list[str], str], ...] = (
         ("expert.overrides", experiment.expert.overrides, ExpertConfig, experts, "expert"),
         ("islands", experiment.islands, IslandConfig, [*experts, *_KINDS], "member or kind"),
@@ -129,6 +129,13 @@ def _rules(experiment: Experiment) -> Iterator[Rule]:
     ]
     for name in ("expert", *experiment.expert.overrides):
         yield from _rules_of_expert(name, expert_section(name, experiment), experiment)
+    held: dict[int, list[list[float]]] = {cluster: [] for cluster in range(partition.num_clusters)}
+    for number, cluster in enumerate(expert_clusters(experiment)):
+        held[cluster].append(expert_section(f"expert-{number}", experiment).interval)
+    for cluster, intervals in held.items():
+        problem = checks.uncovered(intervals)
+        remedy = "change an expert's interval or cluster, or expert.num_experts"
+        yield problem is not None, "expert.overrides", f"cluster {cluster} has {problem}; {remedy}"
     yield from [
         (
             router.global_batch_size % island.num_ranks > 0,
@@ -153,24 +160,36 @@ def _rules(experiment: Experiment) -> Iterator[Rule]:
 def _rules_of_expert(name: str, expert: ExpertConfig, experiment: Experiment) -> Iterator[Rule]:
     """Rules of the section ``expert``, or of it with the overrides of the expert ``name``."""
     num_clusters, base = experiment.prepare.partition.num_clusters, experiment.expert
-    batch = expert.train.global_batch_size
-    share = batch // num_clusters
+    batch, num_experts = expert.train.global_batch_size, experiment.num_experts
+    share = batch // num_experts
+    number = "expert.num_experts" if base.num_experts else "prepare.partition.num_clusters"
     for is_wrong, key, problem in (
-        (
-            expert is not base and "overrides" in base.overrides.get(name, {}),
-            "overrides",
-            "cannot be overridden; remove them",
+        *(
+            (expert is not base and key in base.overrides.get(name, {}), key, "cannot be overridden; remove it")
+            for key in ("overrides", "num_experts")
         ),
+        (expert is base and base.cluster is not None, "cluster", "belongs in expert.overrides, for one expert"),
+        (
+            expert is base and base.interval != [0, 1],
+            "interval",
+            "belongs in expert.overrides: the monolith and the student need all noise levels",
+        ),
+        (
+            (expert.cluster or 0) >= num_clusters,
+            "cluster",
+            f"{expert.cluster} does not exist; give one from 0 to {num_clusters - 1}",
+        ),
+        (not checks.INTERVAL[0](expert.interval), "interval", f"must be {checks.INTERVAL[1]}, such as [0.5, 1.0]"),
         (
             expert.timesteps.shift != base.timesteps.shift,
             "timesteps.shift",
             "must be that of all experts, because sampling uses it; remove it",
         ),
         (
-            batch % num_clusters > 0,
+            batch % num_experts > 0,
             "train.global_batch_size",
-            f"must be divisible by prepare.partition.num_clusters = {num_clusters}, because each expert takes 1/K of "
-            f"it; set expert.train.global_batch_size={-(-batch // num_clusters) * num_clusters}",
+            f"must be divisible by {number} = {num_experts}, because each expert takes an equal part of it; set "
+            f"expert.train.global_batch_size={-(-batch // num_experts) * num_experts}",
         ),
         (
             expert.network.lora is not None and expert.init_from is None,

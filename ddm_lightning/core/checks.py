@@ -9,7 +9,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field, fields, is_dataclass
 from typing import Any, NoReturn, TypeAlias
 
@@ -92,6 +92,22 @@ def _is_shares(value: Any) -> bool:
     return positive and abs(sum(value) - 1) < 1e-6
 
 
+def _is_interval(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(map(is_number, value)) and 0 <= value[0] < value[1] <= 1
+
+
+def uncovered(intervals: Iterable[list[float]]) -> str | None:
+    """Describe the first times of [0, 1] that not exactly one of the ``intervals`` holds; None if there are none."""
+    reached = 0.0
+    for low, high in [*sorted(intervals), [1.0, 1.0]]:
+        if low > reached:
+            return f"no expert for t from {reached:g} to {low:g}"
+        if low < reached:
+            return f"two experts for t from {low:g} to {min(reached, high):g}"
+        reached = high
+    return None
+
+
 TEXT: Check = (
     lambda value: isinstance(value, str) and value != "" and value.isprintable(),
     "a string of one line",
@@ -105,6 +121,7 @@ SHARES: Check = (_is_shares, "a list of positive numbers that sum to 1")
 X_SHAPE: Check = (lambda value: is_shape(value, 3), "a list of channels, height and width, at most 2^24 numbers")
 NORMALISATION: Check = (_is_normalisation, "a nonzero scale and a shift, each one number or one per channel")
 PLUGIN: Check = object_of({"name": TEXT, "params": OBJECT})
+INTERVAL: Check = (_is_interval, "two times, 0 <= low < high <= 1")
 SHA256: Check = matching(r"[0-9a-f]{64}", "64 hexadecimal digits")
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from ddm_lightning.config.experiment import SampleConfig
+from ddm_lightning.config.merge import expert_clusters
 from ddm_lightning.core import checks
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write_json, inside, sha256_file
-from ddm_lightning.core.registry import STRATEGIES
 from ddm_lightning.core.weights import check_recorded
 from ddm_lightning.members.artifact import (
     FORMAT_VERSION,
@@ -21,10 +21,9 @@ from ddm_lightning.members.artifact import (
     WEIGHTS_FILE,
     ArtifactMeta,
     Bases,
-    load_network,
     read_meta,
 )
-from ddm_lightning.members.roles import EXPERT, ROUTER, cluster_of_expert, expert_name, role_of
+from ddm_lightning.members.roles import EXPERT, ROUTER, expert_name, expert_number, role_of
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import ENSEMBLE_FILE, MEMBER_FILE, read_record
 from ddm_lightning.members.signatures import accept, check_manifest
@@ -64,6 +63,7 @@ _CHECKS: dict[str, checks.Check] = {
     "num_clusters": checks.integer(1),
     "priors": checks.SHARES,
     "partition_sha256": checks.SHA256,
+    "expert_clusters": checks.optional(checks.list_of(checks.integer(0))),
     "members": checks.list_of(checks.object_of(_ENTRY_CHECKS)),
     "changed": (lambda value: isinstance(value, bool), "true or false"),
     "about": checks.optional(checks.object_of(checks.field_checks(About))),
@@ -75,11 +75,11 @@ class EnsembleManifest:
     """A checked ``ensemble.json``."""
 
     priors: tuple[float, ...]
-    """Share of the data in each expert's cluster, [K], summing to 1."""
+    """Share of the data in each cluster that has experts, [K], summing to 1."""
     partition_sha256: str
     """SHA-256 of the partition that all members share; the first expert's if experts were added."""
     folders: dict[str, Path]
-    """Artifact folder of each member: all experts in order, then the router if there is one."""
+    """Artifact folder of each member: all M experts in order, then the router if there is one."""
     metas: dict[str, ArtifactMeta]
     """``member.json`` of each member, in the same order."""
     changed: bool = False
@@ -88,11 +88,26 @@ class EnsembleManifest:
     """Part of a saved ensemble; a run folder holds its experiment instead."""
     lost: Mapping[str, float] = field(default_factory=dict)
     """Listed members without an artifact, and their priors (a router's is 0); ``priors`` leaves them out."""
+    expert_clusters: tuple[int, ...] = (0,)
+    """Place of each expert's cluster in ``priors``, [M]; experts of one cluster differ in their intervals."""
 
     @property
     def experts(self) -> list[str]:
-        """Names of the experts, in the order of ``priors``."""
+        """Names of the experts, in the order of ``expert_clusters``."""
         return [name for name in self.folders if name != ROUTER]
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Prior of each expert's cluster."""
+        return {name: self.priors[k] for name, k in zip(self.experts, self.expert_clusters, strict=True)}
+
+    @property
+    def logits(self) -> list[int]:
+        """Which of the router's logits stands for each cluster, [K]; empty for a single monolith or student."""
+        if self.meta.role != EXPERT:
+            return []
+        of_cluster = {k: name for name, k in zip(self.experts, self.expert_clusters, strict=True)}
+        return [logit_of(name, self.metas[name]) for _, name in sorted(of_cluster.items())]
 
     @property
     def meta(self) -> ArtifactMeta:
@@ -104,24 +119,32 @@ def single(folder: Path) -> EnsembleManifest:
     """An ensemble of one artifact: the monolith, a student, or an expert alone.
 
     Raises:
-        UserError: the artifact is damaged, or a router.
+        UserError: the artifact is damaged, a router, or an expert of some noise levels alone.
     """
     meta = read_meta(folder)
     if meta.role == ROUTER:
         raise UserError(f"{folder / MEMBER_FILE}: is a router; give an expert or the monolith")
+    if checks.uncovered([meta.interval]):
+        raise UserError(f"{folder / MEMBER_FILE}: knows only t in {meta.interval}; sample from the whole ensemble")
     return EnsembleManifest((1.0,), meta.partition_sha256, {meta.member: folder}, {meta.member: meta})
 
 
 def write_ensemble(
-    run_dir: Path, folders: Sequence[Path], priors: Sequence[float], *, partial: bool = False
+    run_dir: Path,
+    folders: Sequence[Path],
+    priors: Sequence[float],
+    *,
+    partial: bool = False,
+    expert_clusters: Sequence[int] | None = None,
 ) -> EnsembleManifest:
     """Write ``run_dir/ensemble.json`` over artifacts inside ``run_dir``.
 
     Args:
         run_dir: the run's folder.
-        folders: artifact folders of all K experts and perhaps of the router, in any order.
+        folders: artifact folders of all experts and perhaps of the router, in any order.
         priors: share of the data in each cluster, [K].
         partial: whether experts may be missing.
+        expert_clusters: cluster of each expert, missing ones included; None for one expert per cluster.
 
     Raises:
         UserError: a folder is outside ``run_dir``, a ``member.json`` is bad, an expert is missing, or members do not
@@ -130,20 +153,21 @@ def write_ensemble(
     if outside := [folder for folder in folders if not folder.resolve().is_relative_to(run_dir.resolve())]:
         raise UserError(f"{outside[0]}: lies outside {run_dir}; copy the artifact folder into it")
     present = {read_meta(folder).member: folder for folder in folders}
-    lost = _of_partition(len(priors)) - {*present} if partial else ()
-    manifest = checked(run_dir / ENSEMBLE_FILE, present, priors, lost=lost)
-    write_manifest(run_dir, replace(manifest, priors=tuple(priors)))
+    clusters = tuple(range(len(priors)) if expert_clusters is None else expert_clusters)
+    lost = _of_partition(clusters) - {*present} if partial else ()
+    manifest = checked(run_dir / ENSEMBLE_FILE, present, priors, lost=lost, expert_clusters=clusters)
+    write_manifest(run_dir, replace(manifest, priors=tuple(priors), expert_clusters=clusters))
     return manifest
 
 
-def _of_partition(num_clusters: int) -> set[str]:
+def _of_partition(expert_clusters: Sequence[int]) -> set[str]:
     """Names of the members of an ensemble whose experts have not been changed."""
-    return {*map(expert_name, range(num_clusters)), *([ROUTER] if num_clusters > 1 else [])}
+    return {*map(expert_name, range(len(expert_clusters))), *([ROUTER] if max(expert_clusters) else [])}
 
 
 def write_manifest(root: Path, manifest: EnsembleManifest) -> None:
     """Write ``root/ensemble.json``, unchecked; the artifacts must be inside ``root``."""
-    root = root.resolve()
+    root, one_each = root.resolve(), [*range(len(manifest.priors))]
     document = {
         "format_version": FORMAT_VERSION,
         "num_clusters": len(manifest.priors),
@@ -157,6 +181,8 @@ def write_manifest(root: Path, manifest: EnsembleManifest) -> None:
             }
             for member, folder in manifest.folders.items()
         ],
+        # Only where earlier releases could not load it anyway.
+        **({"expert_clusters": clusters} if (clusters := [*manifest.expert_clusters]) != one_each else {}),
         **({"changed": True} if manifest.changed else {}),
         **({"about": asdict(manifest.about)} if manifest.about else {}),
     }
@@ -169,7 +195,7 @@ def read_document(path: Path) -> dict[str, Any]:
     Raises:
         UserError: it is missing or not JSON, or has a bad key.
     """
-    defaults = {"changed": False, "about": None}  # not in run folders
+    defaults = {"changed": False, "about": None, "expert_clusters": None}  # not in most run folders
     document = read_record(path, _CHECKS, "the ensemble's manifest", _REMEDY, defaults)
     if document["about"] is not None:
         document["about"]["sample"] = checks.kept(document["about"]["sample"], SampleConfig)
@@ -189,21 +215,22 @@ def read_ensemble(path: Path, *, partial: bool = False) -> EnsembleManifest:
             expert is missing; or members do not belong together.
     """
     document = read_document(path)
-    about, members = document["about"], document["members"]
+    about, members, priors = document["about"], document["members"], document["priors"]
+    clusters = document["expert_clusters"] or [*range(len(priors))]
     folders = {entry["member"]: inside(path.parent, entry["path"], path) for entry in members}
     order = [name for name in folders if name != ROUTER] if document["changed"] else None
     present, lost = folders, set[str]()
     if partial:
         present = {name: folder for name, folder in folders.items() if (folder / MEMBER_FILE).exists()}
-        all_names = {*folders} if order else _of_partition(len(document["priors"]))
+        all_names = {*folders} if order else _of_partition(clusters)
         lost = all_names - {*present}
-    manifest = checked(path, present, document["priors"], order, lost)
+    manifest = checked(path, present, priors, order, lost, clusters)
     for entry in members:
         name, file = entry["member"], folders[entry["member"]] / MEMBER_FILE
         if name in present and sha256_file(file) != entry["member_json_sha256"]:
             raise UserError(f"{file}: is not the {name} that {path} lists; {REMEDY}")
     is_other = not document["changed"] and manifest.partition_sha256 != document["partition_sha256"]
-    if is_other or len(document["priors"]) != document["num_clusters"]:
+    if is_other or len(priors) != document["num_clusters"]:
         raise UserError(f"{path}: key 'partition_sha256' or 'num_clusters' differs from its members'; {_REMEDY}")
     return replace(manifest, about=None if about is None else About(**about))
 
@@ -214,32 +241,46 @@ def checked(
     priors: Sequence[float],
     order: list[str] | None = None,
     lost: Collection[str] = (),
+    expert_clusters: Sequence[int] | None = None,
 ) -> EnsembleManifest:
     """Check that artifacts belong together. Error lines name the manifest ``path``.
+
+    A cluster of which any expert is lost is left out.
 
     Args:
         path: the manifest.
         folders: artifact folder of each member, by its name in the ensemble.
-        priors: of all experts, lost ones included.
+        priors: of all clusters, lost ones included.
         order: names of the experts of a changed ensemble; None for those of one partition.
         lost: names without an artifact.
+        expert_clusters: place of each expert's cluster in ``priors``, lost ones included; None if each has its own.
 
     Raises:
         UserError: an artifact is damaged, an expert is missing, or members do not belong together.
     """
-    changed, experts = order is not None, order or [expert_name(k) for k in range(len(priors))]
-    if {*folders, *lost} - {ROUTER} != {*experts} or len(experts) != len(priors):
+    clusters = range(len(priors)) if expert_clusters is None else expert_clusters
+    changed, experts = order is not None, order or [expert_name(number) for number in range(len(clusters))]
+    if (
+        {*folders, *lost} - {ROUTER} != {*experts}
+        or len(experts) != len(clusters)
+        or {*clusters} != {*range(len(priors))}
+    ):
         listed = ", ".join(sorted({*folders, *lost}))
         raise UserError(f"{path}: {len(priors)} priors of {', '.join(experts)}, but lists {listed}; {_REMEDY}")
-    names = [name for name in (*experts, ROUTER) if name in folders]
-    shares = {name: share for name, share in zip(experts, priors, strict=True) if name in folders}
+    of_expert = dict(zip(experts, clusters, strict=True))
+    incomplete = {k for name, k in of_expert.items() if name not in folders}
+    kept = {name: k for name, k in of_expert.items() if k not in incomplete}
+    shares = {k: priors[k] for k in sorted({*kept.values()})}
     if not shares:
         raise UserError(f"{path}: every expert is missing; fetch their artifact folders")
+    names = [*kept, *([ROUTER] if ROUTER in folders else [])]
     metas = {name: read_meta(folders[name]) for name in names}
     first, router = metas[names[0]], metas.get(ROUTER)
     for name, meta in metas.items():
         file = folders[name] / MEMBER_FILE
-        is_own = knows(router, name, meta) if changed and name != ROUTER else changed or meta.member == name
+        is_own = changed or (meta.member == name and meta.cluster == kept.get(name))
+        if changed and name != ROUTER:
+            is_own = knows(router, name, meta)
         if meta.role != role_of(name).name or not is_own:
             raise UserError(f"{file}: is not the {name} that {path} lists; {REMEDY}")
         shared = _SHARED_BY_ALL if name == ROUTER else (*_SHARED_BY_ALL, *_SHARED_BY_EXPERTS)
@@ -258,20 +299,29 @@ def checked(
             )
     if not changed and first.num_clusters != len(priors):
         raise UserError(f"{path}: {len(priors)} priors, but the members know {first.num_clusters} clusters; {_REMEDY}")
+    for k in shares:
+        own = [name for name in kept if kept[name] == k]
+        if problem := checks.uncovered([metas[name].interval for name in own]):
+            raise UserError(f"{path}: {', '.join(own)}: {problem}; {_REMEDY}")
     total = sum(shares.values()) if lost else 1
+    missing = [of_expert[name] for name in lost if name in of_expert]
     return EnsembleManifest(
         priors=tuple(share / total for share in shares.values()),
         partition_sha256=first.partition_sha256,
         folders={name: folders[name] for name in names},
         metas=metas,
         changed=changed,
-        lost={name: float(dict(zip(experts, priors, strict=True)).get(name, 0)) for name in sorted(lost)},
+        lost={
+            name: priors[of_expert[name]] / missing.count(of_expert[name]) if name in of_expert else 0.0
+            for name in sorted(lost)
+        },
+        expert_clusters=tuple(list(shares).index(k) for k in kept.values()),
     )
 
 
 def cluster_of(expert: ArtifactMeta) -> str:
     """Name of an expert's cluster among those of all partitions."""
-    return f"{expert.partition_sha256}/{expert.member}"
+    return f"{expert.partition_sha256}/{EXPERT}-{expert.cluster}"
 
 
 def known_clusters(router: ArtifactMeta) -> list[str]:
@@ -281,7 +331,13 @@ def known_clusters(router: ArtifactMeta) -> list[str]:
 
 def knows(router: ArtifactMeta | None, name: str, expert: ArtifactMeta) -> bool:
     """Whether the router's logit for ``name`` stands for the expert's cluster; True without a router."""
-    return router is None or dict(enumerate(known_clusters(router))).get(cluster_of_expert(name)) == cluster_of(expert)
+    return router is None or dict(enumerate(known_clusters(router))).get(logit_of(name, expert)) == cluster_of(expert)
+
+
+def logit_of(name: str, expert: ArtifactMeta) -> int:
+    """Which of a router's logits stands for the expert's cluster; that of other data has the number of ``name``."""
+    assert expert.cluster is not None
+    return expert.cluster if expert.member == name else expert_number(name)
 
 
 def assemble(run: Run, *, partial: bool = False) -> bool:
@@ -311,106 +367,6 @@ def assemble(run: Run, *, partial: bool = False) -> bool:
             check_recorded(folder / WEIGHTS_FILE, meta.model_sha256, REMEDY)
         if meta.base_sha256 is not None:
             Bases([folder]).file(meta, str(folder / MEMBER_FILE))
-    return write_ensemble(run.folder.root, [*folders.values()], run.manifest.priors, partial=partial).metas != listed
-
-
-# Changes of experts without training: each function returns the changed manifest and writes nothing. Without a router
-# (``bayes``) only the priors change. A router loses the logits of clusters that leave, which is exact. It cannot know
-# clusters that come, so an ensemble with an expert of other data has none, unless it is extended
-# (``training.extension``).
-
-
-def removed(ensemble: EnsembleManifest, name: str) -> EnsembleManifest:
-    """Remove the expert ``name``, and its images from the priors. The other artifacts stay bit for bit.
-
-    Raises:
-        UserError: there is no such expert, or no other.
-    """
-    counts = _counts(ensemble)
-    if name not in ensemble.lost:
-        _require(ensemble, name)
-        del counts[name]
-    if not counts:
-        raise UserError(f"{name}: is the only expert; an ensemble needs one")
-    return _changed(ensemble, {key: path for key, path in ensemble.folders.items() if key != name}, counts)
-
-
-def added(ensemble: EnsembleManifest, folder: Path, num_images: int, router: Path | None = None) -> EnsembleManifest:
-    """Add the expert of the artifact ``folder``.
-
-    A missing expert of the ensemble's own partition gets its old place, and the router already knows its cluster. Any
-    other expert gets the next free number. The ensemble then loses its router, unless ``router`` replaces it.
-
-    Args:
-        ensemble: the ensemble.
-        folder: the expert's artifact.
-        num_images: images in its cluster, which give it its prior.
-        router: artifact of an extended router.
-
-    Raises:
-        UserError: the artifact is damaged, unusable, no expert's or there already, or does not go with the others.
-    """
-    meta = read_meta(folder)
-    if present := [name for name in ensemble.experts if ensemble.metas.get(name) == meta]:
-        raise UserError(f"{folder}: is already in the ensemble as {present[0]}; add another expert")
-    name, num_clusters = meta.member, max(meta.num_clusters for meta in ensemble.metas.values())
-    if meta.partition_sha256 != ensemble.partition_sha256 or name in ensemble.folders:
-        name = expert_name(max(num_clusters, *(cluster_of_expert(name) + 1 for name in ensemble.experts)))
-    return _with_artifact(ensemble, name, folder, num_images, router)
-
-
-def replaced(ensemble: EnsembleManifest, name: str, folder: Path, num_images: int | None = None) -> EnsembleManifest:
-    """Replace the expert ``name`` by that of the artifact ``folder``.
-
-    Args:
-        ensemble: the ensemble.
-        name: the expert to replace.
-        folder: artifact of another training on the same cluster, or of another cluster; the latter costs the router.
-        num_images: images in its cluster; None keeps the prior.
-
-    Raises:
-        UserError: there is no such expert, or as ``added``.
-    """
-    _require(ensemble, name)
-    return _with_artifact(ensemble, name, folder, num_images or _counts(ensemble)[name])
-
-
-def _with_artifact(
-    ensemble: EnsembleManifest, name: str, folder: Path, num_images: int, router: Path | None = None
-) -> EnsembleManifest:
-    meta = read_meta(folder)
-    if meta.role != EXPERT:
-        raise UserError(f"{folder / MEMBER_FILE}: is the {meta.role}; give the artifact of an expert")
-    bases = Bases([folder, *ensemble.folders.values()])
-    load_network(folder, mapped=True, bases=bases)  # refuses weights that no sampling could load
-    counts = {**_counts(ensemble), name: num_images}
-    order = sorted(counts, key=cluster_of_expert)
-    folders = {key: folder if key == name else ensemble.folders[key] for key in order}
-    router = router or ensemble.folders.get(ROUTER)
-    if router is not None and knows(read_meta(router), name, meta):
-        folders[ROUTER] = router
-    return _changed(ensemble, folders, {key: counts[key] for key in order})
-
-
-def _changed(ensemble: EnsembleManifest, folders: dict[str, Path], counts: dict[str, int]) -> EnsembleManifest:
-    total, about = sum(counts.values()), ensemble.about
-    assert about is not None
-    sample = SampleConfig(**about.sample)
-    if ROUTER not in folders and STRATEGIES.get(sample.strategy).needs_router:  # type: ignore[attr-defined]
-        sample = replace(sample, strategy="bayes", strategy_params={}, solver="ancestral", solver_params={})
-    manifest = checked(Path(ENSEMBLE_FILE), folders, [count / total for count in counts.values()], list(counts))
-    return replace(manifest, about=replace(about, num_images=total, sample=asdict(sample)))
-
-
-def _counts(ensemble: EnsembleManifest) -> dict[str, int]:
-    """Images of each expert's cluster, at least 1."""
-    assert ensemble.about is not None
-    return {
-        name: max(1, round(share * ensemble.about.num_images))
-        for name, share in zip(ensemble.experts, ensemble.priors, strict=True)
-    }
-
-
-def _require(ensemble: EnsembleManifest, name: str) -> None:
-    if name not in ensemble.experts:
-        raise UserError(f"{name}: no such expert; the ensemble has {', '.join(ensemble.experts)}")
+    clusters, all_folders = expert_clusters(run.experiment), [*folders.values()]
+    root, priors = run.folder.root, run.manifest.priors
+    return write_ensemble(root, all_folders, priors, partial=partial, expert_clusters=clusters).metas != listed

@@ -23,9 +23,9 @@ def _evaluate(host: nn.Module, weights: dict[str, Tensor], *inputs: Any) -> Any:
 class ResidentExperts(Sequence[Any]):
     """A sequence of experts of which at most ``num_resident`` are on the device; the next one loads meanwhile.
 
-    ``experts[k]`` waits for expert k and starts to load expert k + 1, because an ensemble evaluates its experts in
-    order. The weights stay on the host: mapped from the artifact's file, or pinned for copies at full speed. They are
-    overwritten on the device only after the work that uses them. A placed expert may be used until
+    ``experts[k]`` waits for expert k and starts to load the next one of ``turns``, because an ensemble evaluates its
+    experts in order. The weights stay on the host: mapped from the artifact's file, or pinned for copies at full speed.
+    They are overwritten on the device only after the work that uses them. A placed expert may be used until
     ``num_resident - 1`` other experts have been asked for. Iteration gives the experts on the host.
 
     Args:
@@ -46,6 +46,8 @@ class ResidentExperts(Sequence[Any]):
         self._loader = ThreadPoolExecutor(1, "load-expert")
         # Least recently used first.
         self._resident: OrderedDict[int, Future[dict[str, Tensor]]] = OrderedDict()
+        self.turns: Sequence[int] = range(len(self._hosts))
+        """Experts in the order of use; the first follows the last."""
 
     def __len__(self) -> int:
         return len(self._hosts)
@@ -58,7 +60,7 @@ class ResidentExperts(Sequence[Any]):
         weights = self._resident[k].result()
         if self._stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(self._stream)
-        self._request((k + 1) % len(self))
+        self._request(next((later for later in self.turns if later > k), self.turns[0]))
         return partial(_evaluate, self._hosts[k], weights)
 
     def _request(self, k: int) -> None:

@@ -414,12 +414,11 @@ def _without_failed(
             x_0[broken] = generate(ensemble.watched(excluded), [rows[i] for i in broken.tolist()])
             break
         except NotFiniteError as error:
-            expert: int = error.args[0]
-            name = ensemble.names[expert]
-            if expert in excluded or len(excluded) == ensemble.num_clusters - 1:
+            cluster, name = error.args
+            if cluster in excluded or len(excluded) == ensemble.num_clusters - 1:
                 raise UserError(f"{name}: returns NaN, and the strategy has no other expert; fit it again") from None
-            if expert not in ensemble.failed:
+            if cluster not in ensemble.failed:
                 note(f"{name} returns NaN on {len(broken)} images; they are made without it, with renormalised weights")
-            ensemble.failed.add(expert)
-            excluded.add(expert)
+            ensemble.failed.add(cluster)
+            excluded.add(cluster)
     return x_0

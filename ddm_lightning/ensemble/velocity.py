@@ -20,7 +20,7 @@ from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.flow.path import Samples, Times, expand_time, guided, velocity_of
 from ddm_lightning.members.artifact import Bases, load_network, temperatures_of
 from ddm_lightning.members.cost import flops_per_sample
-from ddm_lightning.members.roles import ROUTER, cluster_of_expert
+from ddm_lightning.members.roles import ROUTER
 from ddm_lightning.networks.blocks import compile_blocks
 from ddm_lightning.networks.calibration import temperature_at
 
@@ -55,13 +55,14 @@ class Cost:
 
 
 class NotFiniteError(Exception):
-    """An expert returned NaN or an infinity; ``args`` holds its number."""
+    """An expert returned NaN or an infinity; ``args`` holds its cluster and its name."""
 
 
 class Ensemble:
-    """K experts and an optional router; K = 1 without a router is a single model, such as the monolith.
+    """The experts of K clusters and an optional router; one expert without a router is a single model.
 
-    ``u(x_t, t | c) = Σ_k p(k | x_t, t, c) · u_k(x_t, t | c)`` (DDM, 2501.05450). Gradients are off.
+    ``u(x_t, t | c) = Σ_k p(k | x_t, t, c) · u_k(x_t, t | c)`` (DDM, 2501.05450), where u_k is the expert of cluster k
+    whose interval holds t. So weights, and all else that is [b, K], belong to clusters. Gradients are off.
 
     Args:
         experts: networks with ``forward(x_t, t, condition)`` and a declared ``prediction``, all on one device.
@@ -69,11 +70,15 @@ class Ensemble:
             strategy that needs no router.
         priors: share of the data in each cluster, [K], positive, summing to 1.
         names: of the experts, for messages and charts; empty for ``expert-0`` and so on.
+        expert_clusters: cluster of each expert; empty if each has its own.
+        intervals: lowest t of each expert, and the t below which it ends; those of one cluster cover [0, 1]. Empty if
+            each is for all t.
         router_conditional: whether the router takes a condition; published ones see x_t and t only.
         paths: path of each expert, in ``flow.path.PATHS``; empty if all are linear.
         temperatures: divisors of the router's logits for rows without and with a condition, by equal parts of t; see
             ``networks.calibration``. An empty one is 1.
-        clusters: those of the router's logits that stand for the experts; the rest renormalises exactly.
+        clusters: number of each of the K clusters, which is that of the router's logit; other logits are left out, and
+            the rest renormalises exactly. Empty for 0 to K-1.
     """
 
     def __init__(
@@ -83,10 +88,12 @@ class Ensemble:
         priors: Sequence[float],
         *,
         names: Sequence[str] = (),
+        expert_clusters: Sequence[int] = (),
+        intervals: Sequence[tuple[float, float]] = (),
         router_conditional: bool = True,
         paths: Sequence[str] = (),
         temperatures: tuple[Sequence[float], Sequence[float]] = ((), ()),
-        clusters: Sequence[int] | Int[Tensor, " K"] | slice = slice(None),
+        clusters: Sequence[int] = (),
     ) -> None:
         self.experts = experts if isinstance(experts, ResidentExperts) else [expert.eval() for expert in experts]
         self.router = None if router is None else router.eval()
@@ -94,8 +101,12 @@ class Ensemble:
         self.router_conditional = router_conditional
         self.predictions = [str(expert.prediction) for expert in self.experts]
         self.paths = paths or ["linear"] * len(experts)
+        self.expert_clusters = list(expert_clusters) or list(range(len(experts)))
+        self.intervals = list(intervals) or [(0.0, 1.0)] * len(experts)
         self.temperatures = temperatures
-        self.clusters = clusters
+        self.clusters = list(clusters) or list(range(len(priors)))
+        # On the device, because a list would be copied there at each call.
+        self._logits = torch.tensor(self.clusters, device=self.device) if clusters else slice(None)
         self.names = list(names) or [f"expert-{k}" for k in range(len(experts))]
         self.precision = "auto"
         """As ``sample.precision``: what the networks compute in; times, weights and velocities stay float32."""
@@ -110,7 +121,15 @@ class Ensemble:
     @property
     def num_clusters(self) -> int:
         """K."""
-        return len(self.experts)
+        return len(self.priors)
+
+    @property
+    def cluster_names(self) -> list[str]:
+        """Names of each cluster's experts, for charts."""
+        return [
+            " + ".join(name for name, own in zip(self.names, self.expert_clusters, strict=True) if own == k)
+            for k in range(self.num_clusters)
+        ]
 
     @property
     def device(self) -> torch.device:
@@ -138,13 +157,13 @@ class Ensemble:
         return Cost(flops / max(1, work.images) / 1e9, work.active / max(1, work.rows))
 
     def reweighted(self, factors: Sequence[float]) -> Ensemble:
-        """A copy with the experts' priors and probabilities multiplied by ``factors`` and renormalised; 0 removes one.
+        """A copy with the clusters' priors and probabilities multiplied by ``factors`` and renormalised; 0 removes one.
 
         Raises:
-            UserError: not one number from 0 up per expert, or no expert is left.
+            UserError: not one number from 0 up per cluster, or none is left.
         """
         if len(factors) != self.num_clusters or not all(0 <= factor < float("inf") for factor in factors):
-            raise UserError(f"factors = {list(factors)}: give {self.num_clusters} numbers from 0 up, one per expert")
+            raise UserError(f"factors = {list(factors)}: give {self.num_clusters} numbers from 0 up, one per cluster")
         changed, own = copy(self), torch.tensor(factors, dtype=torch.float64)
         kept = self.priors * own
         if not kept.any():
@@ -155,9 +174,9 @@ class Ensemble:
         return changed
 
     def watched(self, excluded: Collection[int]) -> Ensemble:
-        """A copy without the ``excluded`` experts. It checks every output for NaN, so it waits for the device.
+        """A copy without the experts of ``excluded`` clusters. It checks every output for NaN and waits for the device.
 
-        Raises ``NotFiniteError`` for an expert and ``UserError`` for the router. No expert changes its number.
+        Raises ``NotFiniteError`` for an expert and ``UserError`` for the router. No cluster changes its number.
         """
         changed = self.reweighted([float(k not in excluded) for k in range(self.num_clusters)])
         changed._is_watched = True
@@ -197,7 +216,7 @@ class Ensemble:
             raise UserError("no router in this ensemble; train one (fit member=router) or set sample.strategy=bayes")
         condition = condition if self.router_conditional else None
         self.work.router_rows += len(x_t)
-        logits = _output(self.router, self.precision, x_t, t, condition)[:, self.clusters]
+        logits = _output(self.router, self.precision, x_t, t, condition)[:, self._logits]
         null, conditional = (temperature_at(t, one) if one else torch.ones_like(t) for one in self.temperatures)
         calibrated = null if condition is None else torch.where(condition.keep, conditional, null)
         logits = logits / (temperature * calibrated[:, None])
@@ -206,19 +225,16 @@ class Ensemble:
 
     @torch.no_grad()
     def expert_velocity(self, k: int, x_t: Samples, t: Times, condition: Condition | None = None) -> Samples:
-        """Compute expert ``k``'s velocity; a ``condition`` of None is the null condition in all rows."""
-        self.work.expert_rows[k] += len(x_t)
-        network = partial(_output, self.experts[k], self.precision)
-        velocity = velocity_of(network, x_t, t, condition, self.predictions[k], self.paths[k])
-        if self._is_watched and not velocity.isfinite().all():
-            raise NotFiniteError(k)
-        return velocity
+        """Compute the velocity of cluster ``k``; a ``condition`` of None is the null condition in all rows."""
+        active = torch.zeros(len(x_t), self.num_clusters, dtype=torch.bool, device=x_t.device)
+        active[:, k] = True
+        return self.expert_velocities(x_t, t, condition, active)[:, k]
 
     @torch.no_grad()
     def expert_velocities(
         self, x_t: Samples, t: Times, condition: Condition | None, active: Bool[Tensor, "b K"]
     ) -> Float[Tensor, "b K *shape"]:
-        """Compute the velocities of the ``active`` experts of each row; 0 for the others."""
+        """Compute the velocities of the ``active`` clusters of each row; 0 for the others."""
         velocities = x_t.new_zeros(len(x_t), self.num_clusters, *x_t.shape[1:])
         for k, rows, of_expert in self._of_active(x_t, t, condition, active):
             velocities[rows, k] = of_expert.to(velocities.dtype)
@@ -273,13 +289,27 @@ class Ensemble:
     def _of_active(
         self, x_t: Samples, t: Times, condition: Condition | None, active: Bool[Tensor, "b K"]
     ) -> Iterator[tuple[int, Int[Tensor, " r"], Float[Tensor, "r *shape"]]]:
-        """Each expert with rows, its rows and its velocity there."""
-        groups, num_rows = rows_by_expert(active)
+        """The cluster of each expert with rows, these rows and its velocity there."""
+        held = active
+        if self.expert_clusters != list(range(self.num_clusters)):
+            # Half-open, so that each t has one expert of a cluster; the last one has t = 1, too.
+            places = zip(self.expert_clusters, self.intervals, strict=True)
+            held = torch.stack([active[:, k] & (t >= low) & ((t < high) | (high == 1)) for k, (low, high) in places], 1)
+        groups, num_rows = rows_by_expert(held)
         self.work.rows += num_rows
         self.work.active += sum(map(len, groups))
-        for k, rows in enumerate(groups):
-            if len(rows):
-                yield k, rows, self.expert_velocity(k, x_t[rows], t[rows], condition and condition.rows(rows))
+        used = [number for number, rows in enumerate(groups) if len(rows)]
+        if isinstance(self.experts, ResidentExperts):
+            self.experts.turns = used
+        for number in used:
+            rows = groups[number]
+            self.work.expert_rows[number] += len(rows)
+            network = partial(_output, self.experts[number], self.precision)
+            own = condition and condition.rows(rows)
+            velocity = velocity_of(network, x_t[rows], t[rows], own, self.predictions[number], self.paths[number])
+            if self._is_watched and not velocity.isfinite().all():
+                raise NotFiniteError(self.expert_clusters[number], self.names[number])
+            yield self.expert_clusters[number], rows, velocity
 
 
 def load_ensemble(
@@ -310,8 +340,6 @@ def load_ensemble(
         of_router = {
             "router_conditional": meta.condition["kind"] != "none",
             "temperatures": temperatures_of(meta),
-            # On the device, because a list would be copied there at each call.
-            "clusters": torch.tensor([cluster_of_expert(name) for name in names], device=device),
         }
     return Ensemble(
         ResidentExperts(networks, torch.device(device), num_resident)
@@ -320,6 +348,9 @@ def load_ensemble(
         router,
         manifest.priors,
         names=names,
+        expert_clusters=manifest.expert_clusters,
+        clusters=manifest.logits,
+        intervals=[(low, high) for low, high in (manifest.metas[name].interval for name in names)],
         paths=[manifest.metas[name].path for name in names],
         **of_router,
     )

@@ -153,12 +153,12 @@ def diagnose(run: Run, strategies: Sequence[str] | None, num: int, *, show_progr
 def expert_figures(
     ensemble: Ensemble, held_out: Samples, seed: int, advance: Callable[[], object] = lambda: None
 ) -> Figures:
-    """Measure each expert on each cluster at 8 fixed times, with the same noise for all.
+    """Measure each cluster's experts on each cluster at 8 fixed times, with the same noise for all.
 
     Returns:
-        ``loss_by_time`` [t][expert][cluster] and its mean ``loss``; ``in_cluster`` and ``out_of_cluster`` loss of each
-        expert; ``disagreement`` [t], the variance of the velocities under the router's weights, relative to the square
-        of their mean (empty without a router).
+        ``names`` of each cluster's experts; their ``loss_by_time`` [t][experts][cluster] and its mean ``loss``;
+        ``in_cluster`` and ``out_of_cluster`` loss; ``disagreement`` [t], the velocities' variance under the
+        router's weights, relative to the square of their mean (empty without a router).
     """
     num_clusters, times = ensemble.num_clusters, stratified_timesteps()
     counts = held_out.clusters.bincount(minlength=num_clusters).clamp(min=1)
@@ -183,6 +183,7 @@ def expert_figures(
     loss = losses.mean(0)
     others = counts.cpu() * (1 - torch.eye(num_clusters))
     return {
+        "names": ensemble.cluster_names,
         "loss_by_time": losses.tolist(),
         "loss": loss.tolist(),
         "in_cluster": loss.diagonal().tolist(),
@@ -274,7 +275,7 @@ def diagnosis_table(figures: Mapping[str, Any]) -> Table:
         table.add_column(heading, justify="right" if heading else "left")
     for k, row in enumerate(experts["loss"]):
         values = [f"{value:.4f}" for value in (*row, experts["in_cluster"][k], experts["out_of_cluster"][k])]
-        table.add_row(f"expert-{k}", *(values if len(row) > 1 else [*values[:-1], "–"]))
+        table.add_row(experts["names"][k], *(values if len(row) > 1 else [*values[:-1], "–"]))
     return table
 
 

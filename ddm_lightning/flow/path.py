@@ -13,7 +13,7 @@ The loss of a velocity network:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -125,6 +125,13 @@ class VariancePreserving(_Curved):
 
 
 PATHS: dict[str, Path] = {"linear": Path(), "cosine": Cosine(), "vp": VariancePreserving()}
+
+
+def times_on_path(t: Sequence[float], path: str) -> tuple[float, ...]:
+    """Times of ``path`` with the signal-to-noise ratios of the linear path at ``t``."""
+    times = torch.tensor(t, dtype=torch.float64)
+    own = PATHS[path].from_linear(times, times)[1]
+    return tuple(torch.where(times % 1 == 0, times, own).tolist())  # 0 and 1, which may round
 
 
 def interpolate(x_0: Samples, noise: Samples, t: Times, path: str = "linear") -> Samples:

@@ -28,8 +28,12 @@ def sample_timesteps(
     shift: float,
     generator: torch.Generator,
     device: torch.device | str,
+    interval: tuple[float, float] = (0.0, 1.0),
 ) -> Float[Tensor, " b"]:
     """``num`` random training times on ``device``, float32, strictly inside (0, 1).
+
+    On an ``interval``, the density is that of [0, 1] divided by its mass there: the inverse of the cumulative density
+    at uniform numbers of its part.
 
     Args:
         num: number of times.
@@ -39,12 +43,25 @@ def sample_timesteps(
         shift: see ``shift_timesteps``.
         generator: source of the times, on its own device: a CPU generator gives the same times on every machine.
         device: device of the result.
+        interval: lowest and highest of the times returned, hence after the shift.
     """
+    low, high = interval
+    # On the CPU, so that nothing waits for the device; the inverse of a shift by s is one by 1/s.
+    edges = torch.tensor(interval, dtype=torch.float64)
+    edges = torch.where(edges == 1, edges, shift_timesteps(edges, 1 / shift))  # which may round
     if density == "uniform":
-        t = torch.rand(num, generator=generator, device=generator.device)
-    else:
+        first, last = edges.tolist()
+        t = first + (last - first) * torch.rand(num, generator=generator, device=generator.device)
+    elif interval == (0.0, 1.0):
         t = torch.sigmoid(mean + std * torch.randn(num, generator=generator, device=generator.device))
-    return shift_timesteps(t, shift).clamp(_MARGIN, 1 - _MARGIN).to(device)
+    else:
+        ends = (edges.logit() - mean) / std
+        # Far in the upper tail the cumulative density rounds to 1, so take the mirror image.
+        sign = -1 if ends[0] > 0 else 1
+        first, last = torch.special.log_ndtr(sign * ends).exp().tolist()  # ndtr loses the tail
+        uniform = torch.rand(num, generator=generator, device=generator.device, dtype=torch.float64)
+        t = torch.sigmoid(mean + sign * std * torch.special.ndtri(first + (last - first) * uniform))
+    return shift_timesteps(t, shift).clamp(max(low, _MARGIN), min(high, 1 - _MARGIN)).to(device, torch.float32)
 
 
 def stratified_timesteps(num: int = 8) -> Float[Tensor, " b"]:

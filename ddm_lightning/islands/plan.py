@@ -245,7 +245,7 @@ class Planner:
 
     def _cost(self, member: Member) -> tuple[MemberCost, float, float]:
         """Cost, and FLOPs of a sample without and with the backward pass; equal members are counted once."""
-        key = repr(replace(member, name="", clusters=()))
+        key = repr(replace(member, name="", clusters=(), interval=(0.0, 1.0)))
         if key not in self._costs:
             cost = MemberCost(member)
             self._costs[key] = cost, cost.flops(backward=False), cost.flops()

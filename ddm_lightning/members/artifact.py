@@ -37,7 +37,7 @@ from ddm_lightning.core.weights import (
 from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.flow.path import PATHS, PREDICTIONS
 from ddm_lightning.members.member import Member, declared_path
-from ddm_lightning.members.roles import EXPERT, ROLES, expert_name, role_of
+from ddm_lightning.members.roles import EXPERT, ROLES, expert_name, expert_number, role_of
 from ddm_lightning.members.run_folder import MEMBER_FILE, read_record
 from ddm_lightning.members.status import CONDITIONAL, HELD_OUT_STEP, TEMPERATURE, MemberStatus
 from ddm_lightning.networks.lora import adapt
@@ -82,7 +82,7 @@ class ArtifactMeta:
     format_version: Annotated[int, VERSION] = FORMAT_VERSION
     """Version of this layout."""
     member: Annotated[str, MEMBER]
-    """``expert-0`` … ``expert-{K-1}``, ``router``, ``monolith`` or ``student``."""
+    """``expert-0`` …, ``router``, ``monolith`` or ``student``."""
     role: Annotated[str, checks.one_of(tuple(ROLES))]
     """``expert``, ``router``, ``monolith`` or ``student``."""
     network: Annotated[str, checks.TEXT]
@@ -104,6 +104,10 @@ class ArtifactMeta:
     """Prediction type of the network (``PREDICTIONS``); None for a router."""
     path: Annotated[str, checks.one_of(tuple(PATHS))] = "linear"
     """Path on which the network was trained (``PATHS``)."""
+    cluster: Annotated[int | None, checks.optional(checks.integer(0))] = None
+    """Cluster of an expert, its number if not given; None for other members."""
+    interval: Annotated[list[float], checks.INTERVAL] = field(default_factory=lambda: [0.0, 1.0])
+    """Lowest and highest t that it was trained on, in times of the linear path."""
     timestep_shift: Annotated[float, checks.POSITIVE]
     """Resolution shift of the training timesteps; sampling uses the experts'."""
     image_encoder: Annotated[dict[str, Any], checks.PLUGIN]
@@ -129,6 +133,10 @@ class ArtifactMeta:
     model_sha256: Annotated[str, checks.SHA256] = ""
     """SHA-256 of ``model.safetensors``; set by ``write_artifact``."""
 
+    def __post_init__(self) -> None:
+        if self.role == EXPERT and self.cluster is None:
+            object.__setattr__(self, "cluster", expert_number(self.member))
+
     @property
     def base_sha256(self) -> str | None:
         """SHA-256 of the frozen base under the adapters; None without."""
@@ -137,12 +145,22 @@ class ArtifactMeta:
 
 _CHECKS = checks.field_checks(ArtifactMeta)
 # Keys that artifacts of earlier releases lack.
-_DEFAULTS: dict[str, Any] = {"path": "linear", "lora": None, "clusters": [], "init_from": None, "init_sha256": None}
+_DEFAULTS: dict[str, Any] = {
+    "path": "linear",
+    "lora": None,
+    "clusters": [],
+    "cluster": None,
+    "interval": [0.0, 1.0],
+    "init_from": None,
+    "init_sha256": None,
+}
 
 
 def _contradiction(document: Mapping[str, Any]) -> str | None:
     """Describe fields of a ``member.json`` that contradict each other."""
-    role, num_clusters = role_of(document["member"]), document["num_clusters"]
+    role, num_clusters, cluster = role_of(document["member"]), document["num_clusters"], document["cluster"]
+    if cluster is None and role.name == EXPERT:
+        cluster = expert_number(document["member"])
     temperatures = (value for key, value in document["metrics"].items() if key.startswith(TEMPERATURE))
     rules = (
         (
@@ -150,9 +168,10 @@ def _contradiction(document: Mapping[str, Any]) -> str | None:
             f"key 'role' must be {role.name} for {document['member']}, not {document['role']}",
         ),
         (
-            max(role.clusters(document["member"], num_clusters)) >= num_clusters,
-            f"key 'member' is {document['member']}, but key 'num_clusters' is {num_clusters}",
+            (cluster or 0) >= num_clusters,
+            f"key 'cluster' is {cluster}, but key 'num_clusters' is {num_clusters}",
         ),
+        (cluster is not None and role.name != EXPERT, "key 'cluster' must be null for all but experts"),
         (
             (document["prediction"] is None) != role.classifies,
             "key 'prediction' must be null for a router and only there",
@@ -400,6 +419,8 @@ def described(member: Member, manifest: Manifest) -> dict[str, Any]:
         "condition": member.condition.to_dict(),
         "num_clusters": member.num_clusters,
         "path": member.path,
+        "cluster": member.clusters[0] if member.role.name == EXPERT else None,
+        "interval": list(member.interval),
         "timestep_shift": member.timesteps.shift,
         "image_encoder": asdict(member.image_encoder),
         "normalisation": manifest.normalisation,

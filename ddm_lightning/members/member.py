@@ -63,6 +63,8 @@ class Member:
     """Weights that it starts from; None for random ones."""
     lora: LoraConfig | None = None
     """Adapters that it trains instead of all weights."""
+    interval: tuple[float, float] = (0.0, 1.0)
+    """Lowest and highest t that it trains on, in times of the linear path; only experts may have less than [0, 1]."""
 
     @classmethod
     def resolve(cls, name: str, experiment: Experiment, sizes: Manifest | DataSizes) -> Member:
@@ -84,7 +86,7 @@ class Member:
         return cls(
             name=name,
             role=role,
-            clusters=role.clusters(name, num_clusters),
+            clusters=role.clusters(name, experiment),
             num_clusters=num_clusters,
             seed=experiment.seed,
             network=config.network,
@@ -100,6 +102,7 @@ class Member:
             loss=expert.loss if expert else "prediction",
             image_encoder=experiment.prepare.image_encoder,
             caption_encoder=experiment.prepare.caption_encoder,
+            interval=(expert.interval[0], expert.interval[1]) if expert else (0.0, 1.0),
         )
 
     def build_network(self) -> nn.Module:

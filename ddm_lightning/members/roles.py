@@ -18,7 +18,7 @@ from ddm_lightning.config.experiment import (
     RouterConfig,
     TrainConfig,
 )
-from ddm_lightning.config.merge import changed, expert_section
+from ddm_lightning.config.merge import changed, expert_clusters, expert_section
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import EXPERTS, ROUTERS
 from ddm_lightning.flow.condition import ConditionSpec
@@ -46,13 +46,13 @@ class Role:
     in_ensemble = False
     """Whether an ensemble needs it."""
 
-    def names(self, num_clusters: int) -> list[str]:
+    def names(self, experiment: Experiment) -> list[str]:
         """Names of its members."""
         return [self.name]
 
-    def clusters(self, name: str, num_clusters: int) -> tuple[int, ...]:
+    def clusters(self, name: str, experiment: Experiment) -> tuple[int, ...]:
         """Clusters of the member's training data."""
-        return tuple(range(num_clusters))
+        return tuple(range(experiment.prepare.partition.num_clusters))
 
     def config(self, name: str, experiment: Experiment) -> ExpertConfig | RouterConfig:
         """The section of the experiment, with the member's overrides."""
@@ -98,19 +98,23 @@ class Role:
 
 
 class Expert(Role):
-    """Trains on one cluster, with 1/K of the monolith's batch (arXiv 2501.05450, section 4)."""
+    """Trains on one cluster, with 1/K of the monolith's batch (arXiv 2501.05450, section 4).
+
+    Experts of one cluster that share its noise levels share its batch, too: each of M experts takes 1/M of the
+    monolith's, so that all of them together cost as much as the monolith.
+    """
 
     name = EXPERT
     in_ensemble = True
 
-    def names(self, num_clusters: int) -> list[str]:
-        return [expert_name(k) for k in range(num_clusters)]
+    def names(self, experiment: Experiment) -> list[str]:
+        return [expert_name(number) for number in range(experiment.num_experts)]
 
-    def clusters(self, name: str, num_clusters: int) -> tuple[int, ...]:
-        return (cluster_of_expert(name),)
+    def clusters(self, name: str, experiment: Experiment) -> tuple[int, ...]:
+        return (expert_clusters(experiment)[expert_number(name)],)
 
     def batch_size(self, name: str, experiment: Experiment) -> int:
-        return super().batch_size(name, experiment) // experiment.prepare.partition.num_clusters
+        return super().batch_size(name, experiment) // experiment.num_experts
 
 
 class Router(Role):
@@ -122,8 +126,8 @@ class Router(Role):
     classifies = True
     in_ensemble = True
 
-    def names(self, num_clusters: int) -> list[str]:
-        return [self.name] if num_clusters > 1 else []
+    def names(self, experiment: Experiment) -> list[str]:
+        return [self.name] if experiment.prepare.partition.num_clusters > 1 else []
 
     def config(self, name: str, experiment: Experiment) -> RouterConfig:
         return experiment.router
@@ -169,25 +173,24 @@ def island_of(name: str, experiment: Experiment) -> IslandConfig:
     return of_role if name in ROLES else changed(of_role, experiment.islands.get(name))
 
 
-def expert_name(cluster: int) -> str:
-    """Name of the expert that trains on ``cluster``."""
-    return f"{EXPERT}-{cluster}"
+def expert_name(number: int) -> str:
+    """Name of an expert; by default it trains on the cluster of the same number."""
+    return f"{EXPERT}-{number}"
 
 
-def cluster_of_expert(name: str) -> int:
-    """Cluster of the expert ``name``."""
+def expert_number(name: str) -> int:
+    """Number of the expert ``name``."""
     return int(name.removeprefix(f"{EXPERT}-"))
 
 
 def ensemble_members(experiment: Experiment) -> list[str]:
-    """Names of the ensemble's members: K experts, then the router unless K = 1."""
+    """Names of the ensemble's members: M experts, then the router unless K = 1."""
     return [name for name in all_members(experiment) if role_of(name).in_ensemble]
 
 
 def all_members(experiment: Experiment) -> list[str]:
     """Names of all members that can be trained, those of the ensemble first."""
-    num_clusters = experiment.prepare.partition.num_clusters
-    return [name for role in ROLES.values() for name in role.names(num_clusters)]
+    return [name for role in ROLES.values() for name in role.names(experiment)]
 
 
 def parse_members(text: str, experiment: Experiment, key: str = "member") -> list[str]:

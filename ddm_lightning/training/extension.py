@@ -14,7 +14,7 @@ from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.formatting import Bars
 from ddm_lightning.ensemble.manifest import EnsembleManifest, cluster_of, known_clusters
 from ddm_lightning.members.artifact import ArtifactMeta, read_artifact, read_meta, write_artifact
-from ddm_lightning.members.roles import ROUTER, cluster_of_expert
+from ddm_lightning.members.roles import ROUTER
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import MEMBER_FILE, RunFolder, load_run
 from ddm_lightning.shards.datamodule import ClusterDataModule
@@ -53,7 +53,7 @@ def extend_router(
     run = _run_of(meta, folder, seen)
     own = read_meta(expert)
     new_run = _run_of(own, expert, new)
-    present = tuple(cluster_of_expert(name) for name in ensemble.experts)
+    present = tuple(ensemble.logits)
     member = replace(run.member(ROUTER), clusters=present, num_clusters=meta.num_clusters + 1)
     objective = build_objective(member, run)
     network = objective.network.eval()
@@ -70,7 +70,8 @@ def extend_router(
     network.to(device)
     optimizer = torch.optim.Adam([parameter.requires_grad_() for parameter in grown], LEARNING_RATE)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1, 0, NUM_STEPS)
-    cluster = cluster_of_expert(own.member)
+    cluster = own.cluster
+    assert cluster is not None
     num_new = min(member.batch_size, new_run.manifest.clusters[cluster].train)
     alone = replace(member, clusters=(cluster,), batch_size=num_new)
     batches = _batches(build_data(member, run)), _batches(build_data(alone, new_run))

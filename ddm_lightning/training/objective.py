@@ -24,7 +24,14 @@ from ddm_lightning.ensemble.manifest import read_ensemble
 from ddm_lightning.ensemble.routing import Strategy
 from ddm_lightning.ensemble.velocity import Ensemble, load_ensemble
 from ddm_lightning.flow.condition import Condition
-from ddm_lightning.flow.path import PATHS, interpolate, training_target, velocity_loss_weights, x_0_from_velocity
+from ddm_lightning.flow.path import (
+    PATHS,
+    interpolate,
+    times_on_path,
+    training_target,
+    velocity_loss_weights,
+    x_0_from_velocity,
+)
 from ddm_lightning.flow.randomness import keyed_generator, keyed_seed
 from ddm_lightning.flow.timesteps import sample_timesteps, stratified_timesteps
 from ddm_lightning.members.member import Member
@@ -133,6 +140,11 @@ class Objective(ABC):
         self.stored = stored
         self.caption_encoder = caption_encoder
         self.num_held_out = num_held_out
+        low, high = times_on_path(member.interval, member.path)
+        self.interval = low, high
+        fixed = stratified_timesteps(NUM_VALIDATION_TIMESTEPS).tolist()
+        self.timesteps = {index: t for index, t in enumerate(fixed) if low <= t < high} or {0: (low + high) / 2}
+        """Validation timesteps by the index that keys their noise: those of 8 fixed ones on which the member trains."""
         self.start_validation()
 
     @property
@@ -175,7 +187,9 @@ class Objective(ABC):
             mirrored = batch["x_0_flipped"] if "x_0_flipped" in batch else stored.flip(-1)
             stored = torch.where(flipped[:, None, None, None], mirrored, stored)
         x_0 = self.stored.sample(stored, generator)
-        t = sample_timesteps(len(x_0), config.density, config.mean, config.std, config.shift, generator, device)
+        t = sample_timesteps(
+            len(x_0), config.density, config.mean, config.std, config.shift, generator, device, self.interval
+        )
         noise = torch.randn(x_0.shape, generator=generator, device=device)
         condition = self.condition(batch)
         if condition is not None:
@@ -205,21 +219,20 @@ class Objective(ABC):
 
     @abstractmethod
     def validate(self, batch: dict[str, Tensor], batch_idx: int, at: Position) -> None:
-        """Add a held-out batch to the figures, at 8 fixed timesteps, so that curves of runs are comparable."""
+        """Add a held-out batch to the figures, at fixed ``timesteps``, so that curves of runs are comparable."""
 
     def held_out_figures(self, num_ranks: int = 1) -> dict[str, float]:
         """Return the averages since ``start_validation``, over all ranks; a collective of them."""
         return self.held_out.drain(num_ranks)
 
     def noisy_validation_batch(self, batch: dict[str, Tensor], batch_idx: int, index: int, at: Position) -> NoisyBatch:
-        """Return the batch at the ``index``-th of 8 fixed timesteps, with noise that never changes.
+        """Return the batch at the timestep of this index, with noise that never changes.
 
         Curves of one and of eight devices are comparable: each rank generates the noise of the whole step and takes the
         rows of its own samples. The ranks' samples alternate in a step (``shards.datamodule.steps``).
         """
         x_0 = self.x_0(batch)
-        time = stratified_timesteps(NUM_VALIDATION_TIMESTEPS)[index].item()
-        t = torch.full((len(x_0),), time, device=x_0.device)  # a copy would wait for the device
+        t = torch.full((len(x_0),), self.timesteps[index], device=x_0.device)  # a copy would wait for the device
         generator = keyed_generator(self.member.seed, "validation", batch_idx, index, 0, device=x_0.device)
         # For the full batch even if this one is smaller: random values may depend on their number.
         noise = torch.randn((self.member.batch_size, *x_0.shape[1:]), generator=generator, device=x_0.device)
@@ -257,10 +270,10 @@ class Regression(Objective):
     @torch.no_grad()
     def validate(self, batch: dict[str, Tensor], batch_idx: int, at: Position) -> None:
         num = self.num_counted(batch, batch_idx, at)
-        for index in range(NUM_VALIDATION_TIMESTEPS):
+        for index, t in self.timesteps.items():
             noisy = self.noisy_validation_batch(batch, batch_idx, index, at)
             loss = self._squared_error(noisy, noisy.x_0, noisy.noise)[:num].sum()
-            for suffix in ("", time_suffix(index)):
+            for suffix in ("", f"_t{t:.3f}"):
                 self.held_out.add(f"held_out/loss{suffix}", loss, num)
 
 

@@ -20,7 +20,7 @@ from ddm_lightning.core.errors import UserError, first_line, line_of
 from ddm_lightning.core.grids import heat_map, labelled_grid
 from ddm_lightning.core.registry import IMAGE_ENCODERS
 from ddm_lightning.flow.condition import Condition
-from ddm_lightning.flow.path import guided, velocity_of
+from ddm_lightning.flow.path import guided, interpolate, time_rows, velocity_of, x_0_from_velocity
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.flow.solvers.built_in import Euler
 from ddm_lightning.flow.timesteps import sampling_times
@@ -162,6 +162,8 @@ def sample_like(
 ) -> Float[Tensor, "b c h w"]:
     """Sample under the conditions of ``batch`` by Euler steps.
 
+    An expert of some noise levels denoises the batch itself, from its highest level to its estimate at the lowest.
+
     Args:
         objective: of the member.
         network: evaluates the objective's network.
@@ -182,8 +184,11 @@ def sample_like(
 
     generator = keyed_generator(objective.member.seed, "images", device=x_0.device)
     noise = torch.randn(x_0.shape, generator=generator, device=x_0.device)
-    times = sampling_times(sample.num_steps, objective.member.timesteps.shift, device=x_0.device)
-    return Euler().solve(velocity, noise, times)
+    low, high = objective.member.interval
+    times = sampling_times(sample.num_steps, objective.member.timesteps.shift).clamp(low, high).unique().flip(0)
+    x_t = Euler().solve(velocity, interpolate(x_0, noise, time_rows(high, noise)), times)
+    end = time_rows(low, noise)
+    return x_0_from_velocity(x_t, velocity(x_t, end), end) if low > 0 else x_t
 
 
 def routing_heat_map(confusion: Float[Tensor, "t k k"]) -> Figure:

@@ -159,7 +159,7 @@ def page(ensemble: DecentralizedEnsemble, captions: Sequence[str] = ()) -> gr.Bl
         cost = f"{time.perf_counter() - start:.1f} s, {experts:.2f} active experts on average"
         scale = max(1, _CELL_SIZE // images[0].height)
         larger = [ImageOps.scale(image, scale, Image.Resampling.LANCZOS) for image in images]
-        return larger, cost, _weights(trace, field.names)
+        return larger, cost, _weights(trace, field.cluster_names)
 
     with _Page(title=ensemble.about.name, analytics_enabled=False, delete_cache=(600, 3600), fill_width=True) as blocks:
         gr.Markdown(f"# {ensemble.about.name}\n" + ensemble.credit_line)
@@ -192,7 +192,7 @@ def page(ensemble: DecentralizedEnsemble, captions: Sequence[str] = ()) -> gr.Bl
                 settings += [guidance, gr.Number(ensemble.experiment.seed, label="Seed")]
                 if field.num_clusters > 1:
                     gr.Markdown("**Experts**: each one's weight is multiplied by its number; 0 switches it off.")
-                    settings += [gr.Slider(0, 1, 1, step=0.05, label=name) for name in field.names]
+                    settings += [gr.Slider(0, 1, 1, step=0.05, label=name) for name in field.cluster_names]
             first, *outputs = _side("A", defaults.strategy)
             second, *others = _side("B", "full" if defaults.strategy == "bayes" else "bayes")
         # Gradio runs one call of a function at a time. After an error of the first, the second would only repeat it.

@@ -23,6 +23,7 @@ from omegaconf import OmegaConf
 from ddm_lightning.config.experiment import (
     ConditionConfig,
     Experiment,
+    ExpertConfig,
     LoraConfig,
     PartitionConfig,
     PluginConfig,
@@ -174,8 +175,9 @@ def experiment_of(manifest: EnsembleManifest) -> Experiment:
         prepare=PrepareConfig(
             image_encoder=PluginConfig(**meta.image_encoder),
             caption_encoder=PluginConfig(**meta.caption_encoder) if meta.caption_encoder else None,
-            partition=PartitionConfig(num_clusters=len(manifest.experts)),
+            partition=PartitionConfig(num_clusters=len(manifest.priors)),
         ),
+        expert=ExpertConfig(num_experts=len(manifest.experts)),
     )
 
 
@@ -311,7 +313,7 @@ def save_ensemble(ensemble: EnsembleManifest, out: Path, licence: str | None = N
         saved = read_ensemble(temporary / ENSEMBLE_FILE)
         card = _CARD.render(
             vars(saved),
-            shares=dict(zip(saved.experts, saved.priors, strict=True)),
+            shares=saved.shares,
             condition=saved.meta.condition["kind"],
         )
         (temporary / "README.md").write_text(card, encoding="utf-8")

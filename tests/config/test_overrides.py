@@ -15,7 +15,7 @@ from ddm_lightning.config.merge import expert_section
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.members.member import Member
 from ddm_lightning.members.preflight import check_networks, check_plugins
-from ddm_lightning.members.roles import role_of
+from ddm_lightning.members.roles import all_members, role_of
 from ddm_lightning.members.run_folder import changes
 from ddm_lightning.shards.manifest import DataSizes
 
@@ -92,6 +92,53 @@ def test_what_cannot_be_is_one_line(override: str, words: list[str]) -> None:
     assert line.startswith(f"{TINY} with 'expert.overrides.{override}'") and "\n" not in line
     for word in words:
         assert word in line
+
+
+FOUR = ["expert.num_experts=4", "expert.train.global_batch_size=16"]
+INTERVALS = [
+    f"expert.overrides.expert-{number}.interval={[0.5 * (number // 2), 0.5 + 0.5 * (number // 2)]}"
+    for number in range(4)
+]
+
+
+def test_experts_of_one_cluster_share_its_noise_levels_and_its_batch() -> None:
+    experiment = load(*FOUR, *INTERVALS)
+    members = [Member.resolve(name, experiment, SIZES) for name in all_members(experiment)]
+    found = [(member.name, member.clusters, member.interval, member.batch_size) for member in members]
+    assert found == [
+        ("expert-0", (0,), (0.0, 0.5), 4),
+        ("expert-1", (1,), (0.0, 0.5), 4),
+        ("expert-2", (0,), (0.5, 1.0), 4),
+        ("expert-3", (1,), (0.5, 1.0), 4),
+        ("router", (0, 1), (0.0, 1.0), experiment.router.train.global_batch_size),
+        ("monolith", (0, 1), (0.0, 1.0), 16),
+        ("student", (0, 1), (0.0, 1.0), 16),
+    ]
+    assert sum(batch for name, *_, batch in found if name.startswith("expert")) == 16
+    moved = load(*FOUR, *INTERVALS, "expert.overrides.expert-2.cluster=1", "expert.overrides.expert-3.cluster=0")
+    assert [Member.resolve(f"expert-{n}", moved, SIZES).clusters for n in range(4)] == [(0,), (1,), (1,), (0,)]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["expert-1.interval=[0.5,1.0]"], "cluster 1 has no expert for t from 0 to 0.5; change an expert's interval"),
+        (["expert-0.interval=[0.0,0.6]"], "cluster 0 has two experts for t from 0.5 to 0.6"),
+        (["expert-0.interval=[0.0,0.4]"], "cluster 0 has no expert for t from 0.4 to 0.5"),
+        (["expert-0.cluster=1"], "cluster 0 has no expert for t from 0 to 0.5"),
+        (["expert-0.cluster=2"], "cluster 2 does not exist; give one from 0 to 1"),
+        (["expert-0.interval=[0.0,1.5]"], "interval must be two times, 0 <= low < high <= 1"),
+        (["expert-0.interval=[0.5,0.5]"], "interval must be two times, 0 <= low < high <= 1"),
+        (["expert-0.num_experts=2"], "num_experts cannot be overridden"),
+    ],
+)
+def test_intervals_that_do_not_cover_all_noise_levels_once_are_one_line(overrides: list[str], words: str) -> None:
+    whole = [] if "expert-1" in overrides[0] else [*FOUR, *INTERVALS]
+    with pytest.raises(UserError) as caught:
+        load(*whole, *(f"expert.overrides.{text}" for text in overrides))
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+    with pytest.raises(UserError, match=r"key 'expert\.interval'.*belongs in expert.overrides"):
+        load("expert.interval=[0.5,1.0]")
 
 
 def test_networks_of_single_experts_are_checked_before_anything_is_written() -> None:

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 import torch
-from scipy import stats
+from scipy import special, stats
 
 from ddm_lightning.flow.timesteps import (
     intervals,
@@ -12,8 +12,8 @@ from ddm_lightning.flow.timesteps import (
 )
 
 
-def draw(density, mean=0.0, std=1.0, shift=1.0, num=20_000):
-    return sample_timesteps(num, density, mean, std, shift, torch.Generator().manual_seed(7), "cpu")
+def draw(density, mean=0.0, std=1.0, shift=1.0, num=20_000, **more):
+    return sample_timesteps(num, density, mean, std, shift, torch.Generator().manual_seed(7), "cpu", **more)
 
 
 @pytest.mark.parametrize(
@@ -45,6 +45,32 @@ def test_draws_follow_the_generator_alone():
     first = draw("logit-normal", num=5)
     torch.manual_seed(1)
     assert torch.equal(first, draw("logit-normal", num=5))
+
+
+@pytest.mark.parametrize(
+    ("mean", "std", "shift", "interval"),
+    [
+        (0.0, 1.0, 1.0, (0.5, 1.0)),
+        (0.5, 0.8, 3.0, (0.0, 0.7)),
+        (0.5, 0.8, 3.0, (0.7, 0.9)),
+        (-3.0, 1.0, 1.0, (0.999, 1.0)),
+    ],
+)
+def test_an_interval_takes_its_part_of_the_density_in_shifted_time(mean, std, shift, interval):
+    """scipy's truncated normal, between the logits of the interval's ends; a shift moves the logits' mean."""
+    t = draw("logit-normal", mean, std, shift, interval=interval).double().numpy()
+    low, high = (special.logit(np.array(interval)) - mean - np.log(shift)) / std
+    wanted = stats.truncnorm(low, high, mean + np.log(shift), std)
+    assert stats.kstest(special.logit(t), wanted.cdf).pvalue > 0.01
+    assert interval[0] - 1e-7 <= t.min() and t.max() <= interval[1]
+
+
+def test_uniform_times_of_an_interval_follow_the_shift_and_whole_ones_stay_as_they_were():
+    t = draw("uniform", shift=3.0, interval=(0.5, 0.8)).double().numpy()
+    unshifted = t / (3 - 2 * t)
+    assert stats.kstest(unshifted, stats.uniform(0.25, 4 / 7 - 0.25).cdf).pvalue > 0.01
+    for density in ("uniform", "logit-normal"):
+        assert torch.equal(draw(density, shift=3.0, interval=(0.0, 1.0)), draw(density, shift=3.0))
 
 
 def test_shift_keeps_both_ends_and_composes():

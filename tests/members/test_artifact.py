@@ -66,7 +66,8 @@ def test_missing_and_unknown_keys(tmp_path):
     for key in json.loads(original):
         path.write_text(original)
         edit(path, **{key: ...})
-        if key in (added := {"path": "linear", "lora": None, "clusters": [], "init_from": None, "init_sha256": None}):
+        added = {"path": "linear", "lora": None, "clusters": [], "init_from": None, "init_sha256": None}
+        if key in (added := {**added, "cluster": 0, "interval": [0.0, 1.0]}):
             assert getattr(read_meta(tmp_path / "a"), key) == added[key], "of an earlier release"
             continue
         refused(lambda: read_artifact(tmp_path / "a"), path, f"key {key!r} is missing", "fetch this artifact again")
@@ -92,7 +93,8 @@ def test_missing_and_unknown_keys(tmp_path):
         ("step", 1.5),
         ("metrics", {"loss": float("inf")}),
         # These contradict others.
-        ("member", "expert-2"),
+        ("cluster", 2),
+        ("interval", [0.5, 0.5]),
         ("role", "router"),
         ("prediction", None),
     ],

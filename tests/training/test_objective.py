@@ -59,6 +59,21 @@ def test_timesteps_follow_their_density_and_are_shifted_for_the_resolution():
     np.testing.assert_allclose(shifted, 3 * plain / (1 + 2 * plain), rtol=1e-4)
 
 
+@pytest.mark.parametrize("path", ["linear", "cosine", "vp"])
+def test_an_expert_of_some_noise_levels_trains_and_validates_on_them_alone(path):
+    """Its interval is of the linear path's t = sigma/(alpha + sigma), whatever path it trains on."""
+    objective = expert(interval=(0.4, 0.7), path=path, timesteps=TimestepsConfig(shift=3.0))
+    drawn_at = noisy(objective, batch(4000)).t.double()
+    _, t = PATHS[path].to_linear(drawn_at, drawn_at)
+    assert (t.min().item(), t.max().item()) == (pytest.approx(0.4, abs=2e-3), pytest.approx(0.7, abs=2e-3))
+    objective.validate(batch(), 0, Position(0))
+    fixed = {name.rpartition("_t")[2] for name in objective.held_out_figures() if "_t" in name}
+    middles = torch.arange(NUM_TIMES).double() / NUM_TIMES + 1 / 16
+    wanted = middles[((linear := PATHS[path].to_linear(middles, middles)[1]) >= 0.4) & (linear < 0.7)]
+    assert fixed == {f"{middle:.3f}" for middle in wanted.tolist()} and len(fixed) > 0
+    assert expert(interval=(0.9, 0.92)).timesteps == {0: pytest.approx(0.91)}  # none of the fixed ones
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.1, 0.5, 1.0])
 def test_conditions_are_dropped_as_often_as_asked(dropout):
     num, steps = 500, 40

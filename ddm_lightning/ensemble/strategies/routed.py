@@ -146,12 +146,13 @@ class Oracle(Strategy):
         if self.cluster is None:
             clusters = choose(priors.expand(len(batch.x_1), -1), batch.uniform(0))
         else:
-            names, name = batch.ensemble.names, f"expert-{self.cluster}"
-            if name not in names:
+            known = batch.ensemble.clusters
+            if self.cluster not in known:
+                numbers = ", ".join(map(str, known))
                 raise UserError(
-                    f"strategy 'oracle': cluster = {self.cluster} has no expert here; choose one of {', '.join(names)}"
+                    f"strategy 'oracle': cluster = {self.cluster} has no expert here; choose one of {numbers}"
                 )
-            clusters = torch.full((len(batch.x_1),), names.index(name), device=batch.x_1.device)
+            clusters = torch.full((len(batch.x_1),), known.index(self.cluster), device=batch.x_1.device)
         return batch.field(weights=one_hot(clusters, len(priors)).to(batch.x_1))
 
 

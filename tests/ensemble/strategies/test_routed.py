@@ -115,13 +115,12 @@ def test_an_oracle_keeps_one_expert_and_the_priors():
     assert sum(ensemble.work.expert_rows) == 8 * 1000
     assert len(set(ensemble.experts[0].num_rows)) <= 2  # of two batches
     assert torch.allclose(generate("oracle", None, cluster=1)[0], torch.ones(1000), atol=1e-5)
-    with pytest.raises(UserError, match="cluster = 3 has no expert here; choose one of expert-0, expert-1, expert-2"):
+    with pytest.raises(UserError, match="cluster = 3 has no expert here; choose one of 0, 1, 2"):
         generate("oracle", None, cluster=3)
 
 
 def test_an_oracle_finds_its_expert_where_another_is_missing():
-    ensemble = Ensemble([Point(1.0), Point(2.0)], None, [0.4, 0.6])
-    ensemble.names = ["expert-1", "expert-2"]
+    ensemble = Ensemble([Point(1.0), Point(2.0)], None, [0.4, 0.6], clusters=[1, 2])
     settings = {"strategy": "oracle", "strategy_params": {"cluster": 1}, "num_steps": 4}
     x_0 = sample(ensemble, None, 5, (1, 1, 1), **settings, batch_size=5)
     assert torch.allclose(x_0, torch.ones_like(x_0), atol=1e-5)

@@ -1,0 +1,118 @@
+"""Changes of an ensemble's experts without training: each function returns the changed manifest and writes nothing.
+
+Without a router (``bayes``) only the priors change. A router loses the logits of clusters that leave, which is exact.
+It cannot know clusters that come, so an ensemble with an expert of other data has none, unless it is extended
+(``training.extension``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from ddm_lightning.config.experiment import SampleConfig
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.registry import STRATEGIES
+from ddm_lightning.ensemble.manifest import EnsembleManifest, checked, knows
+from ddm_lightning.members.artifact import Bases, load_network, read_meta
+from ddm_lightning.members.roles import EXPERT, ROUTER, expert_name, expert_number
+from ddm_lightning.members.run_folder import ENSEMBLE_FILE, MEMBER_FILE
+
+
+def removed(ensemble: EnsembleManifest, name: str) -> EnsembleManifest:
+    """Remove the expert ``name`` and all others of its cluster, and its images from the priors.
+
+    The other artifacts stay bit for bit.
+
+    Raises:
+        UserError: there is no such expert, or no other.
+    """
+    counts = _counts(ensemble)
+    if name not in ensemble.lost:
+        _require(ensemble, name)
+        own = dict(zip(ensemble.experts, ensemble.expert_clusters, strict=True))
+        counts = {other: images for other, images in counts.items() if own[other] != own[name]}
+    if not counts:
+        raise UserError(f"{name}: is the only expert; an ensemble needs one")
+    return _changed(ensemble, {key: path for key, path in ensemble.folders.items() if key in (*counts, ROUTER)}, counts)
+
+
+def added(ensemble: EnsembleManifest, folder: Path, num_images: int, router: Path | None = None) -> EnsembleManifest:
+    """Add the expert of the artifact ``folder``.
+
+    A missing expert of the ensemble's own partition gets its old place, and the router already knows its cluster. Any
+    other expert gets the next free number. The ensemble then loses its router, unless ``router`` replaces it.
+
+    Args:
+        ensemble: the ensemble.
+        folder: the expert's artifact.
+        num_images: images in its cluster, which give it its prior.
+        router: artifact of an extended router.
+
+    Raises:
+        UserError: the artifact is damaged, unusable, no expert's or there already, or does not go with the others.
+    """
+    meta = read_meta(folder)
+    if present := [name for name in ensemble.experts if ensemble.metas.get(name) == meta]:
+        raise UserError(f"{folder}: is already in the ensemble as {present[0]}; add another expert")
+    name, num_clusters = meta.member, max(meta.num_clusters for meta in ensemble.metas.values())
+    if meta.partition_sha256 != ensemble.partition_sha256 or name in ensemble.folders:
+        name = expert_name(max(num_clusters, *(expert_number(name) + 1 for name in ensemble.experts)))
+    return _with_artifact(ensemble, name, folder, num_images, router)
+
+
+def replaced(ensemble: EnsembleManifest, name: str, folder: Path, num_images: int | None = None) -> EnsembleManifest:
+    """Replace the expert ``name`` by that of the artifact ``folder``.
+
+    Args:
+        ensemble: the ensemble.
+        name: the expert to replace.
+        folder: artifact of another training on the same cluster, or of another cluster; the latter costs the router.
+        num_images: images in its cluster; None keeps the prior.
+
+    Raises:
+        UserError: there is no such expert, or as ``added``.
+    """
+    _require(ensemble, name)
+    return _with_artifact(ensemble, name, folder, num_images or _counts(ensemble)[name])
+
+
+def _with_artifact(
+    ensemble: EnsembleManifest, name: str, folder: Path, num_images: int, router: Path | None = None
+) -> EnsembleManifest:
+    meta = read_meta(folder)
+    if meta.role != EXPERT:
+        raise UserError(f"{folder / MEMBER_FILE}: is the {meta.role}; give the artifact of an expert")
+    bases = Bases([folder, *ensemble.folders.values()])
+    load_network(folder, mapped=True, bases=bases)  # refuses weights that no sampling could load
+    counts = {**_counts(ensemble), name: num_images}
+    order = sorted(counts, key=expert_number)
+    folders = {key: folder if key == name else ensemble.folders[key] for key in order}
+    router = router or ensemble.folders.get(ROUTER)
+    if router is not None and knows(read_meta(router), name, meta):
+        folders[ROUTER] = router
+    return _changed(ensemble, folders, {key: counts[key] for key in order})
+
+
+def _changed(ensemble: EnsembleManifest, folders: dict[str, Path], counts: dict[str, int]) -> EnsembleManifest:
+    own = dict(zip(ensemble.experts, ensemble.expert_clusters, strict=True))
+    images = {own.get(name, name): count for name, count in counts.items()}  # by cluster
+    total, about = sum(images.values()), ensemble.about
+    assert about is not None
+    sample = SampleConfig(**about.sample)
+    if ROUTER not in folders and STRATEGIES.get(sample.strategy).needs_router:  # type: ignore[attr-defined]
+        sample = replace(sample, strategy="bayes", strategy_params={}, solver="ancestral", solver_params={})
+    clusters, priors = [[*images].index(own.get(name, name)) for name in counts], [n / total for n in images.values()]
+    manifest = checked(Path(ENSEMBLE_FILE), folders, priors, list(counts), expert_clusters=clusters)
+    return replace(manifest, about=replace(about, num_images=total, sample=asdict(sample)))
+
+
+def _counts(ensemble: EnsembleManifest) -> dict[str, int]:
+    """Images of each expert's cluster, at least 1."""
+    assert ensemble.about is not None
+    return {name: max(1, round(share * ensemble.about.num_images)) for name, share in ensemble.shares.items()}
+
+
+def _require(ensemble: EnsembleManifest, name: str) -> None:
+    if name not in ensemble.experts:
+        raise UserError(f"{name}: no such expert; the ensemble has {', '.join(ensemble.experts)}")
