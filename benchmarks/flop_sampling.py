@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from common import all_of, console, progress
 from flop_training import ENSEMBLE
-from jaxtyping import Float, UInt8
+from jaxtyping import Float, Int, UInt8
 from split import encoder_of, read_split
 from torch import Tensor
 
@@ -157,10 +157,11 @@ def sample_task(task: Task) -> None:
     """Sample the images of one task and write them."""
     ensemble, meta = task.load()
     settings, method = task.settings, task.method
+    condition, clusters = held_out_conditions(task.data, settings)
     start = time.process_time()
     x_0 = sample(
         ensemble,
-        held_out_conditions(task.data, settings),
+        condition,
         settings.num,
         meta.x_shape,
         SampleConfig(
@@ -173,6 +174,7 @@ def sample_task(task: Task) -> None:
         shift=meta.timestep_shift,
         seed=settings.seed,
         batch_size=BATCH_SIZE,
+        clusters=clusters,
     )
     images = encoder_of(task.data).decode(x_0)
     seconds = (time.process_time() - start) / settings.num
@@ -187,13 +189,13 @@ def condition_rows(num_held_out: int, settings: Settings) -> Tensor:
     return order.repeat(-(-settings.num // num_held_out))[: settings.num]
 
 
-def held_out_conditions(data: Run, settings: Settings) -> Condition | None:
-    """Conditions of held-out samples; None if there are none."""
+def held_out_conditions(data: Run, settings: Settings) -> tuple[Condition | None, Int[Tensor, " num"] | None]:
+    """Conditions of held-out samples, and these samples' clusters; None for both without conditions."""
     if data.experiment.condition.kind == "none":
-        return None
+        return None, None
     held_out = read_split(data, HELD_OUT)
-    condition = held_out.condition(data.experiment.condition.kind)
-    return None if condition is None else condition.rows(condition_rows(len(held_out), settings))
+    condition, rows = held_out.condition(data.experiment.condition.kind), condition_rows(len(held_out), settings)
+    return condition and condition.rows(rows), held_out.clusters[rows]
 
 
 def features_of(images: UInt8[np.ndarray, "n h w 3"], network: PluginConfig, stored: Path) -> Float[Tensor, "n d"]:

@@ -110,6 +110,14 @@ class EnsembleManifest:
         return [logit_of(name, self.metas[name]) for _, name in sorted(of_cluster.items())]
 
     @property
+    def class_counts(self) -> list[list[int]]:
+        """Images of each class in each cluster, [K][num_classes]; empty rows where an artifact has no counts."""
+        of_cluster = {
+            k: self.metas[name].class_counts for name, k in zip(self.experts, self.expert_clusters, strict=True)
+        }
+        return [counts for _, counts in sorted(of_cluster.items())]
+
+    @property
     def meta(self) -> ArtifactMeta:
         """The first expert's ``member.json``; all experts share x_shape, condition, timestep_shift and encoders."""
         return next(iter(self.metas.values()))

@@ -90,6 +90,7 @@ class Batch:
         settings: guidance and the router's temperature.
         on_evaluation: called with the times [r] before the experts are evaluated.
         trace: records every evaluation; None records nothing.
+        clusters: cluster of the image that each condition is of, [b], on the CPU; None if unknown.
     """
 
     def __init__(
@@ -102,8 +103,10 @@ class Batch:
         settings: SampleConfig,
         on_evaluation: Callable[[Tensor], object] = lambda _: None,
         trace: Trace | None = None,
+        clusters: Int[Tensor, " b"] | None = None,
     ) -> None:
         self.ensemble = ensemble
+        self.clusters = clusters
         self.condition = None if condition is None else condition.to(ensemble.device)
         self.settings = settings
         self._is_guided = condition is not None and settings.guidance_scale != 1
@@ -152,14 +155,16 @@ class Batch:
         return self.ensemble.probabilities(x_t, t, condition, self.settings.router_temperature)
 
     def initial_weights(self, *, use_router: bool = True) -> Float[Tensor, "r K"]:
-        """Compute p(k | x_1, t = 1, condition) of all ``num_branches``; the priors without a router.
+        """Compute p(k | x_1, t = 1, condition) of all ``num_branches``: the router's, or ``Ensemble.prior_weights``.
 
         Raises:
             UserError: the router returns NaN.
         """
+        ones = time_rows(1.0, self.x_1)
         if use_router and self.ensemble.router is not None:
-            return finite(self.probabilities(self.x_1, time_rows(1.0, self.x_1)))
-        return self.ensemble.priors.to(self.x_1.device).expand(self.num_branches * len(self.x_1), -1)
+            return finite(self.probabilities(self.x_1, ones))
+        x_1, _, condition = self.branches(self.x_1, ones)
+        return self.ensemble.prior_weights(condition, len(x_1))
 
     def field(self, *, route: Route | None = None, weights: Float[Tensor, "b K"] | None = None) -> VelocityField:
         """The ensemble's guided velocity for these samples, with routed or given weights of the experts."""
@@ -316,6 +321,7 @@ def sample(
     keys: Sequence[Key] | None = None,
     progress: Callable[[float], object] | None = None,
     trace: Trace | None = None,
+    clusters: Int[Tensor, " num"] | None = None,
 ) -> Float[Tensor, "num c h w"]:
     """Generate ``num`` samples.
 
@@ -336,6 +342,7 @@ def sample(
         keys: key of each sample's noise, such as ``("red apple", 0)``; None for its number.
         progress: called with the number of finished samples, fractional, after every evaluation and batch.
         trace: keeps the sampling trajectory; None records nothing and costs nothing.
+        clusters: cluster of the image that each condition is of, on the CPU, for the strategy ``oracle``.
 
     Returns:
         x_0, float32, on the CPU, in the value range that the experts model.
@@ -371,6 +378,7 @@ def sample(
                 settings,
                 on_evaluation=advance,
                 trace=trace,
+                clusters=None if clusters is None else clusters[rows],
             )
             x_0 = strategy.generate(batch, times, solver).cpu()
             if trace is not None:

@@ -79,6 +79,7 @@ class Ensemble:
             ``networks.calibration``. An empty one is 1.
         clusters: number of each of the K clusters, which is that of the router's logit; other logits are left out, and
             the rest renormalises exactly. Empty for 0 to K-1.
+        class_counts: images of each class in each cluster, [K][num_classes]; empty if unknown.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class Ensemble:
         paths: Sequence[str] = (),
         temperatures: tuple[Sequence[float], Sequence[float]] = ((), ()),
         clusters: Sequence[int] = (),
+        class_counts: Sequence[Sequence[int]] = (),
     ) -> None:
         self.experts = experts if isinstance(experts, ResidentExperts) else [expert.eval() for expert in experts]
         self.router = None if router is None else router.eval()
@@ -107,6 +109,11 @@ class Ensemble:
         self.clusters = list(clusters) or list(range(len(priors)))
         # On the device, because a list would be copied there at each call.
         self._logits = torch.tensor(self.clusters, device=self.device) if clusters else slice(None)
+        self._class_shares: Tensor | None = None
+        """p(class | k), [num_classes, K]."""
+        if class_counts and all(class_counts):
+            counts = torch.tensor(class_counts, dtype=torch.float64)
+            self._class_shares = (counts / counts.sum(1, keepdim=True)).T.to(self.device)
         self.names = list(names) or [f"expert-{k}" for k in range(len(experts))]
         self.precision = "auto"
         """As ``sample.precision``: what the networks compute in; times, weights and velocities stay float32."""
@@ -222,6 +229,19 @@ class Ensemble:
         logits = logits / (temperature * calibrated[:, None])
         probabilities = (logits if self._log_factors is None else logits + self._log_factors).softmax(dim=1)
         return finite(probabilities) if self._is_watched else probabilities
+
+    def prior_weights(self, condition: Condition | None, num: int) -> Float[Tensor, "{num} K"]:
+        """Compute p(k | condition) of ``num`` rows without a router.
+
+        Exact for classes, by Bayes' rule from the counts of their images: p(k | class) ∝ p(k)·p(class | k). The priors
+        p(k) for null rows, for a class that no expert has seen, for other conditions and for unknown counts.
+        """
+        priors = self.priors.to(self.device).expand(num, -1)
+        if condition is None or self._class_shares is None:
+            return priors
+        weights = priors * self._class_shares[condition.values]
+        known = condition.keep & weights.any(1)
+        return torch.where(known[:, None], weights / weights.sum(1, keepdim=True), priors)
 
     @torch.no_grad()
     def expert_velocity(self, k: int, x_t: Samples, t: Times, condition: Condition | None = None) -> Samples:
@@ -351,6 +371,7 @@ def load_ensemble(
         expert_clusters=manifest.expert_clusters,
         clusters=manifest.logits,
         intervals=[(low, high) for low, high in (manifest.metas[name].interval for name in names)],
+        class_counts=manifest.class_counts,
         paths=[manifest.metas[name].path for name in names],
         **of_router,
     )

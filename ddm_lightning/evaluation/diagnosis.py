@@ -129,6 +129,7 @@ def diagnose(run: Run, strategies: Sequence[str] | None, num: int, *, show_progr
                 num,
                 batch_size=BATCH_SIZE,
                 progress=lambda done, task=task: bars.update(task, completed=done),
+                clusters=None if given.condition is None else given.clusters,
             )
             own = classifier.shares(_pixels(x_0))
             found[name] = {

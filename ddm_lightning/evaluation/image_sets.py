@@ -238,6 +238,7 @@ class Generated:
                 len(rows),
                 batch_size=settings.batch_size,
                 keys=[("evaluate", row) for row in rows],
+                clusters=None if self._given is None else torch.tensor(self.given(rows, "cluster")),
             )
             images = self._ensemble.decode(x_0)
             if settings.image_format == "png":

@@ -130,6 +130,8 @@ class ArtifactMeta:
     """SHA-256 of their file."""
     metrics: Annotated[dict[str, float], checks.NUMBERS]
     """Final figures such as the held-out loss; those of a router also hold its temperatures (``temperatures_of``)."""
+    class_counts: Annotated[list[int], checks.list_of(checks.integer(0))] = field(default_factory=list)
+    """Images of each class in the member's clusters; empty for other conditions, and in older artifacts."""
     model_sha256: Annotated[str, checks.SHA256] = ""
     """SHA-256 of ``model.safetensors``; set by ``write_artifact``."""
 
@@ -149,6 +151,7 @@ _DEFAULTS: dict[str, Any] = {
     "path": "linear",
     "lora": None,
     "clusters": [],
+    "class_counts": [],
     "cluster": None,
     "interval": [0.0, 1.0],
     "init_from": None,
@@ -161,6 +164,7 @@ def _contradiction(document: Mapping[str, Any]) -> str | None:
     role, num_clusters, cluster = role_of(document["member"]), document["num_clusters"], document["cluster"]
     if cluster is None and role.name == EXPERT:
         cluster = expert_number(document["member"])
+    counts, condition = document["class_counts"], document["condition"]
     temperatures = (value for key, value in document["metrics"].items() if key.startswith(TEMPERATURE))
     rules = (
         (
@@ -183,6 +187,10 @@ def _contradiction(document: Mapping[str, Any]) -> str | None:
         (
             document["lora"] is not None and (document["init_sha256"] is None or role.classifies),
             "key 'lora' needs key 'init_sha256', and is not for a router",
+        ),
+        (
+            counts and (condition["kind"] != "class" or len(counts) != condition["size"] or not any(counts)),
+            "key 'class_counts' must count the images of every class of key 'condition'",
         ),
         (any(value <= 0 for value in temperatures), "key 'metrics' holds a temperature that is not positive"),
     )
@@ -463,5 +471,14 @@ def hand_over(
         step=status.step,
         num_samples=status.step * member.batch_size,
         metrics={**status.metrics, **validated},
+        class_counts=_class_counts(member, manifest),
     )
     write_artifact(folder, weights, meta, sign)
+
+
+def _class_counts(member: Member, manifest: Manifest) -> list[int]:
+    """Images of each class in the member's clusters; empty without classes as conditions, or without counts."""
+    if member.condition.kind != "class" or not manifest.class_counts:
+        return []
+    own = [manifest.class_counts[k] for k in member.clusters]
+    return [sum(of_class) for of_class in zip(*own, strict=True)]

@@ -209,6 +209,9 @@ def manifest_of(
     )
     encoder, captions = plugins.image_encoder, plugins.caption_encoder
     size = prepared.index["image_size"]
+    num_classes = plugins.source.num_classes
+    num_cells = len(clusters) * num_classes
+    cells = prepared.clusters.astype(np.int64) * num_classes + prepared.rows(RECORDS, "label")[:]
     return Manifest(
         source=asdict(config.source),
         attribution=plugins.source.attribution,
@@ -222,7 +225,7 @@ def manifest_of(
         text_size=captions.size if captions else 0,
         token_shape=captions.token_shape if captions else None,
         columns=dict(samples_of(prepared, plugins).encodings),
-        num_classes=plugins.source.num_classes,
+        num_classes=num_classes,
         features=asdict(config.features),
         provenance=plugins.provenance(),
         **{name: prepared.index[name] for name in ("num_read", "broken", "num_samples", "num_without_caption")},
@@ -233,4 +236,5 @@ def manifest_of(
         partition_sha256=files("partition")["partition.safetensors"]["sha256"],
         versions=plugins.versions(),
         class_names=list(getattr(plugins.source, "class_names", None) or ()) or None,
+        class_counts=np.bincount(cells, minlength=num_cells).reshape(len(clusters), -1).tolist(),
     )

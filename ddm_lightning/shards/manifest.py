@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -102,6 +102,8 @@ class Manifest:
     """Versions of the packages that shaped the result."""
     class_names: list[str] | None
     """Name of each of the ``num_classes`` classes; None if the source has none."""
+    class_counts: Annotated[list[list[int]], checks.list_of(checks.list_of(_COUNT))] = field(default_factory=list)
+    """Samples of each class in each cluster, held-out ones included, [K][num_classes]; empty in older manifests."""
     format_version: int = FORMAT_VERSION
 
     @property
@@ -122,6 +124,8 @@ class Manifest:
         """
         path = manifest_path(run_dir)
         stored = read_json(path, "the manifest of the prepared shards", _REMEDY)
+        if isinstance(stored, dict):
+            stored.setdefault("class_counts", [])  # older manifests have none
         if problem := _problem_with(stored):
             raise UserError(f"{path}: {problem}; delete it and {_REMEDY}")
         return cls(
@@ -158,6 +162,8 @@ def _problem_with(stored: Any) -> str | None:
             return f"key 'normalisation' has {len(values)} numbers of {name} for {channels} channels"
     if len(stored["priors"]) != len(stored["clusters"]):
         return "key 'priors' has another length than key 'clusters'"
+    if (counts := stored["class_counts"]) and [*map(len, counts)] != [stored["num_classes"]] * len(stored["clusters"]):
+        return "key 'class_counts' has another shape than num_classes counts of each of the 'clusters'"
     return None
 
 

@@ -200,7 +200,7 @@ class DecentralizedEnsemble:
         Args:
             condition: one per sample, or None for the null condition in all.
             num: number of samples.
-            more: ``batch_size``, ``keys``, ``progress`` and ``trace`` of ``routing.sample``.
+            more: ``batch_size``, ``keys``, ``progress``, ``trace`` and ``clusters`` of ``routing.sample``.
 
         Returns:
             x_0, float32, on the CPU.

@@ -53,6 +53,15 @@ def test_evaluations_and_flops_are_those_that_the_counter_sees(task, monkeypatch
     assert found.experts_per_step == 1
 
 
+def test_the_oracle_is_given_the_clusters_of_the_held_out_samples(task, tiny_run, monkeypatch):
+    given = {}
+    monkeypatch.setattr(flop_sampling, "sample", lambda *_, **more: given.update(more) or torch.zeros(NUM, *SHAPE))
+    data = Run(load_experiment(TINY, [f"run_dir={tiny_run}"]))
+    flop_sampling.sample_task(replace(task, method=METHODS["oracle"], data=data))
+    held_out = flop_sampling.read_split(data, flop_sampling.HELD_OUT)
+    assert torch.equal(given["clusters"], held_out.clusters[flop_sampling.condition_rows(len(held_out), task.settings)])
+
+
 def test_the_file_belongs_to_weights_method_and_settings(task):
     paths = {task.path, replace(task, method=METHODS["full"]).path}
     paths.add(replace(task, settings=replace(task.settings, guidance_scale=2.0)).path)

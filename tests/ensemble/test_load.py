@@ -1,11 +1,13 @@
 """From a run folder to an ensemble that computes what the trained networks computed."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from artifact_files import PARAMS, SHAPE, edit, make_meta, make_network, put, refused
 
-from ddm_lightning.core.registry import ROUTERS
+from ddm_lightning.core.registry import EXPERTS, ROUTERS
 from ddm_lightning.ensemble.manifest import read_ensemble, single, write_ensemble
 from ddm_lightning.ensemble.velocity import Ensemble, load_ensemble
 from ddm_lightning.flow.condition import Condition, ConditionSpec
@@ -69,6 +71,18 @@ def test_a_router_without_a_condition_is_given_none(run_dir):
     write_artifact(run_dir / "router", router.state_dict(), put_meta)
     write_ensemble(run_dir, [run_dir / member for member in ("expert-0", "expert-1", "router")], PRIORS)
     assert load_ensemble(read_ensemble(run_dir / "ensemble.json")).velocity(*inputs()).shape == (6, *SHAPE)
+
+
+def test_counts_of_classes_come_with_the_artifacts(tmp_path):
+    spec, folders = ConditionSpec("class", 2), []
+    for k, counts in enumerate([[10, 0], [5, 15]]):
+        meta = replace(make_meta(f"expert-{k}"), condition=spec.to_dict(), caption_encoder=None, class_counts=counts)
+        folders.append(tmp_path / meta.member)
+        write_artifact(folders[k], EXPERTS.build("dit", PARAMS, x_shape=SHAPE, condition=spec).state_dict(), meta)
+    write_ensemble(tmp_path, folders, [1 / 3, 2 / 3])
+    loaded = load_ensemble(read_ensemble(tmp_path / "ensemble.json", partial=True))
+    weights = loaded.prior_weights(Condition.of(torch.tensor([0, 1])), 2)
+    assert torch.allclose(weights, torch.tensor([[2 / 3, 1 / 3], [0, 1]], dtype=torch.float64))
 
 
 @pytest.mark.parametrize("member", ["monolith", "expert-1"])

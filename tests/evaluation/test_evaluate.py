@@ -11,12 +11,15 @@ import pytest
 import torch
 from forked import Forked
 from PIL import Image
-from tiny_runs import copy_run, settings
+from tiny_runs import TINY, copy_run, settings
 
 from ddm_lightning.cli.parser import main
+from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.registry import FEATURES, METRICS
+from ddm_lightning.encoders.images import Pixels
 from ddm_lightning.evaluation import image_sets
 from ddm_lightning.evaluation.image_sets import ShardImages
+from ddm_lightning.members.run import Run
 from ddm_lightning.shards.manifest import HELD_OUT, TRAIN, Manifest
 from ddm_lightning.use import ensemble
 
@@ -66,14 +69,26 @@ def test_scores_are_those_of_the_images_on_disk(run, tmp_path):
         assert grid.width > 100
 
 
+def test_the_oracle_takes_the_cluster_of_the_image_whose_caption_it_gets(run, tmp_path):
+    """Each image is that of the expert of its held-out image's cluster, sampled alone."""
+    found = {}
+    for name, own in {"own": "{}", 0: "{cluster: 0}", 1: "{cluster: 1}"}.items():
+        settings = [f"run_dir={run}", *SMALL, "sample.strategy=oracle", f"sample.strategy_params={own}"]
+        images = image_sets.Generated(Run(load_experiment(TINY, settings)), Manifest.read(run), Pixels())
+        images.folder = tmp_path / str(name)
+        found[name] = np.concatenate([images.images(rows) for rows in image_sets.parts(images)])
+    given = images.given(range(20), "cluster")
+    assert sorted({*given}) == [0, 1]
+    assert np.array_equal(found["own"], np.stack([found[k][row] for row, k in enumerate(given)]))
+    assert not np.array_equal(found[0], found[1])
+
+
 def kid(params, *images):
     metric = METRICS.build("kid", params)
     return metric.scores(*(torch.from_numpy(metric.network.encode(rows)) for rows in images)).values()
 
 
 def decoded(run, side):
-    from ddm_lightning.encoders.images import Pixels
-
     images = ShardImages(run / "prepared" / "shards", Manifest.read(run), Pixels(), side)
     return np.concatenate([images.images(rows) for rows in image_sets.parts(images)])
 

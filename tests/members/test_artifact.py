@@ -97,6 +97,7 @@ def test_missing_and_unknown_keys(tmp_path):
         ("interval", [0.5, 0.5]),
         ("role", "router"),
         ("prediction", None),
+        ("class_counts", [1, 2, 3, 4, 5]),
     ],
 )
 def test_wrong_values(tmp_path, key, value):

@@ -18,3 +18,16 @@ def test_an_artifact_has_the_timestep_shift_that_its_member_was_trained_with(tin
     resolved = Member.resolve(member, experiment, manifest)
     hand_over(tmp_path / "artifact", resolved, manifest, {"weight": torch.ones(2)}, "velocity", status)
     assert read_meta(tmp_path / "artifact").timestep_shift == shift
+
+
+def test_an_artifact_counts_the_images_of_each_class(tiny_prepared, tmp_path):
+    experiment = load_experiment(TINY, ["condition.kind=class", "sample.prompts=[]"])
+    manifest = Manifest.read(tiny_prepared.parent)
+    first, second = manifest.class_counts
+    expected = {"expert-1": second, "monolith": [a + b for a, b in zip(first, second, strict=True)]}
+    for member, counts in expected.items():
+        resolved = Member.resolve(member, experiment, manifest)
+        status = MemberStatus(member, 60)
+        hand_over(tmp_path / member, resolved, manifest, {"weight": torch.ones(2)}, "velocity", status)
+        assert read_meta(tmp_path / member).class_counts == counts
+    assert sum(counts) == manifest.num_samples

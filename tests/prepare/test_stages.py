@@ -53,6 +53,8 @@ def test_manifest_files_and_partition_agree(tmp_path):
     clusters = partition.rule.assign(Samples(features, labels, prepared.texts("keys")))
     np.testing.assert_array_equal(clusters, prepared.clusters)
     np.testing.assert_array_equal(np.bincount(clusters), partition.counts)
+    pairs = list(zip(clusters.tolist(), labels.tolist(), strict=True))
+    assert manifest.class_counts == [[pairs.count((k, label)) for label in range(4)] for k in range(2)]
     assert partition.counts.max() <= 1.1 * 30
     for name, digest in manifest.index_sha256.items():
         folder = tmp_path / "prepared" / "shards" / name

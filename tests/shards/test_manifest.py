@@ -35,6 +35,7 @@ def manifest():
         partition_sha256="cd",
         versions={"torch": "2"},
         class_names=["disc", "square", "ring", "star"],
+        class_counts=[[6, 0, 0, 0], [1, 1, 1, 1]],
     )
 
 
@@ -43,6 +44,10 @@ def test_a_written_manifest_is_read(tmp_path):
     read = Manifest.read(tmp_path)
     assert read == manifest()
     assert read.num_clusters == 2 and read.format_version == 3
+    document = json.loads(manifest_path(tmp_path).read_text())
+    del document["class_counts"]  # as earlier releases wrote it
+    manifest_path(tmp_path).write_text(json.dumps(document))
+    assert Manifest.read(tmp_path) == dataclasses.replace(manifest(), class_counts=[])
 
 
 @pytest.mark.parametrize(
@@ -72,6 +77,9 @@ def test_a_written_manifest_is_read(tmp_path):
         ({"normalisation": {"scale": [1, 1], "shift": 0}}, "'normalisation' has 2 numbers of scale for 3 channels"),
         ({"normalisation": {"scale": 10**400, "shift": 0}}, "'normalisation'"),
         ({"index_sha256": {"cluster-0/train": 1}}, "'index_sha256'"),
+        ({"class_counts": [[1, 1, 1, 1]]}, "'class_counts' has another shape"),
+        ({"class_counts": [[1, 1, 1], [1, 1, 1]]}, "'class_counts' has another shape"),
+        ({"class_counts": [[1, 1, 1, -1]] * 2}, "'class_counts'"),
     ],
     ids=str,
 )

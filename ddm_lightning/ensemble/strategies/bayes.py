@@ -30,7 +30,8 @@ class Bayes(Strategy):
     """Filter the cluster posterior along the chain; see ``filter_chain``.
 
     With a condition, the partition's priors are not p(k | condition). ``router_prior`` therefore starts the filter
-    from the router's p(k | x_1, t = 1, condition) if there is a router.
+    from the router's p(k | x_1, t = 1, condition) if there is a router. Otherwise it starts from p(k | class), which is
+    exact; under captions, from the priors, which is wrong.
     """
 
     needs_router = False

@@ -129,8 +129,9 @@ class Sample1(Strategy):
 class Oracle(Strategy):
     """Follow one expert per sample (DDM, 2501.05450, table 3); for evaluation.
 
-    The cluster is drawn from the partition's priors, which is exact without a condition. To sample under held-out
-    conditions, give their true cluster as ``cluster``.
+    Under held-out conditions, ``evaluate``, ``diagnose`` and the benchmarks give the cluster of the image that each
+    condition is of. Otherwise it is ``cluster`` or, without one, drawn from p(k | class), or from the priors without
+    classes.
     """
 
     needs_router = False
@@ -140,20 +141,22 @@ class Oracle(Strategy):
         """Velocity of each sample's own expert.
 
         Raises:
-            UserError: ``cluster`` has no expert in the ensemble.
+            UserError: a cluster has no expert in the ensemble.
         """
-        priors = batch.ensemble.priors.to(batch.x_1.device)
-        if self.cluster is None:
-            clusters = choose(priors.expand(len(batch.x_1), -1), batch.uniform(0))
+        clusters, num = batch.clusters, len(batch.x_1)
+        if self.cluster is not None:
+            clusters = torch.full((num,), self.cluster)
+        if clusters is None:
+            places = choose(batch.initial_weights(use_router=False)[:num], batch.uniform(0))
         else:
             known = batch.ensemble.clusters
-            if self.cluster not in known:
+            if missing := [k for k in clusters.tolist() if k not in known]:
                 numbers = ", ".join(map(str, known))
                 raise UserError(
-                    f"strategy 'oracle': cluster = {self.cluster} has no expert here; choose one of {numbers}"
+                    f"strategy 'oracle': cluster = {missing[0]} has no expert here; choose one of {numbers}"
                 )
-            clusters = torch.full((len(batch.x_1),), known.index(self.cluster), device=batch.x_1.device)
-        return batch.field(weights=one_hot(clusters, len(priors)).to(batch.x_1))
+            places = torch.tensor([known.index(k) for k in clusters.tolist()]).to(batch.x_1.device)
+        return batch.field(weights=one_hot(places, batch.ensemble.num_clusters).to(batch.x_1))
 
 
 @STRATEGIES.register("sample-each-step")

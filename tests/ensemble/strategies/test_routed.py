@@ -13,6 +13,7 @@ from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import STRATEGIES
 from ddm_lightning.ensemble.routing import strategy_of
 from ddm_lightning.ensemble.velocity import Ensemble
+from ddm_lightning.flow.condition import Condition
 
 ROWS = torch.tensor([[0.1, 0.6, 0.3], [0.0, 1.0, 0.0], [0.25, 0.25, 0.5]])
 PRIORS = [0.1, 0.2, 0.7]
@@ -124,6 +125,46 @@ def test_an_oracle_finds_its_expert_where_another_is_missing():
     settings = {"strategy": "oracle", "strategy_params": {"cluster": 1}, "num_steps": 4}
     x_0 = sample(ensemble, None, 5, (1, 1, 1), **settings, batch_size=5)
     assert torch.allclose(x_0, torch.ones_like(x_0), atol=1e-5)
+
+
+def test_an_oracle_takes_the_clusters_that_it_is_given():
+    clusters = torch.arange(10) % 3
+    ensemble = Ensemble([Point(0.0), Point(1.0), Point(2.0)], ConstantRouter(), PRIORS)
+    options = {"strategy": "oracle", "num_steps": 4, "batch_size": 4, "clusters": clusters}
+    assert torch.allclose(sample(ensemble, None, 10, (1, 1, 1), **options).flatten(), clusters.float(), atol=1e-5)
+    ensemble.clusters = [0, 1, 7]
+    with pytest.raises(UserError, match="cluster = 2 has no expert here"):
+        sample(ensemble, None, 10, (1, 1, 1), **options)
+
+
+# Images of two classes in each of the three clusters; a hundred in all, in the shares of PRIORS.
+COUNTS = [[10, 0], [5, 15], [35, 35]]
+
+
+@pytest.mark.parametrize(("strategy", "solver"), [("oracle", "euler"), ("sample-1", "euler"), ("bayes", "ancestral")])
+def test_without_a_router_clusters_follow_the_class(strategy, solver):
+    ensemble = Ensemble([Point(0.0), Point(1.0), Point(2.0)], None, PRIORS, class_counts=COUNTS)
+    groups = torch.arange(1500) % 3  # two classes, and rows without one
+    condition = Condition(groups % 2, groups < 2)
+    options = {"strategy": strategy, "solver": solver, "num_steps": 4, "batch_size": 500}
+    found = sample(ensemble, condition, 1500, (1, 1, 1), **options).flatten()
+    for group, expected in enumerate([[10, 5, 35], [0, 15, 35], [10, 20, 70]]):
+        counts = torch.bincount(found[groups == group].round().long(), minlength=3)
+        seen = torch.tensor(expected) > 0
+        wanted = 500 * torch.tensor(expected)[seen] / sum(expected)
+        assert counts[~seen].sum() == 0 and chisquare(counts[seen].numpy(), wanted.numpy()).pvalue > 0.01
+
+
+def test_shares_of_a_class_among_experts_that_changed():
+    """By hand: p(k | class) ∝ p(k)·p(class | k); the priors where that says nothing."""
+
+    def weights(counts, label, factors=(1, 1, 1)):
+        ensemble = Ensemble([Point(float(k)) for k in range(3)], None, PRIORS, class_counts=counts)
+        return ensemble.reweighted(factors).prior_weights(Condition.of(torch.tensor([label])), 1)[0].tolist()
+
+    assert weights(COUNTS, 0, (1, 0, 1)) == pytest.approx([10 / 45, 0, 35 / 45])
+    assert weights([[3, 1], [2, 2], [0, 9]], 0) == pytest.approx([0.075 / 0.175, 0.1 / 0.175, 0])
+    assert weights([[1, 0], [1, 0], [1, 0]], 1) == weights([], 0) == weights([[1, 1], [1, 1], []], 0) == PRIORS
 
 
 def test_sampling_at_each_step_ends_with_the_expert_of_the_last():
