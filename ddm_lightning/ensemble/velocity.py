@@ -73,7 +73,7 @@ class Ensemble:
         expert_clusters: cluster of each expert; empty if each has its own.
         intervals: lowest t of each expert, and the t below which it ends; those of one cluster cover [0, 1]. Empty if
             each is for all t.
-        router_conditional: whether the router takes a condition; published ones see x_t and t only.
+        router_conditional: whether the router takes a condition; those of DDM and Paris see x_t and t only.
         paths: path of each expert, in ``flow.path.PATHS``; empty if all are linear.
         temperatures: divisors of the router's logits for rows without and with a condition, by equal parts of t; see
             ``networks.calibration``. An empty one is 1.
