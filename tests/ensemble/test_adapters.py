@@ -4,24 +4,31 @@ import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 from artifact_files import PARAMS, SHAPE, TEXT, edit, make_meta, make_network, refused
+from networks.test_diffusers import OWN, PIXART, SIZES, TOKENS
+from networks.test_diffusers import SHAPE as DIFFUSERS_SHAPE
+from networks.test_diffusers import saved as save_diffusers
+from safetensors.torch import load_file
 from saved_ensembles import ABOUT
 from torch import nn
 from toy_ensemble import sample
 
 from ddm_lightning.config.experiment import LoraConfig, SampleConfig
+from ddm_lightning.core.files import sha256_file
 from ddm_lightning.core.registry import EXPERTS
-from ddm_lightning.core.weights import save_weights
-from ddm_lightning.ensemble.manifest import added, read_ensemble, single, write_ensemble
+from ddm_lightning.core.weights import prefixed, save_weights
+from ddm_lightning.ensemble.changes import added
+from ddm_lightning.ensemble.manifest import read_ensemble, single, write_ensemble
 from ddm_lightning.ensemble.residency import ResidentExperts
 from ddm_lightning.ensemble.velocity import Ensemble, load_ensemble
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.members.artifact import load_network, write_artifact
 from ddm_lightning.members.cost import _Held
 from ddm_lightning.networks.lora import adapt, merged
-from ddm_lightning.use.saved import save_ensemble
+from ddm_lightning.use.saved import export_peft, save_ensemble
 
 LORA = LoraConfig(rank=2, target_modules=["attention.qkv", "mlp.0"])
 WIDE = {**PARAMS, "width": 256, "depth": 4}
@@ -126,6 +133,36 @@ def test_a_saved_copy_has_the_base_once(tmp_path):
     base, one = (held_bytes(networks) for networks in ([first, second], [first]))
     assert base < 1.5 * one
     assert "initial/" in (tmp_path / "elsewhere" / "README.md").read_text()
+
+
+def test_adapters_on_a_model_of_diffusers(tmp_path):
+    model = save_diffusers(PIXART, tmp_path / "pretrained")
+    file, base = tmp_path / "pretrained" / "diffusion_pytorch_model.safetensors", tmp_path / "run" / "initial"
+    sha256 = sha256_file(file)
+    (base / sha256).mkdir(parents=True)
+    shutil.copyfile(file, base / sha256 / "model.safetensors")
+    lora = LoraConfig(rank=2, alpha=8, target_modules=["attn1.to_q", "attn2.to_v", "proj_out"])
+    params = {"config": {"_class_name": PIXART} | SIZES | OWN[PIXART]}
+    network = EXPERTS.build("diffusers", params, x_shape=DIFFUSERS_SHAPE, condition=TOKENS)
+    adapt(network, lora, prefixed(load_file(file), network))
+    for parameter in network.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    assert {name for name in network.state_dict() if ".lora_" not in name} == {"null"}  # which the base lacks
+    of_base = {"lora": asdict(lora), "init_from": "base", "init_sha256": sha256}
+    meta = replace(make_meta(), network="diffusers", params=params, x_shape=DIFFUSERS_SHAPE, path="vp", **of_base)
+    meta = replace(meta, condition=TOKENS.to_dict(), prediction="epsilon")
+    write_artifact(tmp_path / "run" / "expert-0", network.state_dict(), meta)
+    manifest = single(tmp_path / "run" / "expert-0")
+    (loaded,) = load_ensemble(manifest).experts
+    x_t, t, condition = torch.randn(3, *DIFFUSERS_SHAPE), torch.full((3,), 0.5), Condition.of(torch.randn(3, 3, 6))
+    with torch.no_grad():
+        expected = network.eval()(x_t, t, condition)
+        assert torch.equal(loaded(x_t, t, condition), expected)
+        export_peft(manifest, tmp_path / "peft")
+        theirs = peft.PeftModel.from_pretrained(model, tmp_path / "peft" / "expert-0")
+        step = network._step(t)
+        got = theirs(x_t, timestep=step, encoder_hidden_states=condition.values).sample[:, :4]
+    assert torch.allclose(got, expected, rtol=0, atol=1e-4) and expected.std() > 0.1
 
 
 def test_a_strangers_adapter_comes_without_the_base(tmp_path):
