@@ -58,7 +58,9 @@ def replay_step(name: str, run: Run, step: int | None, rank: int) -> tuple[Skipp
     member = run.member(name)
     objective = build_objective(member, run)
     network = objective.network
-    weights = _load_nearest(network, folder / "checkpoints", skipped.step)
+    nearest = _load_nearest(network, folder / "checkpoints", skipped.step)
+    if nearest is None and member.lora is None and (initial := run.initial(member)) is not None:
+        initial.load(network)
     # The kind of device it was trained on, because each has its own random generator.
     device = device_of(island.accelerator)
     network.to(device)
@@ -79,7 +81,7 @@ def replay_step(name: str, run: Run, step: int | None, rank: int) -> tuple[Skipp
         norm = math.sqrt(float(torch.stack(squares).sum())) if squares else 0.0
         columns = (name for name, rows in batch.items() if not bool(rows[row].isfinite().all()))
         found.append(ReplayedSample(sample_id, float(noisy.t[row]), tuple(columns), float(loss.detach()), norm))
-    return skipped, weights, found
+    return skipped, nearest or "the initial weights", found
 
 
 def _find(folder: Path, step: int | None, rank: int) -> SkippedStep:
@@ -92,12 +94,12 @@ def _find(folder: Path, step: int | None, rank: int) -> SkippedStep:
     return skipped[max(skipped) if step is None else step]
 
 
-def _load_nearest(network: nn.Module, checkpoints: Path, step: int) -> str:
-    """Load the whole checkpoint nearest to ``step``; return its path."""
+def _load_nearest(network: nn.Module, checkpoints: Path, step: int) -> str | None:
+    """Load the whole checkpoint nearest to ``step``; return its path, or None if there is none."""
     paths = sorted(checkpoints_in(checkpoints), key=lambda path: abs(step_of(path) - step))
     nearest = next((path for path in paths if damage_of(path) is None), None)
     if nearest is None:
-        return "the initial weights"
+        return None
     load_tensors(nearest, nn.ModuleDict({"network": network}))  # its name in a LightningModule
     return str(nearest)
 

@@ -10,6 +10,7 @@ from training.short_fits import SHORT, member
 
 from ddm_lightning.cli.parser import main
 from ddm_lightning.config.load import load_experiment
+from ddm_lightning.members.artifact import load_network
 from ddm_lightning.members.run import Run
 from ddm_lightning.shards.mds import open_shards
 from ddm_lightning.training.checkpoint import load_tensors
@@ -62,3 +63,16 @@ def test_each_sample_has_its_own_loss_and_gradient_at_the_nearest_weights(finish
         assert sample.t == float(one.t) and sample.not_finite == ()
         assert sample.loss == pytest.approx(float(loss.detach()), rel=1e-5)
         assert sample.gradient_norm == pytest.approx(float(norm), rel=1e-4)
+
+
+def test_before_the_first_checkpoint_it_takes_the_weights_that_the_member_started_from(finished, tiny_run):
+    _, data, _ = left_out(tiny_run, 3)
+    start = f"expert.init_from={member(finished, 'artifact')}"
+    opened = Run(load_experiment(TINY, [f"run_dir={tiny_run}", *SHORT, start]))
+    _, loaded, samples = replay_step("expert-0", opened, 3, 0)
+    assert loaded == "the initial weights"
+    objective = build_objective(opened.member("expert-0"), opened)
+    _, network = load_network(member(finished, "artifact"))
+    one = objective.noisy_batch(open_shards(data.training_folders()).take(np.arange(3)), Position(3)).rows(slice(0, 1))
+    loss = functional.mse_loss(network(one.x_t, one.t, one.condition), one.noise - one.x_0)
+    assert samples[0].loss == pytest.approx(float(loss.detach()), rel=1e-5)
