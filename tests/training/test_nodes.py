@@ -220,7 +220,8 @@ def test_the_first_node_publishes_what_another_pair_goes_on_with(tiny_run, tmp_p
     shutil.copytree(home / "prepared", whole / "prepared")
     finish(fit(whole, "island.nodes=1", "island.devices=4"), 0, TRAINS_SECONDS)
     # In the first step after a resume, DDP has other buckets and sums the gradients of four ranks in another order.
-    assert_close(tmp_path / "c", whole, 1e-6)
+    # Adam scales that up where a gradient is zero but for rounding, as of the bias of attention's keys.
+    assert_close(tmp_path / "c", whole, 1e-4)
 
 
 @pytest.mark.parametrize(
