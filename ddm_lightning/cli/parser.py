@@ -164,7 +164,8 @@ def _commands() -> dict[str, tuple[str, _Options]]:
             "Write the ensemble as a folder for others: artifacts, hashes and a model card.",
             {
                 "--to": _option(
-                    "diffusers adds its pipeline; peft writes only the experts' adapters, for peft",
+                    "diffusers adds its pipeline, or with sample.member=NAME writes that member's own transformer; "
+                    "peft writes only the experts' adapters, for peft",
                     required=True,
                     choices=("ensemble", "diffusers", "peft"),
                 ),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
@@ -318,11 +318,36 @@ class T5Text(_TextModel):
     config_class, tokenizer_class = "T5Config", "T5TokenizerFast"
     tokenizer_files = (("tokenizer.json",), ("spiece.model",))
     has_positions = False
+    default_tokens = 128
 
     def _sizes(self) -> tuple[int, int, int]:
-        return self.text_config.d_model, self.text_config.d_model, 128
+        return self.text_config.hidden_size, self.text_config.hidden_size, self.default_tokens
 
     def _pooled(
         self, network: Any, states: Float[Tensor, "n m width"], mask: Bool[Tensor, "n m"]
     ) -> Float[Tensor, "n size"]:
         return states.float().sum(1) / mask.sum(1, keepdim=True)
+
+
+@CAPTION_ENCODERS.register("t5gemma-text")
+class T5GemmaText(T5Text):
+    """T5Gemma's encoder (Zhang et al. 2025, arXiv 2504.06225) as PRX reads it; for its parameters see ``_TextModel``.
+
+    Takes the encoder alone, as in ``text_encoder`` of a PRX. Captions are cleaned by PRX's own pipeline: lower case, no
+    links, ``#`` or ``@``, and more. ``max_tokens``: None is the pipeline's 256. The vector is that of ``T5Text``.
+    """
+
+    packages = ("transformers", "tokenizers", "diffusers", "ftfy")
+    place = "caption encoder 't5gemma-text'"
+    kinds = {"t5_gemma_module": "T5GemmaEncoder"}  # noqa: RUF012  never changed
+    module = "transformers.models.t5gemma.modeling_t5gemma"
+    config_class, tokenizer_class = "T5GemmaModuleConfig", "GemmaTokenizerFast"
+    tokenizer_files = (("tokenizer.json",), ("tokenizer.model",))
+    default_tokens = 256
+
+    @cached_property
+    def _clean(self) -> Callable[[str], str]:
+        return import_module("diffusers.pipelines.prx.pipeline_prx").TextPreprocessor().clean_text
+
+    def _tokens(self, captions: Sequence[str]) -> tuple[Int[Tensor, "n max_tokens"], Int[Tensor, "n"]]:
+        return super()._tokens([self._clean(caption) for caption in captions])

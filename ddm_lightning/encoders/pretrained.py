@@ -72,6 +72,8 @@ class Pretrained:
     """Key of ``config.json`` that tells the kind of model."""
     kinds: ClassVar[Mapping[str, str]]
     """Accepted kind -> the library's class."""
+    module: ClassVar[str | None] = None
+    """Module of these classes; None is the library itself."""
     is_safe_in_bfloat16: ClassVar[bool] = False
     """Whether GPUs compute in bfloat16 if no ``compute_dtype`` is given."""
 
@@ -178,9 +180,9 @@ class Pretrained:
     def _load(self, **settings: Any) -> Any:
         """Load the model from the folder: safetensors only, no network, no weight missing, no progress bar."""
         with loading(self.folder, self.place):
-            library = import_module(self.packages[0])
-            library.utils.logging.disable_progress_bar()
-            network, info = getattr(library, self.model_class).from_pretrained(
+            import_module(self.packages[0]).utils.logging.disable_progress_bar()
+            classes = import_module(self.module or self.packages[0])
+            network, info = getattr(classes, self.model_class).from_pretrained(
                 self.folder, use_safetensors=True, local_files_only=True, output_loading_info=True, **settings
             )
             if missing := info["missing_keys"]:  # libraries fill them with random numbers

@@ -61,7 +61,10 @@ def _example(
 
 def _empty_copy(network: nn.Module, device: str, dtype: torch.dtype | None = None) -> nn.Module:
     """A copy with empty tensors on ``device``; ``dtype`` is that of its parameters, by default their own."""
-    memo: dict[int, Tensor] = {
+    # Tensors that are neither, such as tables of positions, are shared: fake ones cannot be copied.
+    plain = (value for module in network.modules() for value in tree_leaves(vars(module)) if isinstance(value, Tensor))
+    memo: dict[int, Tensor] = {id(value): value for value in plain}
+    memo |= {
         id(parameter): nn.Parameter(torch.empty_like(parameter, device=device, dtype=dtype), parameter.requires_grad)
         for parameter in network.parameters()
     }

@@ -13,7 +13,7 @@ from diffusers.image_processor import VaeImageProcessor
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.use.ensemble import DecentralizedEnsemble
-from ddm_lightning.use.saved import export_diffusers
+from ddm_lightning.use.export import export_diffusers
 
 
 class DecentralizedPipeline(DiffusionPipeline):  # type: ignore[misc]  # diffusers is not checked

@@ -24,7 +24,6 @@ from ddm_lightning.config.experiment import (
     ConditionConfig,
     Experiment,
     ExpertConfig,
-    LoraConfig,
     PartitionConfig,
     PluginConfig,
     PrepareConfig,
@@ -35,8 +34,7 @@ from ddm_lightning.config.merge import changed
 from ddm_lightning.config.validate import check_experiment
 from ddm_lightning.core import checks, remote
 from ddm_lightning.core.errors import DOWNLOADS, UserError, first_line
-from ddm_lightning.core.files import atomic_folder, atomic_write_json, atomic_write_text, inside
-from ddm_lightning.core.registry import EXPERTS
+from ddm_lightning.core.files import atomic_folder, inside
 from ddm_lightning.core.weights import check_recorded
 from ddm_lightning.ensemble.manifest import (
     About,
@@ -47,7 +45,13 @@ from ddm_lightning.ensemble.manifest import (
     write_manifest,
 )
 from ddm_lightning.ensemble.routing import with_strategy
-from ddm_lightning.members.artifact import REMEDY, WEIGHTS_FILE, Bases, base_file, read_artifact, read_meta
+from ddm_lightning.members.artifact import (
+    REMEDY,
+    WEIGHTS_FILE,
+    Bases,
+    base_file,
+    read_meta,
+)
 from ddm_lightning.members.preflight import check_strategy
 from ddm_lightning.members.roles import condition_spec
 from ddm_lightning.members.run_folder import (
@@ -59,16 +63,13 @@ from ddm_lightning.members.run_folder import (
     load_run,
     refuse_changed,
 )
-from ddm_lightning.networks.lora import write_peft
 from ddm_lightning.shards.manifest import Manifest, manifest_path
 
-_PIPELINE = '''"""Code of this folder for diffusers: the class is part of the installed package ddm_lightning."""
-
-from ddm_lightning.use.diffusers_pipeline import DecentralizedPipeline  # noqa: F401
-'''
-_CARD = Environment(
+TEMPLATES = Environment(
     loader=PackageLoader(__package__), undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True
-).get_template("model_card.md.j2")
+)
+"""Model cards."""
+_CARD = TEMPLATES.get_template("model_card.md.j2")
 
 
 # Of an artifact; those of a signature need not exist.
@@ -317,39 +318,3 @@ def save_ensemble(ensemble: EnsembleManifest, out: Path, licence: str | None = N
             condition=saved.meta.condition["kind"],
         )
         (temporary / "README.md").write_text(card, encoding="utf-8")
-
-
-def export_peft(manifest: EnsembleManifest, out: Path) -> None:
-    """Write each adapter as a folder that peft loads onto the base; ``out`` appears whole or not at all.
-
-    Args:
-        manifest: from ``manifest_with_about``.
-        out: new folder.
-
-    Raises:
-        UserError: ``out`` exists, an artifact is damaged, or no expert is an adapter.
-    """
-    if out.exists():
-        raise UserError(f"{out}: exists already; give a new folder")
-    adapters = {name: meta.lora for name, meta in manifest.metas.items() if meta.lora is not None}
-    if not adapters:
-        raise UserError("--to peft: no expert is an adapter (expert.network.lora); export with --to ensemble")
-    with atomic_folder(out) as temporary:
-        for name, lora in adapters.items():
-            meta, state = read_artifact(manifest.folders[name])
-            (temporary / name).mkdir()
-            inner = getattr(EXPERTS.get(meta.network), "wraps", "")
-            write_peft(temporary / name, LoraConfig(**lora), state, inner)
-
-
-def export_diffusers(manifest: EnsembleManifest, out: Path, licence: str | None = None) -> None:
-    """Write a saved ensemble that ``diffusers`` loads, too.
-
-    Use ``DiffusionPipeline.from_pretrained(out, custom_pipeline=out, trust_remote_code=True)``.
-
-    Raises:
-        UserError: as ``save_ensemble``.
-    """
-    save_ensemble(manifest, out, licence)
-    atomic_write_text(out / "pipeline.py", _PIPELINE)
-    atomic_write_json(out / "model_index.json", {"_class_name": ["pipeline", "DecentralizedPipeline"]})

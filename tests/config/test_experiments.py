@@ -17,6 +17,7 @@ from ddm_lightning.shards.manifest import DataSizes
 FOLDER = Path(__file__).parents[2] / "experiments"
 FILES = sorted(FOLDER.glob("*.yaml"))
 SIZES = DataSizes((4, 32, 32), 768, (77, 768), 1000)
+OF_PRX = DataSizes((16, 32, 32), 2304, (256, 2304), 1)
 
 
 def header(path):
@@ -82,6 +83,7 @@ LARGE = {
     "laion_8x": (675, 712, 7.3e19),
     "paris_8x": (608.3, 867, 7.8e19),
     "laion_24b": (2980, 2055, 2.1e20),
+    "prx_8x": (1170.7, 1356, 8.7e18),
 }
 
 
@@ -89,11 +91,12 @@ LARGE = {
 def test_the_arithmetic_of_a_header_is_right(stem):
     millions, gflop, in_all = LARGE[stem]
     experiment = load_experiment(FOLDER / f"{stem}.yaml")
-    member = Member.resolve("expert-0", experiment, SIZES)
+    sizes = OF_PRX if stem == "prx_8x" else SIZES
+    member = Member.resolve("expert-0", experiment, sizes)
     with torch.device("meta"):
         network = member.build_network()
     assert sum(p.numel() for p in network.parameters()) / 1e6 == pytest.approx(millions, rel=2e-3)
-    per_sample = flops_per_sample(network, SIZES.x_shape, member.condition, backward=True)
+    per_sample = flops_per_sample(network, sizes.x_shape, member.condition, backward=True)
     assert per_sample / 1e9 == pytest.approx(gflop, rel=2e-3)
     train = experiment.expert.train
     samples = train.max_steps * train.global_batch_size / experiment.prepare.partition.num_clusters

@@ -5,7 +5,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from encoders.tiny_models import save_clip, save_t5
+from encoders.tiny_models import save_clip, save_t5, save_t5gemma
 
 from ddm_lightning.core import registry
 from ddm_lightning.core.errors import UserError
@@ -171,6 +171,32 @@ def test_a_whole_t5_gives_its_encoder(saved, tmp_path):
     _, _, pooled = by_hand(entry, "red dog", 20)
     expected = pooled / np.linalg.norm(pooled) * 4
     np.testing.assert_allclose(build(entry).vectors(["red dog"])[0], expected, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:`LoraLoaderMixin` is deprecated:FutureWarning")  # a base of PRX's pipeline
+def test_t5gemma_gives_the_states_of_prxs_own_pipeline(tmp_path):
+    from diffusers import PRXPipeline
+    from transformers import GemmaTokenizerFast
+
+    text_encoder = save_t5gemma(tmp_path)
+    tokenizer = GemmaTokenizerFast.from_pretrained(tmp_path / "tokenizer")
+    assert tokenizer.padding_side == "left"
+    parts = dict.fromkeys(("transformer", "scheduler", "vae")) | {"tokenizer": tokenizer, "text_encoder": text_encoder}
+    prompts = ["Red Apple", "", "a dog on the table: see https://dogs.org #1", "the dog " * 30]
+    expected, mask, *_ = PRXPipeline(**parts).encode_prompt(prompts, "cpu", do_classifier_free_guidance=False)
+    entry = ("t5gemma-text", tmp_path, None)
+    encoder = build(entry, subfolder="text_encoder", store="tokens", max_tokens=20)
+    found, lengths = encoder.tokens(prompts), encoder.encode(prompts)["text_length"]
+    assert build(entry, subfolder="text_encoder", store="tokens").token_shape == (256, 16)
+    assert lengths.tolist() == mask.sum(1).tolist() and len({*lengths}) == 4 and lengths.max() == 20
+    for row, length in enumerate(lengths):
+        np.testing.assert_allclose(found[row, :length], expected[row][mask[row]].numpy(), atol=1e-4)
+        assert (found[row, length:] == 0).all()
+    stored = {
+        name: torch.from_numpy(rows)
+        for name, rows in build(entry, subfolder="text_encoder", store="ids", max_tokens=20).encode(prompts).items()
+    }
+    np.testing.assert_allclose(encoder.tokens_of_stored(stored), found, atol=1e-5)
 
 
 def test_reduced_precision_is_close(saved):

@@ -90,6 +90,33 @@ def save_t5(folder, **config):
     return model.eval()
 
 
+def save_t5gemma(folder):
+    """The encoder alone, and the tokenizer with its padding on the left, as in a PRX."""
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+    from transformers import GemmaTokenizerFast, T5GemmaModuleConfig
+    from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
+
+    pieces = [
+        *((word, 0.0) for word in ("<pad>", "<eos>", "<bos>", "<unk>", "▁")),
+        *((f"▁{word}", -2.0) for word in WORDS),
+    ]
+    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=3, byte_fallback=False))
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    made = GemmaTokenizerFast(tokenizer_object=tokenizer, model_max_length=20, padding_side="left")
+    made.save_pretrained(folder / "tokenizer")
+    torch.manual_seed(4)
+    sizes = {"vocab_size": len(made), "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "query_pre_attn_scalar": 8}
+    config = T5GemmaModuleConfig(**sizes, **heads, sliding_window=4)
+    config.dropout_rate = 0.0
+    model = T5GemmaEncoder(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(folder / "text_encoder")
+    return model.eval()
+
+
 def save_dinov2(folder, registers=False):
     from transformers import Dinov2Config, Dinov2Model, Dinov2WithRegistersConfig, Dinov2WithRegistersModel
 

@@ -2,37 +2,55 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
 from artifact_files import make_meta, refused
+from saved_ensembles import ABOUT
 from shards.mds import WARNINGS
 from tiny_runs import TINY
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from ddm_lightning.cli.parser import main
+from ddm_lightning.config.experiment import LoraConfig
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.compat import ensure_torchvision_importable
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import EXPERTS
+from ddm_lightning.core.weights import save_weights
+from ddm_lightning.ensemble.manifest import single
 from ddm_lightning.flow.condition import Condition, ConditionSpec
-from ddm_lightning.members.artifact import build_network, load_network
+from ddm_lightning.members.artifact import build_network, load_network, write_artifact
+from ddm_lightning.members.cost import MemberCost, flops_per_sample
 from ddm_lightning.members.member import Member
+from ddm_lightning.networks.lora import adapt
 from ddm_lightning.shards.manifest import DataSizes
 from ddm_lightning.testing import check_expert
+from ddm_lightning.use.export import export_member
 
 pytestmark = WARNINGS
 DIT, PIXART, SD3 = "DiTTransformer2DModel", "PixArtTransformer2DModel", "SD3Transformer2DModel"
+PRX, LUMINA = "PRXTransformer2DModel", "Lumina2Transformer2DModel"
 SHAPE, CLASSES, TOKENS = (4, 8, 8), ConditionSpec("class", 5), ConditionSpec("tokens", 6, length=3)
 SIZES = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 2, "in_channels": 4, "sample_size": 8}
-OWN = {
-    DIT: {"out_channels": 8, "num_embeds_ada_norm": 5},
-    PIXART: {"out_channels": 8, "cross_attention_dim": 16, "caption_channels": 6},
-    SD3: {"out_channels": 4, "joint_attention_dim": 6, "caption_projection_dim": 16, "pooled_projection_dim": 10}
+ROTARY = {"in_channels": 4, "patch_size": 2}
+MODELS = {
+    DIT: SIZES | {"out_channels": 8, "num_embeds_ada_norm": 5},
+    PIXART: SIZES | {"out_channels": 8, "cross_attention_dim": 16, "caption_channels": 6},
+    SD3: SIZES
+    | {"out_channels": 4, "joint_attention_dim": 6, "caption_projection_dim": 16, "pooled_projection_dim": 10}
     | {"pos_embed_max_size": 6},
+    PRX: ROTARY
+    | {"context_in_dim": 6, "hidden_size": 16, "mlp_ratio": 2.0, "num_heads": 2, "depth": 2, "axes_dim": [4, 4]},
+    LUMINA: ROTARY
+    | {"hidden_size": 24, "num_layers": 2, "num_refiner_layers": 1, "num_attention_heads": 2, "num_kv_heads": 1}
+    | {"multiple_of": 8, "axes_dim_rope": [4, 4, 4], "axes_lens": [6, 8, 8], "cap_feat_dim": 6},
 }
 
 
@@ -41,7 +59,7 @@ def saved(kind, folder, safe=True, **changes):
     import diffusers
 
     torch.manual_seed(0)
-    model = getattr(diffusers, kind)(**SIZES | OWN[kind] | changes)
+    model = getattr(diffusers, kind)(**MODELS[kind] | changes)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     model.save_pretrained(folder, safe_serialization=safe)
@@ -60,7 +78,7 @@ def vp_time(step):
     return (-0.05 + math.sqrt(0.05**2 + 19.9 * decay)) / (19.9 / 2)
 
 
-@pytest.mark.parametrize("kind", OWN)
+@pytest.mark.parametrize("kind", [DIT, PIXART, SD3])
 def test_it_answers_as_diffusers_does(kind, tmp_path):
     model = saved(kind, tmp_path)
     network = built(CLASSES if kind == DIT else TOKENS, path=str(tmp_path)).eval()
@@ -86,10 +104,124 @@ def test_it_answers_as_diffusers_does(kind, tmp_path):
     assert torch.equal(*twice)
 
 
-@pytest.mark.parametrize("kind", OWN)
+@pytest.mark.parametrize("kind", [PRX, LUMINA])
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+@pytest.mark.filterwarnings("ignore:`LoraLoaderMixin` is deprecated:FutureWarning")  # a base of PRX's pipeline
+def test_its_velocity_gives_the_images_of_diffusers_own_pipeline(kind, guidance, tmp_path):
+    """Time, sign, masks and the dropped caption, as the pipeline has them."""
+    model, network = saved(kind, tmp_path), built(TOKENS, path=str(tmp_path)).eval()
+    torch.nn.init.normal_(network.null)
+    import diffusers
+
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
+    parts = dict.fromkeys(("text_encoder", "tokenizer", "vae")) | {"transformer": model, "scheduler": scheduler}
+    pipeline = (diffusers.PRXPipeline if kind == PRX else diffusers.Lumina2Pipeline)(**parts)
+    pipeline.set_progress_bar_config(disable=True)
+    lengths, noise = torch.tensor([3, 1]), torch.randn(2, *SHAPE)
+    mask = torch.arange(3) < lengths[:, None]
+    tokens, null = torch.randn(2, 3, 6) * mask[:, :, None], torch.zeros(2, 3, 6)
+    null[:, :1] = network.null.detach()
+    own = {"use_resolution_binning": False} if kind == PRX else {"cfg_normalization": False}
+
+    def images(row):  # alone, as PRX's pipeline guides a single prompt only
+        return pipeline(
+            prompt_embeds=tokens[row],
+            prompt_attention_mask=mask[row],
+            negative_prompt_embeds=null[row],
+            negative_prompt_attention_mask=torch.arange(3)[None] < 1,
+            guidance_scale=guidance,
+            latents=noise[row],
+            num_inference_steps=4,
+            height=64,
+            width=64,
+            output_type="latent",
+            **own,
+        ).images
+
+    expected = torch.cat([images(slice(0, 1)), images(slice(1, 2))])
+    x, condition = noise, Condition.of(tokens)
+    with torch.no_grad():
+        for sigma, following in itertools.pairwise(scheduler.sigmas):
+            t = sigma.expand(2)
+            velocity, dropped = network(x, t, condition), network(x, t, condition.null())
+            x = x + (following - sigma) * (dropped + guidance * (velocity - dropped))
+    assert (expected - noise).abs().max() > 0.5
+    torch.testing.assert_close(x, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_it_computes_what_prx_computes_bit_for_bit(tmp_path):
+    model, network = saved(PRX, tmp_path).double(), built(TOKENS, path=str(tmp_path)).double()
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    del config["_class_name"]  # as Photoroom's converter leaves it
+    file.write_text(json.dumps(config))
+    assert built(TOKENS, path=str(tmp_path)).portable({"path": tmp_path})["config"]["_class_name"] == PRX
+    x_t, t = torch.randn(3, *SHAPE).double(), torch.tensor([0.001, 0.5, 1.0]).double()
+    tokens = torch.randn(3, 3, 6).double()
+    with torch.no_grad():
+        expected = model(x_t, t, tokens, torch.ones(3, 3, dtype=torch.bool)).sample
+        assert torch.equal(network(x_t, t, Condition.of(tokens)), expected)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_its_flops_are_those_of_diffusers_own_forward_pass(kind):
+    condition = CLASSES if kind == DIT else TOKENS
+    network = built(condition, config={"_class_name": kind} | MODELS[kind])
+    given = {
+        DIT: {"class_labels": torch.tensor([1, 2])},
+        SD3: {"pooled_projections": torch.zeros(2, 10)},
+        LUMINA: {"encoder_attention_mask": torch.ones(2, 3, dtype=torch.bool)},
+    }.get(kind, {})
+    text = {} if kind == DIT else {"encoder_hidden_states": torch.randn(2, 3, 6)}
+    with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+        network.model(torch.randn(2, *SHAPE), timestep=torch.tensor([0.5, 1.0]), **text, **given)
+    pooled = 2 * 6 * 10 if kind == SD3 else 0
+    counted = flops_per_sample(network, SHAPE, condition, backward=False)
+    assert counted == counter.get_total_flops() / 2 + pooled
+    assert 2.4 < flops_per_sample(network, SHAPE, condition, backward=True) / counted < 3.2
+
+
+def test_its_memory_is_counted_without_data():
+    """Of the model with tables that are neither parameters nor buffers."""
+    config = json.dumps({"_class_name": LUMINA} | MODELS[LUMINA])
+    network = f"expert.network={{name: diffusers, params: {{config: {config}}}}}"
+    experiment = load_experiment(TINY, [network, "condition.kind=tokens", "sample.prompts=[]"])
+    cost = MemberCost(Member.resolve("expert-0", experiment, DataSizes(SHAPE, 6, (3, 6), 1)))
+    assert cost.memory(experiment.island, "single").activations > 8 * 19 * 24 * 4
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_member_becomes_a_folder_that_its_class_loads(kind, tmp_path):
+    import diffusers
+
+    condition = CLASSES if kind == DIT else TOKENS
+    model = saved(kind, tmp_path / "given")
+    network = built(condition, path=str(tmp_path / "given"))
+    params = EXPERTS.get("diffusers").portable({"path": tmp_path / "given"})
+    meta = replace(make_meta(), network="diffusers", params=params, x_shape=SHAPE, condition=condition.to_dict())
+    meta = replace(meta, prediction=network.prediction, path=network.path)
+    write_artifact(tmp_path / "artifact", network.state_dict(), meta)
+    manifest = replace(single(tmp_path / "artifact"), about=ABOUT)
+    lost = export_member(manifest, tmp_path / "out", "CC0")
+    assert lost == {DIT: [], SD3: ["null", "pooled.weight", "pooled.bias"]}.get(kind, ["null"])
+    again = getattr(diffusers, kind).from_pretrained(tmp_path / "out", low_cpu_mem_usage=False)
+    configs = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("given", "out"))
+    given, written = ({key: value for key, value in config.items() if key != "_name_or_path"} for config in configs)
+    assert written == given
+    state = model.state_dict()
+    assert again.state_dict().keys() == state.keys()
+    assert all(torch.equal(value, state[name]) for name, value in again.state_dict().items())
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f"{kind}.from_pretrained" in card and "CC0" in card and ("`null`" in card) == (kind != DIT)
+    assert (tmp_path / "out" / "condition.safetensors").exists() == bool(lost)
+    built(condition, path=str(tmp_path / "out"))
+    refused(lambda: export_member(manifest, tmp_path / "out"), "exists already")
+
+
+@pytest.mark.parametrize("kind", MODELS)
 def test_it_keeps_the_contract_of_experts(kind):
     def factory(**context):
-        network = EXPERTS.get("diffusers")(**context, config={"_class_name": kind} | SIZES | OWN[kind])
+        network = EXPERTS.get("diffusers")(**context, config={"_class_name": kind} | MODELS[kind])
         if kind == SD3:  # whose last block computes queries of the text for nothing
             network.blocks[-1].attn.add_q_proj.requires_grad_(False)
         return network
@@ -98,26 +230,56 @@ def test_it_keeps_the_contract_of_experts(kind):
 
 
 @pytest.mark.slow
-def test_a_pretrained_one_trains_and_its_artifact_does_not_need_the_folder(tiny_run, tmp_path):
-    folder = tmp_path / "pretrained"
-    model = saved(DIT, folder, in_channels=3, out_channels=3, num_embeds_ada_norm=4)
-    expert = [f"expert.network={{name: diffusers, params: {{path: {folder}}}}}", "expert.path=vp"]
-    expert += [
-        "expert.train.max_steps=2",
-        "expert.train.learning_rate=1e-4",
-        "condition.kind=class",
-        "sample.prompts=[]",
-    ]
-    fit = ["fit", "-c", str(TINY), f"run_dir={tiny_run}", "member=expert-0", *expert]
+def test_a_pretrained_one_trains_and_its_artifact_does_not_need_the_folder(tmp_path, capsys):
+    folder, run, out = tmp_path / "pretrained", tmp_path / "run", tmp_path / "exported"
+    model = saved(PRX, folder, in_channels=3)
+    words = "prepare.caption_encoder={name: hashed-words, params: {size: 6, max_tokens: 3}}"
+    overrides = [f"run_dir={run}", words, "condition.kind=tokens"]
+    assert main(["prepare", "-c", str(TINY), *overrides]) == 0
+    expert = [f"expert.network={{name: diffusers, params: {{path: {folder}}}}}"]
+    expert += ["expert.train.max_steps=2", "expert.train.learning_rate=1e-4", "sample.prompts=[]"]
+    fit = ["fit", "-c", str(TINY), *overrides, "member=expert-0", *expert]
     assert main(fit) == 0
     assert main(fit) == 0  # finished: its artifact is recognised
     shutil.rmtree(folder)
-    meta, network = load_network(tiny_run / "members" / "expert-0" / "artifact")
+    meta, network = load_network(run / "members" / "expert-0" / "artifact")
     assert list(meta.params) == ["config"] and str(tmp_path) not in json.dumps(meta.params)
-    assert (meta.path, meta.prediction) == ("vp", "epsilon")
+    assert (meta.path, meta.prediction) == ("linear", "velocity")
     state = network.model.state_dict()
     distances = [float((state[name] - value).abs().max()) for name, value in model.state_dict().items()]
     assert 0 < max(distances) < 1e-3
+    capsys.readouterr()
+    export = ["export", "-c", str(run), "sample.member=expert-0", "--to", "diffusers", "--out", str(out)]
+    assert main(export) == 0
+    (note,) = capsys.readouterr().err.splitlines()
+    assert note.startswith(f"note: diffusers has no place for null; {out / 'condition.safetensors'} keeps it")
+    again = type(model).from_pretrained(out, low_cpu_mem_usage=False).state_dict()
+    assert all(torch.equal(again[name], value) for name, value in state.items())
+
+
+def test_an_adapter_is_written_merged_with_its_base(tmp_path):
+    import diffusers
+
+    saved(PRX, tmp_path / "given")
+    network = built(TOKENS, path=str(tmp_path / "given"))
+    base = {name: value.clone() for name, value in network.model.state_dict(prefix="model.").items()}
+    sha256 = save_weights(tmp_path / "model.safetensors", base, "base")
+    (tmp_path / "initial" / sha256).mkdir(parents=True)
+    (tmp_path / "model.safetensors").rename(tmp_path / "initial" / sha256 / "model.safetensors")
+    lora = LoraConfig(rank=2, target_modules=["img_qkv_proj"])
+    adapt(network, lora, base)
+    for parameter in network.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    params = EXPERTS.get("diffusers").portable({"path": tmp_path / "given"})
+    meta = replace(make_meta(), network="diffusers", params=params, x_shape=SHAPE, condition=TOKENS.to_dict())
+    meta = replace(meta, lora=asdict(lora), init_from="base", init_sha256=sha256)
+    write_artifact(tmp_path / "artifact", network.state_dict(), meta)
+    export_member(replace(single(tmp_path / "artifact"), about=ABOUT), tmp_path / "out")
+    again = diffusers.PRXTransformer2DModel.from_pretrained(tmp_path / "out", low_cpu_mem_usage=False)
+    x_t, t, tokens = torch.randn(3, *SHAPE), torch.tensor([0.1, 0.5, 1.0]), torch.randn(3, 3, 6)
+    with torch.no_grad():
+        expected = network.eval()(x_t, t, Condition.of(tokens))
+        torch.testing.assert_close(again(x_t, t, tokens).sample, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -126,18 +288,21 @@ def test_a_pretrained_one_trains_and_its_artifact_does_not_need_the_folder(tiny_
         (DIT, {"x_shape": (3, 8, 8)}, r"samples of shape \(4, 8, 8\), not \(3, 8, 8\)"),
         (PIXART, {"condition": TOKENS, "x_shape": (4, 16, 16)}, r"samples of shape \(4, 8, 8\)"),
         (SD3, {"condition": TOKENS, "x_shape": (4, 14, 14)}, "of at most 12 and divisible by 2"),
+        (PRX, {"condition": TOKENS, "x_shape": (4, 8, 7)}, r"\(4, height, width\), divisible by 2, not"),
+        (LUMINA, {"condition": TOKENS, "x_shape": (4, 18, 8)}, "of at most 16 and divisible by 2"),
+        (LUMINA, {"condition": ConditionSpec("tokens", 6, 6)}, "of size 6, at most 5, not .* length 6"),
         (DIT, {"condition": TOKENS}, "kind 'class' of at most 5, or 'none', not kind 'tokens', size 6"),
         (DIT, {"condition": ConditionSpec("class", 6)}, "at most 5"),
         (PIXART, {}, "kind 'tokens' of size 6, not kind 'class', size 5"),
         (SD3, {"condition": ConditionSpec("tokens", 7, length=3)}, "'tokens' of size 6"),
         (DIT, {"path": "elsewhere"}, "one of 'path' and 'config'"),
         (PIXART, {"condition": TOKENS, "also": {"use_additional_conditions": True}}, "resolution and aspect ratio"),
-        (PIXART, {"also": {"_class_name": "os.system"}}, "_class_name is 'os.system', not DiT"),
+        (PIXART, {"also": {"_class_name": "os.system"}}, "_class_name is 'os.system', not one of DiT"),
         (DIT, {"also": {"num_layers": "many"}}, "config: TypeError"),
     ],
 )
 def test_what_does_not_match_is_refused_in_one_line(kind, changes, problem):
-    config = {"_class_name": kind} | SIZES | OWN[kind] | changes.pop("also", {})
+    config = {"_class_name": kind} | MODELS[kind] | changes.pop("also", {})
     with pytest.raises(UserError, match=problem) as refusal:
         built(**{"config": config} | changes)
     assert "\n" not in str(refusal.value)
@@ -170,7 +335,7 @@ def test_another_path_and_an_artifact_that_names_a_folder_are_refused(tmp_path):
     build_network(meta, state)
     refused(lambda: build_network(replace(meta, params={"path": str(tmp_path)}), state), "expert-0", "outside the")
     refused(lambda: build_network(replace(meta, path="linear"), state), "expert-0", "'vp'")
-    small = {"_class_name": SD3} | SIZES | OWN[SD3]
+    small = {"_class_name": SD3} | MODELS[SD3]
     state, huge = built(TOKENS, config=small).state_dict(), small | {"pos_embed_max_size": 10**6}
     meta = replace(meta, params={"config": huge}, condition=TOKENS.to_dict(), prediction="velocity", path="linear")
     refused(lambda: build_network(meta, state), "expert-0", "of memory")

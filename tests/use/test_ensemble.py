@@ -29,7 +29,7 @@ from ddm_lightning import DecentralizedEnsemble
 from ddm_lightning.cli.parser import main
 from ddm_lightning.core.files import sha256_file
 from ddm_lightning.members.artifact import read_meta
-from ddm_lightning.use.saved import export_diffusers
+from ddm_lightning.use.export import export_diffusers
 
 
 @pytest.fixture
@@ -227,6 +227,8 @@ def test_export_loads_in_diffusers_with_the_same_images(
     assert {path.name for path in (tmp_path / "again").iterdir()} == {path.name for path in out.iterdir()}
     assert main([*export, "--to", "ensemble"]) == 2
     assert "exists already" in capsys.readouterr().err
+    assert main([*export, "--to", "diffusers", "sample.member=expert-0"]) == 2
+    assert "the network of expert-0 is 'dit', for which diffusers has no class" in capsys.readouterr().err
 
 
 def seeded(seed: int) -> torch.Generator:

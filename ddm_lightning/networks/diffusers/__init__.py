@@ -1,4 +1,4 @@
-"""The expert ``diffusers``: DiT, PixArt and SD3 transformers of the diffusers library, pretrained or not."""
+"""The expert ``diffusers``: transformers of the diffusers library, pretrained or not."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from ddm_lightning.core.registry import EXPERTS, require
 from ddm_lightning.core.weights import read_header
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.flow.path import PATHS, Samples, Times
+from ddm_lightning.networks.diffusers.families import FAMILIES
 
-_DIT, _PIXART, _SD3 = "DiTTransformer2DModel", "PixArtTransformer2DModel", "SD3Transformer2DModel"
-_BY_NORM = {"ada_norm_zero": _DIT, "ada_norm_single": _PIXART}
+_BY_NORM = {"ada_norm_zero": "DiTTransformer2DModel", "ada_norm_single": "PixArtTransformer2DModel"}
 """Classes of configurations from before diffusers 0.30, which call both ``Transformer2DModel``."""
 _BETAS, _NUM_STEPS = (1e-4, 0.02), 1000
 """The linear schedule of DDPM (2006.11239), with which DiT and PixArt were trained."""
@@ -30,14 +30,16 @@ _REMEDY = "set 'path' to a transformer's folder, written by save_pretrained, suc
 
 @EXPERTS.register("diffusers")
 class DiffusersTransformer(nn.Module):
-    """A ``DiTTransformer2DModel``, ``PixArtTransformer2DModel`` or ``SD3Transformer2DModel``.
+    """A transformer of one of the classes in ``FAMILIES``.
 
-    DiT (2212.09748) takes classes or no condition; PixArt-alpha (2310.00426) and SD3 (2403.03206) take text tokens.
-    DiT and PixArt predict the noise on the path ``vp``, at DDPM's step of the same signal-to-noise ratio; the variance
-    that they may predict, too, is dropped. SD3 predicts the velocity on the path ``linear``, at step 1000·t.
+    DiT (2212.09748) takes classes or no condition; PixArt-alpha (2310.00426), SD3 (2403.03206), PRX and Lumina-Image
+    2.0 (2503.21758) take text tokens. DiT and PixArt predict the noise on the path ``vp``, at DDPM's step of the same
+    signal-to-noise ratio; the variance that they may predict, too, is dropped. The others predict the velocity on the
+    path ``linear``.
 
-    A dropped class is DiT's own null class; dropped text is learned tokens, 0 at the start. SD3's pooled text vector,
-    which our conditions lack, is a learned projection of the mean token, 0 at the start.
+    A dropped class is DiT's own null class. Dropped text is learned, 0 at the start: one token, or for SD3, which has
+    no mask, a token in each place. SD3's pooled text vector, which our conditions lack, is a learned projection of the
+    mean token, 0 at the start.
 
     Args:
         x_shape: (channels, height, width) of ``x_t``.
@@ -69,8 +71,12 @@ class DiffusersTransformer(nn.Module):
         settings = self.portable({"path": path})["config"] if path is not None else config
         try:
             build, settings = _resolved(settings)
-            kind = build.__name__
-            _check_fit(kind, settings, x_shape, condition)
+            self.family = FAMILIES[build.__name__]
+            self.family.check(settings, x_shape, condition)
+            if _is_told_sizes(settings):
+                raise ValueError(
+                    "the model reads resolution and aspect ratio (use_additional_conditions), which shards lack"
+                )
             self.model = build(**settings)
         except (UserError, ValueError):
             raise
@@ -78,11 +84,13 @@ class DiffusersTransformer(nn.Module):
             raise ValueError(f"config: {type(error).__name__}: {first_line(error)}") from None
         if path is not None:
             _load(self.model, Path(path))
-        self.prediction, self.path = ("velocity", "linear") if kind == _SD3 else ("epsilon", "vp")
+        self.prediction, self.path = self.family.prediction, self.family.path
         self.x_shape = x_shape
         self.null_class = settings.get("num_embeds_ada_norm", 0)
-        self.null = None if kind == _DIT else nn.Parameter(torch.zeros(condition.row_shape))
-        self.pooled = nn.Linear(condition.size, settings["pooled_projection_dim"]) if kind == _SD3 else None
+        num_null = 1 if self.family.mask else condition.length
+        self.null = nn.Parameter(torch.zeros(num_null, condition.size)) if self.family.text else None
+        pooled = self.family.pooled
+        self.pooled = nn.Linear(condition.size, settings[pooled]) if pooled else None
         for parameter in () if self.pooled is None else self.pooled.parameters():
             nn.init.zeros_(parameter)
         for part in self.model.modules():
@@ -111,19 +119,19 @@ class DiffusersTransformer(nn.Module):
     @property
     def blocks(self) -> nn.ModuleList:
         """Blocks to compile and shard."""
-        return self.model.transformer_blocks
+        return getattr(self.model, self.family.blocks)
 
     def forward(self, x_t: Samples, t: Times, condition: Condition | None) -> Samples:
         """The prediction, in the dtype of ``x_t``; ``condition=None`` is null in every row."""
         given = self._classes(len(t), condition) if self.null is None else self._text(self.null, len(t), condition)
-        x = x_t.to(self.model.pos_embed.proj.weight.dtype)
-        out: Tensor = self.model(x, timestep=self._step(t), **given, return_dict=False)[0]
+        x = x_t.to(next(self.model.parameters()).dtype)
+        out = self.family.call(self.model, x, timestep=self._step(t), **given)
         return out[:, : self.x_shape[0]].to(x_t.dtype)
 
     def _step(self, t: Times) -> Times:
         """The model's own time."""
         if self.path == "linear":
-            return 1000 * t
+            return self.family.time(t)
         times = self.times.to(t.dtype)
         upper = torch.searchsorted(times, t.contiguous()).clamp(1, _NUM_STEPS - 1)
         below, above = times[upper - 1], times[upper]
@@ -135,10 +143,20 @@ class DiffusersTransformer(nn.Module):
 
     def _text(self, null: Tensor, num_rows: int, condition: Condition | None) -> dict[str, Tensor]:
         tokens = null.expand(num_rows, -1, -1)
-        if condition is not None:  # stored in float16, perhaps
-            tokens = torch.where(condition.keep[:, None, None], condition.values.to(null.dtype), tokens)
-        pooled = {} if self.pooled is None else {"pooled_projections": self.pooled(tokens.mean(1))}
-        return {"encoder_hidden_states": tokens, **pooled}
+        is_token = torch.ones(num_rows, len(null), dtype=torch.bool, device=null.device)
+        if condition is not None:
+            values, keep = condition.values.to(null.dtype), condition.keep[:, None]  # stored in float16, perhaps
+            padding = (0, 0, 0, values.shape[1] - len(null))
+            tokens = torch.where(keep[:, :, None], values, nn.functional.pad(tokens, padding))
+            # Encoders write zeros after a caption's end, and at least one token.
+            first = torch.arange(values.shape[1], device=null.device) == 0
+            is_token = first | (keep & (values != 0).any(2))
+        given = {"encoder_hidden_states": tokens}
+        if self.family.mask:
+            given[self.family.mask] = is_token
+        if self.pooled is not None:
+            given["pooled_projections"] = self.pooled(tokens.mean(1))
+        return given
 
 
 def _resolved(config: Any, place: str = "") -> tuple[Any, dict[str, Any]]:
@@ -148,9 +166,12 @@ def _resolved(config: Any, place: str = "") -> tuple[Any, dict[str, Any]]:
         ValueError: another model's configuration.
     """
     name = config.get("_class_name")
-    name = _BY_NORM.get(str(config.get("norm_type"))) if name == "Transformer2DModel" else name
-    if name not in (_DIT, _PIXART, _SD3):
-        raise ValueError(f"{place}_class_name is {config.get('_class_name')!r}, not {_DIT}, {_PIXART} or {_SD3}")
+    if name == "Transformer2DModel":
+        name = _BY_NORM.get(str(config.get("norm_type")))
+    elif name is None and "context_in_dim" in config:  # as Photoroom's converter writes it
+        name = "PRXTransformer2DModel"
+    if name not in FAMILIES:
+        raise ValueError(f"{place}_class_name is {config.get('_class_name')!r}, not one of {', '.join(FAMILIES)}")
     require("expert 'diffusers'", "diffusers", extra="latents")
     build = getattr(importlib.import_module("diffusers"), name)
     found = {key: config.get(key, one.default) for key, one in inspect.signature(build).parameters.items()}
@@ -158,35 +179,10 @@ def _resolved(config: Any, place: str = "") -> tuple[Any, dict[str, Any]]:
     return build, {key: list(value) if isinstance(value, tuple) else value for key, value in found.items()}
 
 
-def _check_fit(kind: str, settings: Mapping[str, Any], x_shape: tuple[int, int, int], condition: ConditionSpec) -> None:
-    """Refuse samples and conditions that the model does not take.
-
-    Raises:
-        ValueError: they do not fit.
-    """
-    channels, patch = settings["in_channels"], settings["patch_size"]
-    size = settings["sample_size"]
-    if kind == _SD3:
-        size = settings["pos_embed_max_size"] * patch
-        fits = all(cells % patch == 0 and cells <= size for cells in x_shape[1:])
-        wanted = f"({channels}, height, width) of at most {size} and divisible by {patch}"
-    else:
-        fits, wanted = x_shape[1:] == (size, size), f"({channels}, {size}, {size})"
-    if not fits or x_shape[0] != channels:
-        raise ValueError(f"the model takes samples of shape {wanted}, not {x_shape}")
-    sizes = settings.get("use_additional_conditions")
-    if sizes or (sizes is None and kind == _PIXART and size == 128):  # diffusers' default
-        raise ValueError("the model reads resolution and aspect ratio (use_additional_conditions), which shards lack")
-    given = f"kind {condition.kind!r}, size {condition.size}"
-    if kind == _DIT:
-        classes = settings["num_embeds_ada_norm"]
-        if condition.kind != "none" and (condition.kind != "class" or condition.size > classes):
-            raise ValueError(f"the model takes conditions of kind 'class' of at most {classes}, or 'none', not {given}")
-        return
-    text = settings["joint_attention_dim"] if kind == _SD3 else settings["caption_channels"]
-    text = settings["cross_attention_dim"] if text is None else text
-    if condition.kind != "tokens" or condition.size != text:
-        raise ValueError(f"the model takes conditions of kind 'tokens' of size {text}, not {given}")
+def _is_told_sizes(settings: Mapping[str, Any]) -> bool:
+    """Whether a PixArt reads resolution and aspect ratio; by default it does at a size of 128."""
+    told = settings.get("use_additional_conditions", False)
+    return settings["sample_size"] == 128 if told is None else told
 
 
 def _load(model: nn.Module, folder: Path) -> None:

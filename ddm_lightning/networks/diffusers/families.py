@@ -1,0 +1,150 @@
+"""Classes of diffusers' transformers: what each predicts and takes, and how it is called.
+
+Another class is one more entry in ``FAMILIES``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from torch.nn import functional
+
+from ddm_lightning.flow.condition import ConditionSpec
+from ddm_lightning.flow.path import Samples, Times
+
+Settings: TypeAlias = Mapping[str, Any]
+"""Arguments of a model's constructor."""
+TextTokens: TypeAlias = Float[Tensor, "b m size"]
+
+
+def _call(model: Any, x: Samples, **given: Tensor) -> Tensor:
+    return model(x, **given, return_dict=False)[0]
+
+
+def _lumina2(
+    model: Any,
+    x: Samples,
+    timestep: Times,
+    encoder_hidden_states: TextTokens,
+    encoder_attention_mask: Bool[Tensor, "b m"],
+) -> Tensor:
+    """Call a Lumina-2 and negate its output, which points from noise to data.
+
+    Its own ``forward`` packs each row to the caption's length, which it reads from the device in every call: nothing
+    could be counted without data. Here captions stay padded; positions and masks give the same answer.
+    """
+    edge, length = model.config.patch_size, encoder_hidden_states.shape[1]
+    patches = x.unflatten(3, (-1, edge)).unflatten(2, (-1, edge)).permute(0, 2, 4, 3, 5, 1)  # b rows columns p p c
+    rows, columns = patches.shape[1:3]
+    # Axes of the rotary positions: place in the caption, row, column. An image stands behind its caption.
+    words = functional.pad(torch.arange(length, device=x.device)[:, None], (0, 2)).expand(len(x), -1, -1)
+    cells = torch.cartesian_prod(torch.arange(rows, device=x.device), torch.arange(columns, device=x.device))
+    behind = encoder_attention_mask.sum(1)[:, None, None].expand(-1, len(cells), 1)
+    places = torch.cat([words, torch.cat([behind, cells.expand(len(x), -1, -1)], dim=2)], dim=1)
+    tables = [table.to(x.device, torch.complex64) for table in model.rope_embedder.freqs_cis]
+    rotary = torch.cat([table[places[:, :, axis]] for axis, table in enumerate(tables)], dim=2)
+    mask = functional.pad(encoder_attention_mask, (0, len(cells)), value=True)
+
+    time, text = model.time_caption_embed(x, timestep, encoder_hidden_states)
+    image = model.x_embedder(patches.flatten(3).flatten(1, 2))
+    for layer in model.context_refiner:
+        text = layer(text, encoder_attention_mask, rotary[:, :length])
+    for layer in model.noise_refiner:
+        image = layer(image, None, rotary[:, length:], time)
+    joint = torch.cat([text, image], dim=1)
+    for layer in model.layers:
+        joint = layer(joint, mask, rotary, time)
+    out = model.norm_out(joint, time)[:, length:].unflatten(2, (edge, edge, -1)).unflatten(1, (rows, columns))
+    return -out.permute(0, 5, 1, 3, 2, 4).flatten(4).flatten(2, 3)
+
+
+@dataclass(frozen=True)
+class Family:
+    """One class. As it is: predicts the velocity at t, and takes images of any size."""
+
+    text: tuple[str, ...] = ()
+    """Settings that may hold the size of a text token, the first one set counts; none if the model takes classes."""
+    mask: str | None = None
+    """Argument that tells the caption's tokens from its padding."""
+    pooled: str | None = None
+    """Setting with the size of the pooled text vector."""
+    blocks: str = "transformer_blocks"
+    """The model's blocks, to compile and to shard."""
+    prediction: str = "velocity"
+    path: str = "linear"
+    time: Callable[[Times], Times] = lambda t: t
+    """The model's own time on the path ``linear``. On ``vp`` it is a step of DDPM."""
+    has_one_size: bool = False
+    """Whether images must have the setting ``sample_size``."""
+    largest: Callable[[Settings], float] = lambda _: math.inf
+    """Largest height and width, in cells of ``x_t``."""
+    most_tokens: Callable[[Settings], float] = lambda _: math.inf
+    call: Callable[..., Tensor] = _call
+    """Gives the prediction for a model, ``x_t``, ``timestep`` and the arguments of the condition."""
+
+    def check(self, settings: Settings, x_shape: tuple[int, int, int], condition: ConditionSpec) -> None:
+        """Refuse samples and conditions that a model does not take.
+
+        Raises:
+            ValueError: they do not fit.
+        """
+        channels, patch, largest = settings["in_channels"], settings["patch_size"], self.largest(settings)
+        if self.has_one_size:
+            size = settings["sample_size"]
+            fits, wanted = x_shape[1:] == (size, size), f"({channels}, {size}, {size})"
+        else:
+            fits = all(cells % patch == 0 and cells <= largest for cells in x_shape[1:])
+            limit = f" of at most {largest} and" if largest < math.inf else ","
+            wanted = f"({channels}, height, width){limit} divisible by {patch}"
+        if not fits or x_shape[0] != channels:
+            raise ValueError(f"the model takes samples of shape {wanted}, not {x_shape}")
+        if self.text:
+            size, most = (
+                next(settings[key] for key in self.text if settings[key] is not None),
+                self.most_tokens(settings),
+            )
+            fits = condition.kind == "tokens" and condition.size == size and condition.length <= most
+            wanted = f"'tokens' of size {size}" + (f", at most {most}" if most < math.inf else "")
+        else:
+            size = settings["num_embeds_ada_norm"]
+            fits = condition.kind == "none" or (condition.kind == "class" and condition.size <= size)
+            wanted = f"'class' of at most {size}, or 'none'"
+        if not fits:
+            length = f", length {condition.length}" if condition.length else ""
+            given = f"kind {condition.kind!r}, size {condition.size}{length}"
+            raise ValueError(f"the model takes conditions of kind {wanted}, not {given}")
+
+
+FAMILIES = {
+    "DiTTransformer2DModel": Family(prediction="epsilon", path="vp", has_one_size=True),
+    "PixArtTransformer2DModel": Family(
+        prediction="epsilon",
+        path="vp",
+        has_one_size=True,
+        text=("caption_channels", "cross_attention_dim"),
+        mask="encoder_attention_mask",
+    ),
+    "SD3Transformer2DModel": Family(
+        time=lambda t: 1000 * t,
+        text=("joint_attention_dim",),
+        pooled="pooled_projection_dim",
+        largest=lambda settings: settings["pos_embed_max_size"] * settings["patch_size"],
+    ),
+    "PRXTransformer2DModel": Family(text=("context_in_dim",), mask="attention_mask", blocks="blocks"),
+    "Lumina2Transformer2DModel": Family(
+        time=lambda t: 1 - t,  # 1 is data
+        text=("cap_feat_dim",),
+        mask="encoder_attention_mask",
+        blocks="layers",
+        largest=lambda settings: min(settings["axes_lens"][1:]) * settings["patch_size"],
+        most_tokens=lambda settings: settings["axes_lens"][0] - 1,
+        call=_lumina2,
+    ),
+}
+"""Name of a class in diffusers -> how it is used."""
