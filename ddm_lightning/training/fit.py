@@ -27,6 +27,7 @@ from ddm_lightning.members.run_folder import lock_member
 from ddm_lightning.members.signatures import sign_artifact
 from ddm_lightning.members.status import MemberStatus
 from ddm_lightning.networks.attention import chosen_kernel
+from ddm_lightning.networks.lora import frozen
 from ddm_lightning.shards.datamodule import ClusterDataModule
 from ddm_lightning.training import callbacks, checkpoint, ema, ranks
 from ddm_lightning.training.module import MemberModule
@@ -86,7 +87,9 @@ def _train(member: Member, run: Run, status: MemberStatus, console: Console) -> 
     num_widths = len(member.train.ema_widths)
     strategy, reason = choose_strategy(island, num_parameters, num_widths, member.train.optimizer)
     size = format_bytes(state_bytes(num_parameters, num_widths).checkpoint)
-    console.print(f"{member.name}: {num_parameters / 1e6:.2f} M parameters, {reason}")
+    num_frozen = sum(weight.numel() for weight in frozen(module.network).values())
+    on_base = f" on a frozen base of {num_frozen / 1e6:.2f} M" if num_frozen else ""
+    console.print(f"{member.name}: {num_parameters / 1e6:.2f} M parameters{on_base}, {reason}")
     console.print(f"{member.name}: a checkpoint takes {size} of the disk and of the host's memory")
     console.print(f"{member.name}: {module.speed.cost.line}")
     if device_of(island.accelerator).type == "cuda" and island.attention in ("auto", "sdpa"):
