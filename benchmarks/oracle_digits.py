@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None) -> None:
     report.write(options.json)
 
 
-def measure(ensemble: Ensemble, split: Split, seed: int) -> Report:
+def measure(ensemble: Ensemble, split: Split, seed: int, times: Sequence[float] = TIMES) -> Report:
     """Measure relative errors against the oracle on noisy versions of all training points, by time."""
     num_clusters = ensemble.num_clusters
     oracle = FiniteSetOracle(split.x_0, split.clusters, num_clusters)
@@ -57,7 +57,7 @@ def measure(ensemble: Ensemble, split: Split, seed: int) -> Report:
         ["t", "ensemble", *(f"expert-{k}" for k in range(num_clusters)), "router's total variation"],
     )
     worst = 0.0
-    for t in TIMES:
+    for t in times:
         x_t = torch.cat([noised(split.x_0, t, draw, seed, purpose="oracle") for draw in range(NUM_DRAWS)])
         clusters = split.clusters.repeat(NUM_DRAWS)
         errors = {
