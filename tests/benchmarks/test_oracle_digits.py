@@ -1,6 +1,7 @@
 import json
 
 import oracle_digits
+import oracle_intervals
 import pytest
 import torch
 from ensemble_networks import ExactExpert, ExactRouter
@@ -51,3 +52,13 @@ def test_a_trained_ensemble_is_close_to_the_exact_velocity(tmp_path):
     # It has not collapsed onto what every set shares at high noise.
     assert figures["ensemble_error_t0.50"] < 0.6
     assert figures["router_total_variation_t0.50"] < 0.25
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_experts_by_noise_level_cost_the_same_and_are_compared_by_t(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    oracle_intervals.main(["--quick", "--json", "out.json"])
+    figures = json.loads((tmp_path / "out.json").read_text())["figures"]
+    assert figures["flops_ratio"] == pytest.approx(1) and 0.5 < figures["mean_ratio"] < 1.5
+    assert (tmp_path / "out.png").stat().st_size > 10_000
