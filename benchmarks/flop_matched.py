@@ -6,6 +6,9 @@ An interrupted run continues where it stopped. ``--plan`` prints the cost and tr
     python benchmarks/flop_matched.py -c experiments/mix_4x.yaml --seeds 3 --budgets 0.125 0.25 0.5 1 \
         --num 1000 --json benchmarks/results/flop_matched_mix_4x.json
 
+Points of other seeds, budgets and variants that OUT holds already stay in it. So a long comparison can be made, and its
+results committed, in pieces: on another machine, ``--first-seed 1`` continues after the results of seed 0.
+
 ``--variants FILE NAME…`` adds controls and ablations: trainings under other settings, described in a YAML file such as
 ``benchmarks/variants_mix.yaml``. ``--quick`` trains each member for 20 steps in a folder of its own: it shows that
 everything runs, and says nothing about quality.
@@ -19,6 +22,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +44,7 @@ from flop_training import TRAIN, Study, Variant
 
 from ddm_lightning.config.validate import check_experiment
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.core.files import atomic_write_json, atomic_write_text
+from ddm_lightning.core.files import atomic_write_json, atomic_write_text, read_json, sha256_json
 from ddm_lightning.core.formatting import format_duration
 from ddm_lightning.flow.randomness import keyed_generator
 
@@ -48,13 +52,17 @@ QUICK_STEPS = 20
 QUICK_NUM = 64
 QUICK_SAMPLING_STEPS = 8
 MIN_NUM = 16
+_SETTINGS = ("prepare", "condition", "expert", "router")
 BUDGETS = "shares above 0 and at most 1"
 
 
 def main(arguments: Sequence[str] | None) -> None:
     """Run the benchmark."""
     made = parser(__doc__ or "")
-    made.add_argument("--seeds", type=int, default=1, help="trainings of every member, with seeds from 0 (1)")
+    made.add_argument(
+        "--seeds", type=int, default=1, help="trainings of every member, with seeds from --first-seed (1)"
+    )
+    made.add_argument("--first-seed", type=int, default=0, metavar="SEED", help="the lowest seed (0)")
     made.add_argument(
         "--budgets", type=float, nargs="+", default=[1.0], metavar="SHARE", help="shares of the experiment's steps (1)"
     )
@@ -85,7 +93,7 @@ def main(arguments: Sequence[str] | None) -> None:
     if not math.isfinite(options.guidance):
         raise UserError(f"--guidance {options.guidance}: give a number; 1 is no guidance")
     check_experiment(load(options), options.config)
-    mains = Variant("main", budgets=budgets, seeds=tuple(range(options.seeds)))
+    mains = Variant("main", budgets=budgets, seeds=tuple(range(options.first_seed, options.first_seed + options.seeds)))
     study = Study(options, [mains, *variants_of(options.variants)])
     if options.plan:
         _ = study.main.manifest  # --plan needs its sizes; where there is none, this says so
@@ -189,7 +197,13 @@ def measured_rate(study: Study, seconds: float = 2.0) -> float:
 
 def score(study: Study, options: Namespace) -> None:
     """Sample from everything that is trained, score the images and write the results."""
+    described = [asdict(study.experiment)[key] for key in _SETTINGS]
+    settings = sha256_json([*described, study.experiment.sample.num_steps, options.num, options.guidance])
+    before = earlier(options.json, settings)
     points, images, floors = collect(study, options)
+    ours = {(point.variant, point.seed, point.share, point.method) for point in points}
+    kept = [Point.from_dict(one) for one in before["points"]]
+    points += [one for one in kept if (one.variant, one.seed, one.share, one.method) not in ours]
     experiment, costs = study.experiment, study.costs
     manifest = study.main.manifest
     train, budget = experiment.router.train, study.budget(1.0)
@@ -204,9 +218,16 @@ def score(study: Study, options: Namespace) -> None:
         "router_share": costs.router * train.global_batch_size * train.max_steps / budget,
         "partition_share": costs.partition / budget,
     }
-    origin = {"commit": commit(), "device": device(), "command": command()}
+    commits = dict.fromkeys([*before["commit"].split(), commit()])
+    origin = {"commit": " ".join(commits), "device": device(), "command": command()}
     networks = [experiment.prepare.features.name, OTHER.name]
-    document = {**origin, "features": networks, "figures": figures, "points": [point.to_dict() for point in points]}
+    document = {
+        **origin,
+        "settings": settings,
+        "features": networks,
+        "figures": figures,
+        "points": [point.to_dict() for point in points],
+    }
     results = Results(document)
     tables = [strategy_table(results), variant_table(results)]
     plots = {
@@ -226,6 +247,20 @@ def score(study: Study, options: Namespace) -> None:
         text = [table.markdown(origin if table is tables[-1] else {}) for table in tables]
         atomic_write_text(options.json.with_suffix(".md"), "\n".join(text))
         print(f"results: {options.json}, {options.json.with_suffix('.md')}")
+
+
+def earlier(path: Path | None, settings: str) -> dict[str, Any]:
+    """Read the results to continue; without points if there are none, or if they cannot be continued.
+
+    Raises:
+        UserError: they are of other settings.
+    """
+    found = read_json(path, "the results so far", "move it away") if path is not None and path.exists() else {}
+    if "settings" not in found:  # older results lack what intervals need
+        return {"commit": "", "points": []}
+    if found["settings"] != settings:
+        raise UserError(f"--json {path}: holds results of other settings; give another file, or move it away")
+    return found
 
 
 def collect(study: Study, options: Namespace) -> tuple[list[Point], dict[str, np.ndarray], dict[str, float]]:
@@ -255,7 +290,7 @@ def collect(study: Study, options: Namespace) -> tuple[list[Point], dict[str, np
     shown: dict[str, np.ndarray] = {"held-out images": judge.held_out_images[order.numpy()]}
     for (variant, seed, share), task, found in zip(where, tasks, sampled, strict=True):
         points.append(judge.point(variant, seed, share, study.budget(share), task.method.name, found))
-        if variant.name == "main" and seed == 0 and share == max(variant.budgets):
+        if variant.name == "main" and seed == options.first_seed and share == max(variant.budgets):
             shown[task.method.name] = found.images
     return points, shown, judge.floors()
 

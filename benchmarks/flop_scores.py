@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ HEADLINE = (BEST, BASELINE, "top1", "monolith")
 # Training images on which the classifier of clusters is fitted.
 NUM_CLASSIFIED = 8000
 NUM_RESAMPLES = 2000
+_OWN = ("variant", "seed", "share", "train_tflop", "method", "shares_tv")
 CONFIDENCE = 95.0
 
 
@@ -56,12 +57,25 @@ class Point:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON."""
-        kid = {name: {"value": found.value, "spread": found.spread} for name, found in self.kid.items()}
-        return {
-            **{key: getattr(self, key) for key in ("variant", "seed", "share", "train_tflop", "method", "shares_tv")},
-            "kid": kid,
-            **self.scores,
+        kid = {
+            name: {
+                "value": found.value,
+                "spread": found.spread,
+                "halves": " ".join(f"{half:.4g}" for half in found.halves.tolist()),
+            }
+            for name, found in self.kid.items()
         }
+        return {**{key: getattr(self, key) for key in _OWN}, "kid": kid, **self.scores}
+
+    @classmethod
+    def from_dict(cls, stored: Mapping[str, Any]) -> Point:
+        """Read what ``to_dict`` returned."""
+        kid = {
+            name: KernelDistance(found["value"], torch.tensor([float(half) for half in found["halves"].split()]))
+            for name, found in stored["kid"].items()
+        }
+        scores = {key: value for key, value in stored.items() if key not in (*_OWN, "kid")}
+        return cls(**{key: stored[key] for key in _OWN}, kid=kid, scores=scores)
 
 
 def kid(generated: Float[Tensor, "n d"], real: Float[Tensor, "m d"]) -> KernelDistance:
@@ -185,7 +199,7 @@ def figures_of(points: Sequence[Point], network: str) -> dict[str, float]:
     main = [point for point in points if point.variant == "main"]
     largest = max(point.share for point in main)
     figures: dict[str, float] = {
-        "num_seeds": len({point.seed for point in main}),
+        "num_seeds": len({point.seed for point in main if point.share == largest}),
         "num_budgets": len({point.share for point in main}),
     }
     for method in dict.fromkeys(point.method for point in main):
@@ -195,6 +209,7 @@ def figures_of(points: Sequence[Point], network: str) -> dict[str, float]:
         if method.startswith("monolith"):
             continue
         theirs = of_method(main, baseline_of(method), largest)
+        theirs = [one for one in theirs if one.seed in {point.seed for point in ours}]
         for prefix, name in (("", network), ("other_features_", OTHER.name)):
             found = ratio([p.kid[name] for p in ours], [p.kid[name] for p in theirs])
             figures |= {

@@ -5,10 +5,11 @@ from pathlib import Path
 import flop_matched
 import pytest
 import torch
-from flop_scores import equal_score_share, kid, ratio
+from flop_scores import HEADLINE, Point, equal_score_share, figures_of, kid, ratio
 from flop_training import Study, Variant
 
 from ddm_lightning.core.errors import UserError
+from ddm_lightning.evaluation.metrics.features import KernelDistance
 from ddm_lightning.members.roles import role_of
 
 TINY = str(Path(__file__).parents[2] / "experiments" / "tiny_2x.yaml")
@@ -93,6 +94,27 @@ def test_too_few_images_are_refused_before_anything_is_trained(tmp_path):
     with pytest.raises(UserError, match="--num must be at least 16"):
         flop_matched.main(["-c", TINY, f"run_dir={tmp_path / 'run'}", "--num", "3"])
     assert not (tmp_path / "run").exists()
+
+
+def test_a_comparison_made_in_pieces_gives_the_figures_of_one_made_at_once(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    names = ("efficientnet-lite0", "random-convolutions")
+
+    def point(seed, method):
+        found = {name: KernelDistance(1.0 + seed, 1 + torch.rand(200, generator=generator)) for name in names}
+        return Point("main", seed, 1.0, 2.0, method, found, 0.1, {"precision": 0.5})
+
+    points = [point(seed, method) for seed in (0, 1) for method in HEADLINE]
+    read = [Point.from_dict(one) for one in json.loads(json.dumps([one.to_dict() for one in points[:4]]))]
+    assert [one.scores for one in read] == [{"precision": 0.5}] * 4
+    whole, pieces = figures_of(points, names[0]), figures_of([*points[4:], *read], names[0])
+    assert pieces == pytest.approx(whole, rel=1e-3) and pieces["num_seeds"] == 2
+    out = tmp_path / "out.json"
+    assert flop_matched.earlier(None, "a")["points"] == flop_matched.earlier(out, "a")["points"] == []
+    out.write_text(json.dumps({"commit": "c", "points": [1], "settings": "a"}))
+    assert flop_matched.earlier(out, "a")["points"] == [1]
+    with pytest.raises(UserError, match="holds results of other settings"):
+        flop_matched.earlier(out, "b")
 
 
 @pytest.mark.slow
