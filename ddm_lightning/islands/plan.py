@@ -28,6 +28,7 @@ from ddm_lightning.encoders.interfaces import bytes_per_sample
 from ddm_lightning.members.cost import MemberCost, Memory, chosen_strategy, micro_batch_of
 from ddm_lightning.members.member import Member
 from ddm_lightning.members.roles import island_of
+from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.shards.manifest import DataSizes, Manifest, manifest_path
 
@@ -240,7 +241,7 @@ class Planner:
 
     def __init__(self, experiment: Experiment, members: Sequence[str], data: Data, rates: Rates) -> None:
         self.experiment, self.data, self.rates = experiment, data, rates
-        self.members = [Member.resolve(name, experiment, data.sizes) for name in members]
+        self.members = [Run(experiment).resolve(name, data.sizes) for name in members]
         self._costs: dict[str, tuple[MemberCost, float, float]] = {}
 
     def _cost(self, member: Member) -> tuple[MemberCost, float, float]:

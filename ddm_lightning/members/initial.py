@@ -12,6 +12,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -20,7 +21,8 @@ from torch import Tensor, nn
 from ddm_lightning.config.experiment import InitConfig
 from ddm_lightning.core import checks, remote
 from ddm_lightning.core.errors import DOWNLOADS, UserError, first_line
-from ddm_lightning.core.files import atomic_write_json, move_folder, sha256_file, sha256_json
+from ddm_lightning.core.files import atomic_write_json, move_folder, read_json, sha256_file, sha256_json
+from ddm_lightning.core.registry import EXPERTS
 from ddm_lightning.core.weights import (
     check_recorded,
     in_short,
@@ -56,6 +58,7 @@ class Initial:
         self._url = url and f"{url}/{self.root.name}"
         self._of_run = ROUTER if member.role.classifies else MONOLITH
         self._remedy = f"remove {self.root} to fetch the weights again"
+        self._record = self.root / f"{sha256_json([self.source, self._of_run])[:16]}.json"
 
     @cached_property
     def sha256(self) -> str:
@@ -64,14 +67,11 @@ class Initial:
         Raises:
             UserError: the source is unknown or damaged, or has another hash than the experiment says.
         """
-        record = self.root / f"{sha256_json([self.source, self._of_run])[:16]}.json"
-        if not record.exists():
-            self._pull(record)
-        if record.exists():
-            found: str = read_record(record, _CHECKS, "the record of initial weights", self._remedy)["sha256"]
+        if self._is_recorded():
+            found: str = read_record(self._record, _CHECKS, "the record of initial weights", self._remedy)["sha256"]
         else:
             found = self._fetch()
-            atomic_write_json(record, {"source": self.source, "sha256": found})
+            atomic_write_json(self._record, {"source": self.source, "sha256": found})
         self._require(self.config.sha256 or found, found)
         return found
 
@@ -84,10 +84,53 @@ class Initial:
         """
         path = self.root / self.sha256 / WEIGHTS_FILE
         if not path.exists():
-            self._pull(path.with_name(MEMBER_FILE), path)
+            self._pull(*self._described(path.parent), path)
         if not path.exists():
             self._require(self.sha256, self._fetch())
         return path
+
+    def configured(self) -> Member:
+        """The member, with the params of the source's network if its own has none and can take them.
+
+        The weights are not fetched for it.
+
+        Raises:
+            UserError: the source has no description, or another network's.
+        """
+        network = self.member.network
+        params_of = None if self.member.role.classifies else getattr(EXPERTS.get(network.name), "params_of", None)
+        if network.params or params_of is None:
+            return self.member
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = Path(scratch)
+            if self._is_recorded():
+                folder = self.root / self.sha256
+                self._pull(*(path for path in self._described(folder) if not path.exists()))
+            else:
+                DOWNLOADS[scratch] = self.source
+                with self._reaching():
+                    self._describe(folder)
+            member_file, config_file = self._described(folder)
+            if member_file.exists():
+                params = read_meta(folder).params
+            else:
+                config = read_json(config_file, "the model's configuration", "give a folder that has it")
+                try:
+                    params = params_of(config)
+                except (ValueError, AttributeError) as error:  # the latter for JSON of another form
+                    raise self._error(f"{config_file.name}: {first_line(error)}; give another model") from None
+        return replace(self.member, network=replace(network, params=params))
+
+    @staticmethod
+    def _described(folder: Path) -> tuple[Path, Path]:
+        """Files of which one describes the weights: an artifact's, or that of a model of diffusers."""
+        return folder / MEMBER_FILE, folder / "config.json"
+
+    def _is_recorded(self) -> bool:
+        """Whether this folder, or the run's URL, says which hash the source had."""
+        if not self._record.exists():
+            self._pull(self._record)
+        return self._record.exists()
 
     def tensors(self) -> dict[str, Tensor]:
         """The weights, on the CPU.
@@ -194,21 +237,33 @@ class Initial:
                 self.root.parent.rmdir()
         return found
 
+    def _describe(self, folder: Path) -> str:
+        """Fetch the description of the weights, if there is one; return where an artifact's weights are.
+
+        Raises:
+            OSError: the source cannot be read.
+        """
+        source = self.config.source.rstrip("/")
+        if source.endswith(".safetensors") or Path(source).expanduser().is_file():
+            return ""
+        member_file, config_file = self._described(folder)
+        for place in (source, f"{source}/members/{self._of_run}/artifact"):
+            with suppress(FileNotFoundError):
+                remote.get(f"{place}/{member_file.name}", member_file)
+                return f"{place}/{WEIGHTS_FILE}"
+        with suppress(FileNotFoundError):
+            remote.get(f"{source}/{config_file.name}", config_file)
+        return ""
+
     def _bring(self, folder: Path) -> None:
         """Fetch the weights as one file, and an artifact's description.
 
         Raises:
             OSError: the source cannot be read.
         """
-        source, target, found = self.config.source.rstrip("/"), folder / WEIGHTS_FILE, ""
+        source, target, found = self.config.source.rstrip("/"), folder / WEIGHTS_FILE, self._describe(folder)
         is_weights = source.endswith(".safetensors")
-        is_file = is_weights or Path(source).expanduser().is_file()
-        for place in () if is_file else (source, f"{source}/members/{self._of_run}/artifact"):
-            with suppress(FileNotFoundError):
-                remote.get(f"{place}/{MEMBER_FILE}", folder / MEMBER_FILE)
-                found = f"{place}/{WEIGHTS_FILE}"
-                break
-        parts = [] if is_file or found else sorted(filter(_OF_DIFFUSERS.fullmatch, remote.files(source)))
+        parts = [] if is_weights or found else sorted(filter(_OF_DIFFUSERS.fullmatch, remote.files(source)))
         if is_weights or found or len(parts) == 1:
             remote.get(source if is_weights else found or f"{source}/{parts[0]}", target)
         elif parts:

@@ -14,7 +14,6 @@ from ddm_lightning.config.validate import blamed
 from ddm_lightning.core import registry
 from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.members.artifact import described, read_meta
-from ddm_lightning.members.member import Member
 from ddm_lightning.members.roles import MONOLITH, ROUTER
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import MEMBER_FILE
@@ -100,14 +99,15 @@ def check_networks(
         UserError: a network cannot be built, the optimizer cannot train it, or initial weights are missing, damaged or
             another network's.
     """
+    run = Run(experiment)
     for key, name in (*_expert_networks(experiment), ("router.network", ROUTER)):
-        member = Member.resolve(name, experiment, sizes)
+        member = run.resolve(name, sizes)
         with _blaming(key, source, overrides):
             try:
                 network = member.plan_network()
             except (RuntimeError, ArithmeticError) as error:  # torch's, for a width of 0 and the like
                 raise UserError(f"cannot be built: {first_line(error)}; change its params") from None
-        if initial and (start := Run(experiment).initial(member)) is not None:
+        if initial and (start := run.initial(member)) is not None:
             with _blaming(f"{key.removesuffix('network')}init_from", source, overrides):
                 start.check(network)
         with _blaming(key, source, overrides):

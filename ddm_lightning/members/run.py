@@ -17,7 +17,7 @@ from ddm_lightning.members.member import Member
 from ddm_lightning.members.roles import all_members, ensemble_members, role_of
 from ddm_lightning.members.run_folder import RunFolder, recorded, refuse_changed
 from ddm_lightning.members.status import MemberStatus
-from ddm_lightning.shards.manifest import Manifest
+from ddm_lightning.shards.manifest import DataSizes, Manifest
 
 
 class Run:
@@ -119,11 +119,21 @@ class Run:
         """The member called ``name``, resolved on first use.
 
         Raises:
-            UserError: as ``Member.resolve`` and ``manifest``.
+            UserError: as ``resolve`` and ``manifest``.
         """
         if name not in self._members:
-            self._members[name] = Member.resolve(name, self.experiment, self.manifest)
+            self._members[name] = self.resolve(name, self.manifest)
         return self._members[name]
+
+    def resolve(self, name: str, sizes: Manifest | DataSizes) -> Member:
+        """The member called ``name``, for data of these sizes.
+
+        Raises:
+            UserError: as ``Member.resolve`` and ``Initial.configured``.
+        """
+        member = Member.resolve(name, self.experiment, sizes)
+        initial = self.initial(member)
+        return member if initial is None else initial.configured()
 
     def initial(self, member: Member) -> Initial | None:
         """Weights that a member starts from, not yet fetched; None for random ones."""
