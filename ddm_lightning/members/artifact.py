@@ -403,7 +403,7 @@ def _build_bounded(meta: ArtifactMeta, weights: Mapping[str, Tensor], base: Mapp
     try:
         plugin, condition = PluginConfig(meta.network, meta.params), ConditionSpec(**meta.condition)
         role = ROLES[meta.role]
-        if "path" in meta.params or role.portable_params(plugin) != plugin.params:
+        if "path" in meta.params:
             raise UserError("its params name a file outside the artifact")
         network = role.build(plugin, meta.x_shape, condition, meta.num_clusters)
         if meta.lora is not None:
@@ -421,7 +421,7 @@ def described(member: Member, manifest: Manifest) -> dict[str, Any]:
         "member": member.name,
         "role": member.role.name,
         "network": member.network.name,
-        "params": member.role.portable_params(member.network),
+        "params": member.network.params,
         "lora": member.lora and asdict(member.lora),
         "x_shape": member.x_shape,
         "condition": member.condition.to_dict(),

@@ -202,7 +202,7 @@ class Initial:
         ):
             if was != now and not may_differ:
                 raise self._error(f"its {what} is {was!r}, the experiment's {now!r}; take weights of this {what}")
-        params = self.member.role.portable_params(own)
+        params = own.params
         return [
             f"the network's {key} is {params.get(key)!r}, and was {meta.params.get(key)!r}"
             for key in {**meta.params, **params}

@@ -87,15 +87,6 @@ class Role:
             return ROUTERS.build(network.name, network.params, **context, num_clusters=num_clusters)
         return EXPERTS.build(network.name, network.params, **context)
 
-    def portable_params(self, network: PluginConfig) -> dict[str, Any]:
-        """Params for an artifact; a network may replace those that name files on this machine.
-
-        Raises:
-            UserError: the network is unknown, or such a file is missing or damaged.
-        """
-        factory = (ROUTERS if self.classifies else EXPERTS).get(network.name)
-        return getattr(factory, "portable", dict)(network.params)
-
 
 class Expert(Role):
     """Trains on one cluster, with 1/K of the monolith's batch (arXiv 2501.05450, section 4).

@@ -20,6 +20,7 @@ from ddm_lightning.config.experiment import InitConfig
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.members.initial import Initial
 from ddm_lightning.members.member import Member
+from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.shards.manifest import DataSizes
 
@@ -190,11 +191,15 @@ def test_a_folder_of_diffusers_fills_the_model_within(tmp_path: Path, is_sharded
     model.save_pretrained(tmp_path / "model", max_shard_size="10KB" if is_sharded else "1GB")
     files = [*(tmp_path / "model").glob("*.safetensors")]
     assert (len(files) > 1) == is_sharded
-    network = {"name": "diffusers", "params": {"config": {"_class_name": "PixArtTransformer2DModel", **config}}}
-    changes = [f"expert.network={json.dumps(network)}", "condition.kind=tokens", "expert.path=vp", "sample.prompts=[]"]
-    experiment = load_experiment(TINY, changes)
-    member = Member.resolve("expert-0", experiment, DataSizes(SHAPE, TEXT.size, (2, TEXT.size), 0))
-    start = Initial(member, InitConfig(str(tmp_path / "model")), RunFolder(tmp_path / "run"), None)
+    source, sizes = (tmp_path / "model").as_uri(), DataSizes(SHAPE, TEXT.size, (2, TEXT.size), 0)
+    changes = ["expert.network.name=diffusers", f"expert.init_from={source}", f"run_dir={tmp_path / 'run'}"]
+    run = Run(load_experiment(TINY, [*changes, "condition.kind=tokens", "expert.path=vp", "sample.prompts=[]"]))
+    member = run.resolve("expert-0", sizes)
+    assert not (tmp_path / "run").exists(), "a plan does not fetch the weights"
+    start = run.initial(member)
+    assert start is not None
     built = loaded(start)
     assert equal(dict(built.model.state_dict()), dict(model.state_dict()))
     assert is_sharded or start.sha256 == sha256(files[0])
+    (tmp_path / "model").rename(tmp_path / "gone")
+    assert run.resolve("expert-0", sizes) == member, "the run has its configuration, too"

@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 from artifact_files import make_meta, refused
+from safetensors.torch import load_file
 from saved_ensembles import ABOUT
 from shards.mds import WARNINGS
 from tiny_runs import TINY
@@ -29,6 +30,7 @@ from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.members.artifact import build_network, load_network, write_artifact
 from ddm_lightning.members.cost import MemberCost, flops_per_sample
 from ddm_lightning.members.member import Member
+from ddm_lightning.members.run import Run
 from ddm_lightning.networks.lora import adapt
 from ddm_lightning.shards.manifest import DataSizes
 from ddm_lightning.testing import check_expert
@@ -66,8 +68,17 @@ def saved(kind, folder, safe=True, **changes):
     return model.eval()
 
 
-def built(condition=CLASSES, x_shape=SHAPE, **params):
-    return EXPERTS.build("diffusers", params, x_shape=x_shape, condition=condition)
+def params_of(folder):
+    return EXPERTS.get("diffusers").params_of(json.loads((folder / "config.json").read_text()))
+
+
+def built(condition=CLASSES, x_shape=SHAPE, folder=None, **params):
+    """With the weights of a folder, if it is given."""
+    params = params if folder is None else params_of(folder)
+    network = EXPERTS.build("diffusers", params, x_shape=x_shape, condition=condition)
+    if folder is not None:
+        network.model.load_state_dict(load_file(folder / "diffusion_pytorch_model.safetensors"))
+    return network
 
 
 def vp_time(step):
@@ -81,7 +92,7 @@ def vp_time(step):
 @pytest.mark.parametrize("kind", [DIT, PIXART, SD3])
 def test_it_answers_as_diffusers_does(kind, tmp_path):
     model = saved(kind, tmp_path)
-    network = built(CLASSES if kind == DIT else TOKENS, path=str(tmp_path)).eval()
+    network = built(CLASSES if kind == DIT else TOKENS, folder=tmp_path).eval()
     assert (network.prediction, network.path) == (("velocity", "linear") if kind == SD3 else ("epsilon", "vp"))
     x_t, steps = torch.randn(4, *SHAPE), [0, 17, 500, 990]
     t = torch.tensor([step / 1000 if kind == SD3 else vp_time(step) for step in steps])
@@ -109,7 +120,7 @@ def test_it_answers_as_diffusers_does(kind, tmp_path):
 @pytest.mark.filterwarnings("ignore:`LoraLoaderMixin` is deprecated:FutureWarning")  # a base of PRX's pipeline
 def test_its_velocity_gives_the_images_of_diffusers_own_pipeline(kind, guidance, tmp_path):
     """Time, sign, masks and the dropped caption, as the pipeline has them."""
-    model, network = saved(kind, tmp_path), built(TOKENS, path=str(tmp_path)).eval()
+    model, network = saved(kind, tmp_path), built(TOKENS, folder=tmp_path).eval()
     torch.nn.init.normal_(network.null)
     import diffusers
 
@@ -150,12 +161,12 @@ def test_its_velocity_gives_the_images_of_diffusers_own_pipeline(kind, guidance,
 
 
 def test_it_computes_what_prx_computes_bit_for_bit(tmp_path):
-    model, network = saved(PRX, tmp_path).double(), built(TOKENS, path=str(tmp_path)).double()
+    model, network = saved(PRX, tmp_path).double(), built(TOKENS, folder=tmp_path).double()
     file = tmp_path / "config.json"
     config = json.loads(file.read_text())
     del config["_class_name"]  # as Photoroom's converter leaves it
     file.write_text(json.dumps(config))
-    assert built(TOKENS, path=str(tmp_path)).portable({"path": tmp_path})["config"]["_class_name"] == PRX
+    assert params_of(tmp_path)["config"]["_class_name"] == PRX
     x_t, t = torch.randn(3, *SHAPE).double(), torch.tensor([0.001, 0.5, 1.0]).double()
     tokens = torch.randn(3, 3, 6).double()
     with torch.no_grad():
@@ -196,8 +207,8 @@ def test_a_member_becomes_a_folder_that_its_class_loads(kind, tmp_path):
 
     condition = CLASSES if kind == DIT else TOKENS
     model = saved(kind, tmp_path / "given")
-    network = built(condition, path=str(tmp_path / "given"))
-    params = EXPERTS.get("diffusers").portable({"path": tmp_path / "given"})
+    network = built(condition, folder=tmp_path / "given")
+    params = params_of(tmp_path / "given")
     meta = replace(make_meta(), network="diffusers", params=params, x_shape=SHAPE, condition=condition.to_dict())
     meta = replace(meta, prediction=network.prediction, path=network.path)
     write_artifact(tmp_path / "artifact", network.state_dict(), meta)
@@ -214,7 +225,7 @@ def test_a_member_becomes_a_folder_that_its_class_loads(kind, tmp_path):
     card = (tmp_path / "out" / "README.md").read_text()
     assert f"{kind}.from_pretrained" in card and "CC0" in card and ("`null`" in card) == (kind != DIT)
     assert (tmp_path / "out" / "condition.safetensors").exists() == bool(lost)
-    built(condition, path=str(tmp_path / "out"))
+    built(condition, folder=tmp_path / "out")
     refused(lambda: export_member(manifest, tmp_path / "out"), "exists already")
 
 
@@ -236,7 +247,7 @@ def test_a_pretrained_one_trains_and_its_artifact_does_not_need_the_folder(tmp_p
     words = "prepare.caption_encoder={name: hashed-words, params: {size: 6, max_tokens: 3}}"
     overrides = [f"run_dir={run}", words, "condition.kind=tokens"]
     assert main(["prepare", "-c", str(TINY), *overrides]) == 0
-    expert = [f"expert.network={{name: diffusers, params: {{path: {folder}}}}}"]
+    expert = ["expert.network.name=diffusers", f"expert.init_from={folder}"]
     expert += ["expert.train.max_steps=2", "expert.train.learning_rate=1e-4", "sample.prompts=[]"]
     fit = ["fit", "-c", str(TINY), *overrides, "member=expert-0", *expert]
     assert main(fit) == 0
@@ -261,7 +272,7 @@ def test_an_adapter_is_written_merged_with_its_base(tmp_path):
     import diffusers
 
     saved(PRX, tmp_path / "given")
-    network = built(TOKENS, path=str(tmp_path / "given"))
+    network = built(TOKENS, folder=tmp_path / "given")
     base = {name: value.clone() for name, value in network.model.state_dict(prefix="model.").items()}
     sha256 = save_weights(tmp_path / "model.safetensors", base, "base")
     (tmp_path / "initial" / sha256).mkdir(parents=True)
@@ -270,7 +281,7 @@ def test_an_adapter_is_written_merged_with_its_base(tmp_path):
     adapt(network, lora, base)
     for parameter in network.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    params = EXPERTS.get("diffusers").portable({"path": tmp_path / "given"})
+    params = params_of(tmp_path / "given")
     meta = replace(make_meta(), network="diffusers", params=params, x_shape=SHAPE, condition=TOKENS.to_dict())
     meta = replace(meta, lora=asdict(lora), init_from="base", init_sha256=sha256)
     write_artifact(tmp_path / "artifact", network.state_dict(), meta)
@@ -295,7 +306,7 @@ def test_an_adapter_is_written_merged_with_its_base(tmp_path):
         (DIT, {"condition": ConditionSpec("class", 6)}, "at most 5"),
         (PIXART, {}, "kind 'tokens' of size 6, not kind 'class', size 5"),
         (SD3, {"condition": ConditionSpec("tokens", 7, length=3)}, "'tokens' of size 6"),
-        (DIT, {"path": "elsewhere"}, "one of 'path' and 'config'"),
+        (DIT, {"config": None}, "set expert.init_from to the folder"),
         (PIXART, {"condition": TOKENS, "also": {"use_additional_conditions": True}}, "resolution and aspect ratio"),
         (PIXART, {"also": {"_class_name": "os.system"}}, "_class_name is 'os.system', not one of DiT"),
         (DIT, {"also": {"num_layers": "many"}}, "config: TypeError"),
@@ -309,27 +320,35 @@ def test_what_does_not_match_is_refused_in_one_line(kind, changes, problem):
 
 
 def test_folders_that_cannot_be_read_are_refused(tmp_path):
-    with pytest.raises(UserError, match=r"nowhere.config\.json: .*missing; set 'path'"):
-        built(path=str(tmp_path / "nowhere"))
-    saved(DIT, tmp_path / "pickled", safe=False)
-    with pytest.raises(UserError, match=r"pytorch_model\.safetensors: the weights are missing; .*save_pretrained"):
-        built(path=str(tmp_path / "pickled"))
-    saved(DIT, tmp_path / "other")
-    file = tmp_path / "other" / "config.json"
+    def resolved(source):
+        of_model = [f"expert.init_from={source}", "expert.network.name=diffusers", "expert.path=vp"]
+        others = [f"run_dir={tmp_path / 'run'}", "condition.kind=class", "sample.prompts=[]"]
+        run = Run(load_experiment(TINY, [*of_model, *others]))
+        member = run.resolve("expert-0", DataSizes(SHAPE, 16, None, 4))
+        return run.initial(member), member
+
+    nowhere, pickled, other = (tmp_path / name for name in ("nowhere", "pickled", "other"))
+    refused(lambda: resolved(nowhere), nowhere / "config.json", "the model's configuration is missing")
+    saved(DIT, pickled, safe=False)
+    refused(lambda: resolved(pickled)[0].path, pickled, "no folder of diffusers", "never unpickled")
+    saved(DIT, other)
+    file = other / "config.json"
     # Of before diffusers 0.30, and with another depth.
     file.write_text(json.dumps(json.loads(file.read_text()) | {"_class_name": "Transformer2DModel", "num_layers": 3}))
-    for device in ("cpu", "meta"):
-        with torch.device(device), pytest.raises(UserError, match=r"do not fit config\.json: .*blocks\.2"):
-            built(path=str(tmp_path / "other"))
+    initial, member = resolved(other)
+    refused(lambda: initial.check(member.plan_network()), other, "do not fit: 'model.transformer_blocks.2.", "missing")
+    (tmp_path / "strange").mkdir()
+    (tmp_path / "strange" / "config.json").write_text(json.dumps({"_class_name": "os.system"}))
+    refused(lambda: resolved(tmp_path / "strange"), "config.json: _class_name is 'os.system', not one of DiT")
 
 
 def test_another_path_and_an_artifact_that_names_a_folder_are_refused(tmp_path):
     saved(DIT, tmp_path)
-    network = f"expert.network={{name: diffusers, params: {{path: {tmp_path}}}}}"
-    experiment = load_experiment(TINY, [network, "condition.kind=class", "sample.prompts=[]"])
+    network = ["expert.network.name=diffusers", f"expert.init_from={tmp_path}", f"run_dir={tmp_path / 'run'}"]
+    experiment = load_experiment(TINY, [*network, "condition.kind=class", "sample.prompts=[]"])
     with pytest.raises(UserError, match=r"works on the path 'vp', not 'linear'; set expert\.path=vp"):
-        Member.resolve("expert-0", experiment, DataSizes(SHAPE, 16, None, 4)).build_network()
-    state, same = built(path=str(tmp_path)).state_dict(), EXPERTS.get("diffusers").portable({"path": tmp_path})
+        Run(experiment).resolve("expert-0", DataSizes(SHAPE, 16, None, 4)).build_network()
+    state, same = built(folder=tmp_path).state_dict(), params_of(tmp_path)
     meta = replace(make_meta(), network="diffusers", params=same, x_shape=SHAPE, condition=CLASSES.to_dict())
     meta = replace(meta, prediction="epsilon", path="vp")
     build_network(meta, state)

@@ -5,17 +5,13 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ddm_lightning.core.errors import UserError, first_line
-from ddm_lightning.core.files import read_json
 from ddm_lightning.core.registry import EXPERTS, require
-from ddm_lightning.core.weights import read_header
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.flow.path import PATHS, Samples, Times
 from ddm_lightning.networks.diffusers.families import FAMILIES
@@ -24,8 +20,6 @@ _BY_NORM = {"ada_norm_zero": "DiTTransformer2DModel", "ada_norm_single": "PixArt
 """Classes of configurations from before diffusers 0.30, which call both ``Transformer2DModel``."""
 _BETAS, _NUM_STEPS = (1e-4, 0.02), 1000
 """The linear schedule of DDPM (2006.11239), with which DiT and PixArt were trained."""
-_WEIGHTS = "diffusion_pytorch_model"
-_REMEDY = "set 'path' to a transformer's folder, written by save_pretrained, such as PIPELINE/transformer"
 
 
 @EXPERTS.register("diffusers")
@@ -44,12 +38,11 @@ class DiffusersTransformer(nn.Module):
     Args:
         x_shape: (channels, height, width) of ``x_t``.
         condition: kind and size of the condition.
-        path: folder of ``config.json`` and the initial weights, in safetensors. Artifacts hold ``config`` instead.
-        config: content of ``config.json``, for random initial weights.
+        config: content of ``config.json``; by default that of the folder that ``expert.init_from`` names.
 
     Raises:
-        UserError: a file is missing, pickled or damaged, or the weights do not fit ``config.json``.
-        ValueError: not exactly one of ``path`` and ``config``, or a model that is unknown or takes other inputs.
+        UserError: diffusers is not installed.
+        ValueError: no ``config``, or a model that is unknown or takes other inputs.
     """
 
     wraps = "model."
@@ -62,15 +55,13 @@ class DiffusersTransformer(nn.Module):
         *,
         x_shape: tuple[int, int, int],
         condition: ConditionSpec,
-        path: str | None = None,
         config: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        if (path is None) == (config is None):
-            raise ValueError("set one of 'path' and 'config'")
-        settings = self.portable({"path": path})["config"] if path is not None else config
+        if config is None:
+            raise ValueError("set expert.init_from to the folder of a transformer, or the param 'config'")
         try:
-            build, settings = _resolved(settings)
+            build, settings = _resolved(config)
             self.family = FAMILIES[build.__name__]
             self.family.check(settings, x_shape, condition)
             if _is_told_sizes(settings):
@@ -82,8 +73,6 @@ class DiffusersTransformer(nn.Module):
             raise
         except Exception as error:  # noqa: BLE001 (settings may be any JSON)
             raise ValueError(f"config: {type(error).__name__}: {first_line(error)}") from None
-        if path is not None:
-            _load(self.model, Path(path))
         self.prediction, self.path = self.family.prediction, self.family.path
         self.x_shape = x_shape
         self.null_class = settings.get("num_embeds_ada_norm", 0)
@@ -102,19 +91,15 @@ class DiffusersTransformer(nn.Module):
         self.register_buffer("times", times.float(), persistent=False)
 
     @staticmethod
-    def portable(params: Mapping[str, Any]) -> dict[str, Any]:
-        """Params for an artifact: ``path`` replaced with the ``config`` in that folder.
+    def params_of(config: Any) -> dict[str, Any]:
+        """Params for the model that a ``config.json`` describes.
 
         Raises:
-            UserError: ``config.json`` is missing or damaged.
+            UserError: diffusers is not installed.
             ValueError: it describes another model.
         """
-        if "path" not in params:
-            return dict(params)
-        file = Path(str(params["path"])).expanduser() / "config.json"
-        build, settings = _resolved(read_json(file, "the model's configuration", _REMEDY, link=True), f"{file}: ")
-        others = {key: value for key, value in params.items() if key != "path"}
-        return others | {"config": {"_class_name": build.__name__, **settings}}
+        build, settings = _resolved(config)
+        return {"config": {"_class_name": build.__name__, **settings}}
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -159,7 +144,7 @@ class DiffusersTransformer(nn.Module):
         return given
 
 
-def _resolved(config: Any, place: str = "") -> tuple[Any, dict[str, Any]]:
+def _resolved(config: Any) -> tuple[Any, dict[str, Any]]:
     """Class of ``config``, and all arguments of its constructor: keys it does not know are dropped, as diffusers does.
 
     Raises:
@@ -171,7 +156,7 @@ def _resolved(config: Any, place: str = "") -> tuple[Any, dict[str, Any]]:
     elif name is None and "context_in_dim" in config:  # as Photoroom's converter writes it
         name = "PRXTransformer2DModel"
     if name not in FAMILIES:
-        raise ValueError(f"{place}_class_name is {config.get('_class_name')!r}, not one of {', '.join(FAMILIES)}")
+        raise ValueError(f"_class_name is {config.get('_class_name')!r}, not one of {', '.join(FAMILIES)}")
     require("expert 'diffusers'", "diffusers", extra="latents")
     build = getattr(importlib.import_module("diffusers"), name)
     found = {key: config.get(key, one.default) for key, one in inspect.signature(build).parameters.items()}
@@ -183,23 +168,3 @@ def _is_told_sizes(settings: Mapping[str, Any]) -> bool:
     """Whether a PixArt reads resolution and aspect ratio; by default it does at a size of 128."""
     told = settings.get("use_additional_conditions", False)
     return settings["sample_size"] == 128 if told is None else told
-
-
-def _load(model: nn.Module, folder: Path) -> None:
-    """Load the weights in ``folder``; on the meta device compare names and shapes only.
-
-    Raises:
-        UserError: files are missing, pickled or damaged, or do not fit the model.
-    """
-    folder = folder.expanduser()
-    files = sorted(folder.glob(f"{_WEIGHTS}-?????-of-?????.safetensors")) or [folder / f"{_WEIGHTS}.safetensors"]
-    state: dict[str, Tensor] = {}
-    for file in files:
-        header = read_header(file, f"{_REMEDY} (safe_serialization=True)", link=True)
-        state |= header if next(model.parameters()).is_meta else load_file(file)
-    try:
-        model.load_state_dict(state)
-    except RuntimeError as error:
-        raise UserError(
-            f"{folder}: the weights do not fit config.json: {' '.join(str(error).split())[:300]}; copy the model again"
-        ) from None
