@@ -3,7 +3,7 @@
 Trains `digits_2x` (two clusters, an expert each) and `digits_2x2` (two clusters, two intervals of t each) with the same
 router, seed by seed, and compares both with the exact velocity of the training digits.
 
-    python benchmarks/oracle_intervals.py --seeds 2 --json benchmarks/results/oracle_intervals.json
+    python benchmarks/oracle_intervals.py --json benchmarks/results/oracle_intervals.json
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None) -> None:
     ratio = means["digits_2x2"] / means["digits_2x"]
     cost = flops["digits_2x2"] / flops["digits_2x"]
     report.figures |= {"worst_ratio": ratio.max(), "mean_ratio": ratio.mean(), "flops_ratio": cost}
-    report.note(f"{options.seeds} seeds. Training FLOPs, router included: {cost:.3f} of those of digits_2x.")
+    report.note(f"Seeds: {options.seeds}. Training FLOPs, router included: {cost:.3f} of those of digits_2x.")
     report.show(console())
     report.write(options.json)
     if options.json is not None:
