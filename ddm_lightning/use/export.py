@@ -1,4 +1,4 @@
-"""Ensembles and members as folders for other programs: diffusers, peft, ComfyUI."""
+"""Ensembles and members as folders for other programs: diffusers and peft."""
 
 from __future__ import annotations
 
@@ -64,6 +64,8 @@ def export_diffusers(manifest: EnsembleManifest, out: Path, licence: str | None 
 
 def export_member(manifest: EnsembleManifest, out: Path, licence: str | None = None) -> list[str]:
     """Write one member as a folder that its class of diffusers loads; ``out`` appears whole or not at all.
+
+    An adapter is merged with its base.
 
     Args:
         manifest: of the member alone, from ``manifest_with_about``.
