@@ -151,6 +151,7 @@ def test_other_weights_than_those_of_the_first_start_are_refused(tmp_path: Path)
     refused(lambda: initial(run, artifact, sha256="ab" * 32).sha256, artifact, first[:12], "not abababababab")
     start = initial(run, artifact, sha256=first)
     path = start.path
+    refused(lambda: initial(run, artifact, sha256="ab" * 32).sha256, artifact, "not abababababab")
     shutil.copy(_replaced(tmp_path / "there") / "model.safetensors", path)
     refused(start.tensors, path, "damaged or replaced", f"remove {run / 'initial'} to fetch")
     shutil.rmtree(path.parent)
