@@ -292,14 +292,14 @@ def test_a_manifest_of_other_data_than_the_experts_saw(refuse_sample: Refuse, co
 def test_a_manifest_that_asks_for_a_network_that_does_not_fit(
     refuse: Refuse, tiny_run: Path, changes: dict[str, object]
 ) -> None:
-    edit_json(tiny_run / "prepared" / "manifest.json", **changes)
+    edit_json(tiny_run / "prepared" / "manifest.json", class_counts=[], **changes)
     line = refuse("fit", *settings(tiny_run), "condition.kind=class", "sample.prompts=[]", "member=expert-0")
     assert re.search(r"needs [\d.]+ [TGE]B of memory, |cannot be built|refuses its params", line), line
 
 
 def test_a_manifest_of_another_number_of_clusters(refuse: Refuse, tiny_run: Path) -> None:
     path = tiny_run / "prepared" / "manifest.json"
-    edit_json(path, clusters=json.loads(path.read_text(encoding="utf-8"))["clusters"][:1], priors=[1])
+    edit_json(path, clusters=json.loads(path.read_text(encoding="utf-8"))["clusters"][:1], priors=[1], class_counts=[])
     line = refuse("fit", *settings(tiny_run), "member=expert-1")
     assert line.startswith("key 'prepare.partition.num_clusters' = 2: the manifest has 1; copy this run's")
 
