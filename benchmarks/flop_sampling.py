@@ -22,9 +22,10 @@ from torch import Tensor
 from ddm_lightning.config.experiment import PluginConfig, SampleConfig
 from ddm_lightning.core.files import atomic_write, sha256_file, sha256_json
 from ddm_lightning.core.registry import FEATURES
+from ddm_lightning.ensemble.load import load_ensemble
 from ddm_lightning.ensemble.manifest import read_ensemble, single
-from ddm_lightning.ensemble.routing import sample
-from ddm_lightning.ensemble.velocity import Ensemble, load_ensemble
+from ddm_lightning.ensemble.sampler import sample
+from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.members.artifact import ArtifactMeta

@@ -18,8 +18,9 @@ from split import Split, noised, read_split
 
 from ddm_lightning.config.load import to_yaml
 from ddm_lightning.core.files import atomic_write_text, read_json
+from ddm_lightning.ensemble.load import load_ensemble
 from ddm_lightning.ensemble.manifest import read_ensemble
-from ddm_lightning.ensemble.velocity import Ensemble, load_ensemble
+from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.members.roles import expert_name
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import RunFolder

@@ -17,8 +17,8 @@ from matplotlib.figure import Figure
 from oracle_digits import QUICK_STEPS, measure
 from split import read_split
 
+from ddm_lightning.ensemble.load import load_ensemble
 from ddm_lightning.ensemble.manifest import read_ensemble
-from ddm_lightning.ensemble.velocity import load_ensemble
 from ddm_lightning.members.cost import MemberCost
 from ddm_lightning.members.run import Run
 from ddm_lightning.shards.manifest import TRAIN

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from ddm_lightning.config.experiment import Experiment, SampleConfig
 from ddm_lightning.ensemble.residency import ResidentExperts
-from ddm_lightning.ensemble.routing import sample
+from ddm_lightning.ensemble.sampler import sample
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.path import expand_time
 from ddm_lightning.flow.timesteps import sampling_times

@@ -24,9 +24,10 @@ from torch import Tensor, nn
 
 from ddm_lightning.config.experiment import SampleConfig
 from ddm_lightning.core.registry import FEATURES
+from ddm_lightning.ensemble.load import load_ensemble
 from ddm_lightning.ensemble.manifest import read_ensemble
-from ddm_lightning.ensemble.routing import sample
-from ddm_lightning.ensemble.velocity import Ensemble, load_ensemble
+from ddm_lightning.ensemble.sampler import sample
+from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.oracle import FiniteSetOracle
 from ddm_lightning.members.run import Run

@@ -21,9 +21,9 @@ from tiny_runs import TINY
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import sha256_file
+from ddm_lightning.ensemble.load import load_ensemble
 from ddm_lightning.ensemble.manifest import read_ensemble
-from ddm_lightning.ensemble.velocity import load_ensemble
-from ddm_lightning.members.artifact import load_network
+from ddm_lightning.members.load import load_network
 from ddm_lightning.members.run import Run
 from ddm_lightning.training.fit import build_data
 from ddm_lightning.training.objective import Position, build_objective

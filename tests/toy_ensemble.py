@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ddm_lightning.config.experiment import SampleConfig
-from ddm_lightning.ensemble import routing
+from ddm_lightning.ensemble import sampler
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.condition import Condition
 
@@ -60,11 +60,11 @@ def sample(
     settings: SampleConfig | None = None,
     **options: Any,
 ) -> Tensor:
-    """``routing.sample``; keys of the section ``sample`` are options, too."""
+    """``sampler.sample``; keys of the section ``sample`` are options, too."""
     keys = {field.name for field in fields(SampleConfig)}
     changes = {key: options.pop(key) for key in [*options] if key in keys}
     settings = replace(settings or SampleConfig(), **changes)
-    return routing.sample(ensemble, condition, num, shape, settings, **{"shift": 1.0, "seed": 0, **options})
+    return sampler.sample(ensemble, condition, num, shape, settings, **{"shift": 1.0, "seed": 0, **options})
 
 
 def draw(ensemble: Ensemble, num: int = 7, condition: Condition | None = None, **changes: Any) -> Tensor:

@@ -20,9 +20,9 @@ from ddm_lightning.members.artifact import (
     VERSION,
     WEIGHTS_FILE,
     ArtifactMeta,
-    Bases,
     read_meta,
 )
+from ddm_lightning.members.load import Bases
 from ddm_lightning.members.roles import EXPERT, ROUTER, expert_name, expert_number, role_of
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import ENSEMBLE_FILE, MEMBER_FILE, read_record

@@ -1,4 +1,4 @@
-"""Generate samples with any routing strategy; each sample has noise of its own."""
+"""Routing strategies: their interface, and the batches and traces that they work on; each sample has its own noise."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ddm_lightning.config.experiment import SampleConfig
-from ddm_lightning.core.errors import UserError, note
-from ddm_lightning.core.registry import SOLVERS, STRATEGIES
-from ddm_lightning.ensemble.velocity import Ensemble, NotFiniteError, Route, both_branches, finite
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.registry import STRATEGIES
+from ddm_lightning.ensemble.velocity import Ensemble, Route, both_branches, finite
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.path import Samples, Times, VelocityField, guided, time_rows, x_0_from_velocity
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.flow.solvers import Solver
-from ddm_lightning.flow.timesteps import sampling_times
 
 Key: TypeAlias = tuple[int | str, ...]
 """Key of a sample's noise, such as ``("red apple", 0)``."""
@@ -305,128 +304,3 @@ def choose(weights: Float[Tensor, "b K"], uniform: Float[Tensor, " b"]) -> Int[T
     threshold = (uniform.to(cumulative) * cumulative[:, -1])[:, None]
     # A row of NaN, from a failed expert, would give an index past the last expert.
     return torch.searchsorted(cumulative, threshold, right=True).squeeze(1).clamp_max(weights.shape[1] - 1)
-
-
-@torch.no_grad()
-def sample(
-    ensemble: Ensemble,
-    condition: Condition | None,
-    num: int,
-    x_shape: tuple[int, int, int],
-    settings: SampleConfig,
-    *,
-    shift: float,
-    seed: int,
-    batch_size: int,
-    keys: Sequence[Key] | None = None,
-    progress: Callable[[float], object] | None = None,
-    trace: Trace | None = None,
-    clusters: Int[Tensor, " num"] | None = None,
-) -> Float[Tensor, "num c h w"]:
-    """Generate ``num`` samples.
-
-    All noise of sample i depends on (``seed``, ``keys[i]``) alone: its x_1, the noise of each ancestral step and the
-    numbers by which ``bayes`` chooses experts. Bit for bit, it does not depend on the other samples, ``num``,
-    ``batch_size``, device, strategy or solver. The sample itself is equal to 1e-4 only, because matrix products round
-    differently for another number of rows; a choice of expert that is tied to within rounding may flip.
-
-    Args:
-        ensemble: the experts, on the device that samples.
-        condition: one per sample, or None for the null condition in all.
-        num: number of samples.
-        x_shape: channels, height and width of one sample.
-        settings: strategy, solver, steps, guidance, ``compile`` and ``precision``.
-        shift: resolution shift of the times, as recorded in the experts' artifacts.
-        seed: seed of all noise.
-        batch_size: samples computed at once.
-        keys: key of each sample's noise, such as ``("red apple", 0)``; None for its number.
-        progress: called with the number of finished samples, fractional, after every evaluation and batch.
-        trace: keeps the sampling trajectory; None records nothing and costs nothing.
-        clusters: cluster of the image that each condition is of, on the CPU, for the strategy ``oracle``.
-
-    Returns:
-        x_0, float32, on the CPU, in the value range that the experts model.
-
-    Raises:
-        UserError: unknown strategy or solver, a pair that does not work together, no router, or options that do not
-            go together.
-    """
-    solver: Solver = SOLVERS.build(settings.solver, settings.solver_params)
-    strategy = strategy_of(settings)
-    strategy.check_solver(settings.solver)
-    keys = [(i,) for i in range(num)] if keys is None else keys
-    ensemble.precision = settings.precision
-    if settings.compile:
-        ensemble.compile()
-    times = sampling_times(settings.num_steps, shift)
-    batches: list[Tensor] = [torch.empty(0, *x_shape)]
-    for first in range(0, num, batch_size):
-        indices = range(first, min(first + batch_size, num))
-
-        def advance(t: Tensor, indices: range = indices) -> None:
-            if progress is not None:
-                steps_done = int((times > t.max().cpu()).sum())
-                progress(indices.start + len(indices) * steps_done / settings.num_steps)
-
-        def generate(ensemble: Ensemble, rows: list[int], advance: Callable[[Tensor], object] = advance) -> Tensor:
-            batch = Batch(
-                ensemble,
-                None if condition is None else condition.rows(torch.tensor(rows)),
-                [keys[row] for row in rows],
-                x_shape,
-                seed,
-                settings,
-                on_evaluation=advance,
-                trace=trace,
-                clusters=None if clusters is None else clusters[rows],
-            )
-            x_0 = strategy.generate(batch, times, solver).cpu()
-            if trace is not None:
-                trace.end(times, x_0)
-            return x_0
-
-        x_0 = generate(ensemble, list(indices))
-        if not x_0.isfinite().all():  # on the CPU anyway, so that no step costs more
-            x_0 = _without_failed(ensemble, generate, list(indices), x_0)
-        batches.append(x_0)
-        if progress is not None:
-            progress(indices.stop)
-    ensemble.work.images += num
-    return torch.cat(batches)
-
-
-def _without_failed(
-    ensemble: Ensemble,
-    generate: Callable[[Ensemble, list[int]], Float[Tensor, "r c h w"]],
-    rows: list[int],
-    x_0: Float[Tensor, "r c h w"],
-) -> Float[Tensor, "r c h w"]:
-    """Generate samples that are not finite again, with the same noise and without the experts that failed.
-
-    Only this second attempt looks at each expert. The rest keep their weights in proportion. A failure is noted on
-    stderr once per ensemble.
-
-    Args:
-        ensemble: the ensemble.
-        generate: generates samples of the given rows with the given ensemble, on the CPU.
-        rows: the samples that were generated.
-        x_0: the finished samples; changed in place.
-
-    Raises:
-        UserError: no expert is left for the strategy, or the router fails.
-    """
-    excluded = set[int]()
-    broken = (~x_0.isfinite().flatten(1).all(1)).nonzero().squeeze(1)
-    while len(broken):
-        try:
-            x_0[broken] = generate(ensemble.watched(excluded), [rows[i] for i in broken.tolist()])
-            break
-        except NotFiniteError as error:
-            cluster, name = error.args
-            if cluster in excluded or len(excluded) == ensemble.num_clusters - 1:
-                raise UserError(f"{name}: returns NaN, and the strategy has no other expert; fit it again") from None
-            if cluster not in ensemble.failed:
-                note(f"{name} returns NaN on {len(broken)} images; they are made without it, with renormalised weights")
-            ensemble.failed.add(cluster)
-            excluded.add(cluster)
-    return x_0

@@ -1,4 +1,4 @@
-"""The ensemble's velocity, its cost, and how it is loaded; an expert is evaluated only on the rows routed to it."""
+"""The ensemble's velocity and its cost; an expert is evaluated only on the rows routed to it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -14,13 +14,10 @@ from torch import Tensor, nn
 
 from ddm_lightning.core.devices import autocast
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.ensemble.manifest import EnsembleManifest
 from ddm_lightning.ensemble.residency import ResidentExperts
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.flow.path import Samples, Times, expand_time, guided, velocity_of
-from ddm_lightning.members.artifact import Bases, load_network, temperatures_of
 from ddm_lightning.members.cost import flops_per_sample
-from ddm_lightning.members.roles import ROUTER
 from ddm_lightning.networks.blocks import compile_blocks
 from ddm_lightning.networks.calibration import temperature_at
 
@@ -330,51 +327,6 @@ class Ensemble:
             if self._is_watched and not velocity.isfinite().all():
                 raise NotFiniteError(self.expert_clusters[number], self.names[number])
             yield self.expert_clusters[number], rows, velocity
-
-
-def load_ensemble(
-    manifest: EnsembleManifest, device: torch.device | str = "cpu", resident_experts: int | None = None
-) -> Ensemble:
-    """Load the networks of ``manifest``.
-
-    Args:
-        manifest: from ``read_ensemble`` or ``single``.
-        device: where to put the networks.
-        resident_experts: experts on the device at once (``ResidentExperts``); None is all. Experts that are adapters
-            share their base on the device, so all of them count as one.
-
-    Raises:
-        UserError: an artifact is damaged or unusable; see ``load_network``.
-    """
-    names = manifest.experts
-    num_large = len({manifest.metas[name].base_sha256 or name for name in names})
-    num_resident = min(resident_experts or num_large, num_large)
-    takes_turns = num_resident < num_large
-    bases = Bases(manifest.folders.values(), "cpu" if takes_turns else device)
-    networks = [load_network(manifest.folders[name], mapped=takes_turns, bases=bases)[1] for name in names]
-    router: nn.Module | None = None
-    of_router: dict[str, Any] = {}
-    if ROUTER in manifest.folders:
-        meta, router = load_network(manifest.folders[ROUTER])
-        router.to(device)
-        of_router = {
-            "router_conditional": meta.condition["kind"] != "none",
-            "temperatures": temperatures_of(meta),
-        }
-    return Ensemble(
-        ResidentExperts(networks, torch.device(device), num_resident)
-        if takes_turns
-        else [network.to(device) for network in networks],
-        router,
-        manifest.priors,
-        names=names,
-        expert_clusters=manifest.expert_clusters,
-        clusters=manifest.logits,
-        intervals=[(low, high) for low, high in (manifest.metas[name].interval for name in names)],
-        class_counts=manifest.class_counts,
-        paths=[manifest.metas[name].path for name in names],
-        **of_router,
-    )
 
 
 def _output(

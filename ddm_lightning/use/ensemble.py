@@ -20,9 +20,11 @@ from ddm_lightning.config.experiment import Experiment, PluginConfig
 from ddm_lightning.core.devices import check_devices, configure_cuda, device_of
 from ddm_lightning.core.errors import UserError, first_line, note
 from ddm_lightning.core.registry import CAPTION_ENCODERS, IMAGE_ENCODERS, Registry, require
+from ddm_lightning.ensemble.load import load_ensemble
 from ddm_lightning.ensemble.manifest import About, EnsembleManifest
-from ddm_lightning.ensemble.routing import Trace, sample
-from ddm_lightning.ensemble.velocity import Cost, Ensemble, load_ensemble
+from ddm_lightning.ensemble.routing import Trace
+from ddm_lightning.ensemble.sampler import sample
+from ddm_lightning.ensemble.velocity import Cost, Ensemble
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.members.artifact import ArtifactMeta
 from ddm_lightning.members.roles import ROUTER, all_members, ensemble_members
@@ -200,13 +202,13 @@ class DecentralizedEnsemble:
         Args:
             condition: one per sample, or None for the null condition in all.
             num: number of samples.
-            more: ``batch_size``, ``keys``, ``progress``, ``trace`` and ``clusters`` of ``routing.sample``.
+            more: ``batch_size``, ``keys``, ``progress``, ``trace`` and ``clusters`` of ``sampler.sample``.
 
         Returns:
             x_0, float32, on the CPU.
 
         Raises:
-            UserError: as ``routing.sample``.
+            UserError: as ``sampler.sample``.
         """
         return sample(
             self.field,

@@ -12,7 +12,8 @@ from ddm_lightning.core.files import atomic_folder, atomic_write_json, atomic_wr
 from ddm_lightning.core.registry import EXPERTS
 from ddm_lightning.core.weights import save_weights
 from ddm_lightning.ensemble.manifest import EnsembleManifest
-from ddm_lightning.members.artifact import build_network, load_network, read_artifact
+from ddm_lightning.members.artifact import read_artifact
+from ddm_lightning.members.load import build_network, load_network
 from ddm_lightning.members.run_folder import MEMBER_FILE
 from ddm_lightning.networks.lora import merged, write_peft
 from ddm_lightning.use.saved import TEMPLATES, save_ensemble

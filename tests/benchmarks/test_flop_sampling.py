@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.registry import EXPERTS, ROUTERS
-from ddm_lightning.ensemble.routing import sample
+from ddm_lightning.ensemble.sampler import sample
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.members.run import Run

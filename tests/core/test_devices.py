@@ -14,7 +14,7 @@ from shards.mds import damage
 from tiny_runs import finish, read_status, start
 from training.checkpoint_folders import state_by_parameter
 
-from ddm_lightning.members.artifact import load_network
+from ddm_lightning.members.load import load_network
 
 STEPS = 40
 SETTINGS = (

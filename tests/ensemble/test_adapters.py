@@ -21,12 +21,14 @@ from ddm_lightning.core.files import sha256_file
 from ddm_lightning.core.registry import EXPERTS
 from ddm_lightning.core.weights import prefixed, save_weights
 from ddm_lightning.ensemble.changes import added
+from ddm_lightning.ensemble.load import load_ensemble
 from ddm_lightning.ensemble.manifest import read_ensemble, single, write_ensemble
 from ddm_lightning.ensemble.residency import ResidentExperts
-from ddm_lightning.ensemble.velocity import Ensemble, load_ensemble
+from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.condition import Condition
-from ddm_lightning.members.artifact import load_network, write_artifact
+from ddm_lightning.members.artifact import write_artifact
 from ddm_lightning.members.cost import _Held
+from ddm_lightning.members.load import load_network
 from ddm_lightning.networks.lora import adapt, merged
 from ddm_lightning.use.export import export_member, export_peft
 from ddm_lightning.use.saved import save_ensemble

@@ -10,10 +10,11 @@ from artifact_files import SHAPE, edit, put, refused
 from ensemble_networks import ExactExpert, ExactRouter, finite_set
 
 from ddm_lightning.config.experiment import SampleConfig
+from ddm_lightning.ensemble.load import load_ensemble
 from ddm_lightning.ensemble.manifest import read_ensemble, single, write_ensemble
 from ddm_lightning.ensemble.residency import ResidentExperts
-from ddm_lightning.ensemble.routing import sample
-from ddm_lightning.ensemble.velocity import Ensemble, Work, load_ensemble
+from ddm_lightning.ensemble.sampler import sample
+from ddm_lightning.ensemble.velocity import Ensemble, Work
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.oracle import FiniteSetOracle
 

@@ -8,10 +8,12 @@ import torch
 from artifact_files import PARAMS, SHAPE, edit, make_meta, make_network, put, refused
 
 from ddm_lightning.core.registry import EXPERTS, ROUTERS
+from ddm_lightning.ensemble.load import load_ensemble
 from ddm_lightning.ensemble.manifest import read_ensemble, single, write_ensemble
-from ddm_lightning.ensemble.velocity import Ensemble, load_ensemble
+from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.condition import Condition, ConditionSpec
-from ddm_lightning.members.artifact import load_network, write_artifact
+from ddm_lightning.members.artifact import write_artifact
+from ddm_lightning.members.load import load_network
 
 PRIORS = [0.25, 0.75]
 

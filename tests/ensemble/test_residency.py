@@ -9,9 +9,9 @@ from torch import nn
 from toy_ensemble import sample
 
 from ddm_lightning.config.experiment import SampleConfig
+from ddm_lightning.ensemble.load import load_ensemble
 from ddm_lightning.ensemble.manifest import read_ensemble, write_ensemble
 from ddm_lightning.ensemble.residency import ResidentExperts
-from ddm_lightning.ensemble.velocity import load_ensemble
 from ddm_lightning.members.artifact import write_artifact
 
 NAMES = ["expert-0", "expert-1", "expert-2", "expert-3"]

@@ -27,8 +27,9 @@ from ddm_lightning.core.registry import EXPERTS
 from ddm_lightning.core.weights import save_weights
 from ddm_lightning.ensemble.manifest import single
 from ddm_lightning.flow.condition import Condition, ConditionSpec
-from ddm_lightning.members.artifact import build_network, load_network, write_artifact
+from ddm_lightning.members.artifact import write_artifact
 from ddm_lightning.members.cost import MemberCost, flops_per_sample
+from ddm_lightning.members.load import build_network, load_network
 from ddm_lightning.members.member import Member
 from ddm_lightning.members.run import Run
 from ddm_lightning.networks.lora import adapt

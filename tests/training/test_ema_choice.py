@@ -13,8 +13,8 @@ from tiny_runs import TINY
 from ddm_lightning.cli.parser import main
 from ddm_lightning.config.experiment import TrainConfig
 from ddm_lightning.core.files import sha256_file
+from ddm_lightning.ensemble.load import load_ensemble
 from ddm_lightning.ensemble.manifest import read_ensemble
-from ddm_lightning.ensemble.velocity import load_ensemble
 from ddm_lightning.members.artifact import read_artifact
 from ddm_lightning.training import ema_choice
 from ddm_lightning.training.ema import snapshot_steps

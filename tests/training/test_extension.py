@@ -13,8 +13,8 @@ from tiny_runs import prepared
 
 from ddm_lightning.cli.parser import main
 from ddm_lightning.encoders.interfaces import StoredForm
+from ddm_lightning.ensemble.load import load_ensemble
 from ddm_lightning.ensemble.manifest import read_ensemble
-from ddm_lightning.ensemble.velocity import load_ensemble
 from ddm_lightning.flow.path import interpolate
 from ddm_lightning.members.artifact import read_meta
 from ddm_lightning.shards.manifest import Manifest

@@ -27,7 +27,7 @@ from ddm_lightning.core.files import sha256_file
 from ddm_lightning.core.processes import FITTED_BY
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.flow.timesteps import sample_timesteps
-from ddm_lightning.members.artifact import load_network
+from ddm_lightning.members.load import load_network
 from ddm_lightning.members.run_folder import lock_member
 from ddm_lightning.training.guard import read_skipped
 from ddm_lightning.training.module import MemberModule

@@ -7,7 +7,7 @@ from shards.mds import WARNINGS
 from tiny_runs import read_status
 from training.short_fits import fit, trained, weights
 
-from ddm_lightning.members.artifact import load_network
+from ddm_lightning.members.load import load_network
 
 pytestmark = WARNINGS
 SHORT = ("router.train.max_steps=10", LOGS_SAMPLES)

@@ -7,8 +7,8 @@ from shards.mds import WARNINGS
 from tiny_runs import TINY
 
 from ddm_lightning.cli.parser import main
+from ddm_lightning.ensemble.load import load_ensemble
 from ddm_lightning.ensemble.manifest import read_ensemble
-from ddm_lightning.ensemble.velocity import load_ensemble
 
 pytestmark = WARNINGS
 

@@ -12,7 +12,8 @@ from training.short_fits import member
 
 from ddm_lightning.cli.parser import main
 from ddm_lightning.core.registry import EXPERTS
-from ddm_lightning.members.artifact import load_network, read_artifact
+from ddm_lightning.members.artifact import read_artifact
+from ddm_lightning.members.load import load_network
 from ddm_lightning.training.checkpoint import read_tensors
 
 pytestmark = WARNINGS

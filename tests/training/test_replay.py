@@ -10,7 +10,7 @@ from training.short_fits import SHORT, member
 
 from ddm_lightning.cli.parser import main
 from ddm_lightning.config.load import load_experiment
-from ddm_lightning.members.artifact import load_network
+from ddm_lightning.members.load import load_network
 from ddm_lightning.members.run import Run
 from ddm_lightning.shards.mds import open_shards
 from ddm_lightning.training.checkpoint import load_tensors

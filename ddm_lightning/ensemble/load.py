@@ -1,0 +1,60 @@
+"""Load the networks of an ensemble's manifest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddm_lightning.ensemble.manifest import EnsembleManifest
+from ddm_lightning.ensemble.residency import ResidentExperts
+from ddm_lightning.ensemble.velocity import Ensemble
+from ddm_lightning.members.artifact import temperatures_of
+from ddm_lightning.members.load import Bases, load_network
+from ddm_lightning.members.roles import ROUTER
+
+
+def load_ensemble(
+    manifest: EnsembleManifest, device: torch.device | str = "cpu", resident_experts: int | None = None
+) -> Ensemble:
+    """Load the networks of ``manifest``.
+
+    Args:
+        manifest: from ``read_ensemble`` or ``single``.
+        device: where to put the networks.
+        resident_experts: experts on the device at once (``ResidentExperts``); None is all. Experts that are adapters
+            share their base on the device, so all of them count as one.
+
+    Raises:
+        UserError: an artifact is damaged or unusable; see ``load_network``.
+    """
+    names = manifest.experts
+    num_large = len({manifest.metas[name].base_sha256 or name for name in names})
+    num_resident = min(resident_experts or num_large, num_large)
+    takes_turns = num_resident < num_large
+    bases = Bases(manifest.folders.values(), "cpu" if takes_turns else device)
+    networks = [load_network(manifest.folders[name], mapped=takes_turns, bases=bases)[1] for name in names]
+    router: nn.Module | None = None
+    of_router: dict[str, Any] = {}
+    if ROUTER in manifest.folders:
+        meta, router = load_network(manifest.folders[ROUTER])
+        router.to(device)
+        of_router = {
+            "router_conditional": meta.condition["kind"] != "none",
+            "temperatures": temperatures_of(meta),
+        }
+    return Ensemble(
+        ResidentExperts(networks, torch.device(device), num_resident)
+        if takes_turns
+        else [network.to(device) for network in networks],
+        router,
+        manifest.priors,
+        names=names,
+        expert_clusters=manifest.expert_clusters,
+        clusters=manifest.logits,
+        intervals=[(low, high) for low, high in (manifest.metas[name].interval for name in names)],
+        class_counts=manifest.class_counts,
+        paths=[manifest.metas[name].path for name in names],
+        **of_router,
+    )
