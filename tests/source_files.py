@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import tarfile
 
 import fsspec
 import numpy as np
@@ -38,6 +39,17 @@ def write(url, files):
         path = f"{root}/{name}"
         filesystem.makedirs(path.rpartition("/")[0], exist_ok=True)
         filesystem.pipe_file(path, content.encode() if isinstance(content, str) else content)
+
+
+def tar_of(files, format=tarfile.PAX_FORMAT):
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=format) as tar:
+        for name, content in files:
+            member = tarfile.TarInfo(name)
+            content = content.encode() if isinstance(content, str) else content
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    return buffer.getvalue()
 
 
 def bad_images():

@@ -46,10 +46,14 @@ def _prepare(experiment: Experiment, options: argparse.Namespace) -> None:
     if options.dry_run:
         from ddm_lightning.prepare.dry_run import dry_run, dry_run_table
         from ddm_lightning.prepare.engine import num_gpus_for, num_processes_for
+        from ddm_lightning.prepare.filters import filter_table
 
         plan = dry_run(experiment, RunFolder.of(experiment).root, _networks_check(experiment, options))
         num_processes = num_processes_for(experiment.prepare, plan.num_parts, plan.num_samples)
         Console().print(dry_run_table(plan, num_processes, num_gpus_for(experiment.prepare)))
+        if plan.num_looked_at:
+            title = f"filters, by the first {plan.num_looked_at:,} samples"
+            Console().print(filter_table(plan.num_looked_at, plan.filtered, plan.num_broken, title))
         print(f"stages to run: {', '.join(plan.stages) or 'none, all is up to date'}")
         print(f"parts to encode: {plan.num_unfinished_parts} of {plan.num_parts}\nnothing was written")
         print(f"what the members will need: {command_line('plan', options)}")

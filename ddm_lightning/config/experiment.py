@@ -99,6 +99,14 @@ class PrepareConfig:
     """Encoder of captions; null if nothing is conditioned on text."""
     features: PluginConfig = field(default_factory=PluginConfig)
     """Network whose features are clustered."""
+    filters: dict[str, Any] = field(default_factory=dict)
+    """Samples to keep: conditions on columns of the source and on the image, such as ``{min_side: 256, aesthetic:
+    ">= 5"}``; a sample must fulfil all. Without a value for a column it is taken out."""
+    drop_keys: str | None = None
+    """File with the keys of samples to leave out, one per line; null for none."""
+    keep: list[str] = field(default_factory=list)
+    """Columns of numbers to store with each sample: of the source or, of the image before it is resized,
+    ``image_height``, ``image_width``, ``min_side``, ``crop_top`` and ``crop_left``."""
     partition: PartitionConfig = field(default_factory=PartitionConfig)
     """Clustering of the features."""
     held_out_fraction: float = option(0.05, low=0, high=0.5)

@@ -29,6 +29,8 @@ TRAINER_FLAGS = (
     "sync_batchnorm",
 )
 """Flags of Lightning's Trainer that ``island.trainer`` takes; other keys set the rest."""
+# Columns that the shards have already.
+_COLUMNS = r"x_0|x_0_flipped|label|sample_id|cluster|(text|caption).*"
 # All of Streaming's except gz, which writes the time into the shards.
 _COMPRESSIONS = r"br(:(\d|1[01]))?|bz2(:[1-9])?|snappy|zstd(:([1-9]|1\d|2[0-2]))?"
 
@@ -104,6 +106,7 @@ def _rules(experiment: Experiment) -> Iterator[Rule]:
             "prepare.shards.compression",
             "must be br, bz2, snappy or zstd, optionally with a level as in zstd:3, or null",
         ),
+        *_rules_of_columns(experiment),
         (
             not {*loggers} <= {*LOGGERS} or len({*loggers}) < len(loggers),
             "island.loggers",
@@ -155,6 +158,17 @@ def _rules(experiment: Experiment) -> Iterator[Rule]:
         ),
     ]
     yield from _rules_of_sampling(experiment)
+
+
+def _rules_of_columns(experiment: Experiment) -> Iterator[Rule]:
+    prepare = experiment.prepare
+    for name, condition in prepare.filters.items():
+        is_least = name == "min_side" and checks.is_number(condition)
+        is_right = condition is None or is_least or checks.COMPARISON[0](condition)
+        yield not is_right, "prepare.filters", f"{name!r} must be {checks.COMPARISON[1]}"
+    taken = [name for name in prepare.keep if re.fullmatch(_COLUMNS, name) or prepare.keep.count(name) > 1]
+    problem = f"{next(iter(taken), None)!r} is listed twice, or is the name of another column of the shards; remove it"
+    yield bool(taken), "prepare.keep", problem
 
 
 def _rules_of_expert(name: str, expert: ExpertConfig, experiment: Experiment) -> Iterator[Rule]:

@@ -122,6 +122,10 @@ X_SHAPE: Check = (lambda value: is_shape(value, 3), "a list of channels, height 
 NORMALISATION: Check = (_is_normalisation, "a nonzero scale and a shift, each one number or one per channel")
 PLUGIN: Check = object_of({"name": TEXT, "params": OBJECT})
 INTERVAL: Check = (_is_interval, "two times, 0 <= low < high <= 1")
+_NUMBER = r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?"
+COMPARISON: Check = matching(
+    rf"(<|<=|>|>=)\s*{_NUMBER}|(==|!=)\s*\S.*", "a comparison with a number, such as '>= 5', or '== text'"
+)
 SHA256: Check = matching(r"[0-9a-f]{64}", "64 hexadecimal digits")
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,9 @@ from ddm_lightning.prepare.records import count_samples
 from ddm_lightning.prepare.stages import Preparation
 from ddm_lightning.shards.manifest import DataSizes
 
+# Samples to read for an estimate of what filters take out.
+_ENOUGH = 1000
+
 
 @dataclass(frozen=True)
 class DryRun:
@@ -35,6 +39,20 @@ class DryRun:
     """None if unknown before reading."""
     estimates: Mapping[str, tuple[int, float]]
     """Bytes and seconds per sample of each group of columns, measured in one process; 0 seconds if not measured."""
+    num_looked_at: int = 0
+    """Samples read to see what the filters take out; 0 without filters."""
+    num_broken: int = 0
+    """Broken samples of those."""
+    filtered: Mapping[str, int] = field(default_factory=dict)
+    """Samples of those that each filter takes out."""
+
+    @property
+    def num_kept(self) -> int | None:
+        """Estimate of the samples to encode; None if unknown before reading."""
+        if self.num_samples is None or not self.num_looked_at:
+            return self.num_samples
+        num_lost = self.num_broken + sum(self.filtered.values())
+        return round(self.num_samples * (1 - num_lost / self.num_looked_at))
 
 
 @tf32()
@@ -56,12 +74,17 @@ def dry_run(experiment: Experiment, run_dir: Path, check: Callable[[DataSizes], 
 
     start = time.monotonic()
     readings = [Reading(part, plugins) for part in parts]
-    first = next((chunk for reading in readings for chunk in reading.chunks()), None)
+    chunks = (chunk for reading in readings for chunk in reading.chunks())
+    first = next(chunks, None)
     seconds = time.monotonic() - start
+    while plugins.filters and first and sum(reading.num_read for reading in readings) < _ENOUGH and next(chunks, None):
+        pass
+    filtered = sum((reading.filtered for reading in readings), Counter[str]())
     if first is None:
-        causes = sorted({one.cause for reading in readings for one in reading.broken})
+        causes = sorted({one.cause for reading in readings for one in reading.broken} | filtered.keys())
         raise UserError(
-            f"source {plugins.config.source.name!r}: no sample can be read ({', '.join(causes)}); fix prepare.source"
+            f"source {plugins.config.source.name!r}: no sample can be read ({', '.join(causes)}); fix prepare.source "
+            "or prepare.filters"
         )
     _, records, images = first
     num = len(records)
@@ -77,7 +100,16 @@ def dry_run(experiment: Experiment, run_dir: Path, check: Callable[[DataSizes], 
         num_bytes = sum(rows[0].nbytes for rows in encode().values())
         estimates[name] = num_bytes, (time.monotonic() - start) / num
     estimates["shards"] = sum(size for size, _ in estimates.values()) - estimates["features"][0], 0.0
-    return DryRun(stages, len(parts), len(preparation.unfinished_parts()), count_samples(parts), estimates)
+    return DryRun(
+        stages,
+        len(parts),
+        len(preparation.unfinished_parts()),
+        count_samples(parts),
+        estimates,
+        num_looked_at=sum(reading.num_read for reading in readings) if plugins.filters else 0,
+        num_broken=sum(len(reading.broken) for reading in readings),
+        filtered=filtered,
+    )
 
 
 def dry_run_table(plan: DryRun, num_processes: int, num_gpus: int = 0) -> Table:
@@ -90,6 +122,8 @@ def dry_run_table(plan: DryRun, num_processes: int, num_gpus: int = 0) -> Table:
     """
     shares = min(num_processes, num_gpus) or num_processes
     samples = "unknown before reading" if plan.num_samples is None else f"{plan.num_samples:,}"
+    if plan.num_kept != plan.num_samples:
+        samples += f", about {plan.num_kept:,} after filters"
     table = Table(title=f"parts: {plan.num_parts:,}, samples: {samples}", box=box.SIMPLE_HEAD, title_justify="left")
     unit, plural = ("GPU", "GPUs") if num_gpus else ("process", "processes")
     spread = f"with {shares} {plural if shares > 1 else unit}"
@@ -97,8 +131,8 @@ def dry_run_table(plan: DryRun, num_processes: int, num_gpus: int = 0) -> Table:
         table.add_column(heading, justify="right" if heading else "left")
     sizes, times = zip(*plan.estimates.values(), strict=True)
     for name, (num_bytes, seconds) in {**plan.estimates, "total": (sum(sizes), sum(times))}.items():
-        size = "–" if plan.num_samples is None else format_bytes(num_bytes * plan.num_samples)
-        hours = "–" if plan.num_samples is None or not seconds else format_duration(seconds * plan.num_samples / shares)
+        size = "–" if plan.num_kept is None else format_bytes(num_bytes * plan.num_kept)
+        hours = "–" if plan.num_kept is None or not seconds else format_duration(seconds * plan.num_kept / shares)
         table.add_row(
             name,
             f"{num_bytes:,}",

@@ -209,6 +209,8 @@ def _encode_images(job: PartJob, names: list[str], ledger: Ledger, plugins: Plug
                 arrays[RECORDS].add(
                     "split_hash", np.array([key_hash(record.group or record.key) for record in records], np.uint64)
                 )
+                for number, name in enumerate(plugins.config.keep):
+                    arrays[RECORDS].add(f"kept-{number}", np.array([record.values[name] for record in records]))
             if LATENTS in names:
                 for name, rows in latent_rows(plugins, images).items():
                     arrays[LATENTS].add(name, rows, "encoded image is not finite")

@@ -153,17 +153,19 @@ def write_index(prepared: Prepared, groups: Collection[str], max_bad_fraction: f
             dropped[number] = {int(row): cause for row, cause in unfit.items()}
     _drop_duplicates(prepared, dropped)
 
-    counts = Counter[str]()
+    counts, filtered = Counter[str](), Counter[str]()
     for state in states:
         counts.update(state["broken"])
+        filtered.update(state.get("filtered", {}))
     counts.update(cause for rows in dropped.values() for cause in rows.values())
     num_read = sum(state["num_read"] for state in states)
     num_samples = sum(state["num_rows"] for state in states) - sum(map(len, dropped.values()))
     broken = "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in _broken(prepared, dropped))
     atomic_write_text(prepared.broken_file, broken)
     check_broken(counts, num_read, max_bad_fraction, prepared.broken_file, enough=1)
+    of_filters = _in_words("; taken out by filters", filtered)
     if num_samples == 0:
-        raise UserError("the source has no usable samples; fix prepare.source")
+        raise UserError(f"the source has no usable samples{of_filters}; fix prepare.source or prepare.filters")
     num_without_caption = 0
     for number in prepared.filled_parts:
         lengths = Strings(prepared.part_folder(number) / RECORDS, "captions").num_bytes()
@@ -174,13 +176,18 @@ def write_index(prepared: Prepared, groups: Collection[str], max_bad_fraction: f
         "num_without_caption": num_without_caption,
         "image_size": next(iter(sizes)),
         "broken": dict(sorted(counts.items())),
+        "filtered": dict(sorted(filtered.items())),
         "dropped": {str(number): sorted(rows) for number, rows in sorted(dropped.items())},
     }
     atomic_write_json(prepared.index_file, index)
     detail = f", {num_without_caption:,} of them without a caption" if num_without_caption else ""
+    skipped = _in_words("; skipped", counts) + (f"; see {prepared.broken_file}" if counts else "")
+    return f"{num_samples:,} of {num_read:,} samples{detail}{of_filters}{skipped}"
+
+
+def _in_words(title: str, counts: Mapping[str, int]) -> str:
     causes = ", ".join(f"{cause}: {count:,}" for cause, count in sorted(counts.items()))
-    skipped = f"; skipped: {causes}; see {prepared.broken_file}" if causes else ""
-    return f"{num_samples:,} of {num_read:,} samples{detail}{skipped}"
+    return f"{title}: {causes}" if causes else ""
 
 
 def _drop_duplicates(prepared: Prepared, dropped: Dropped) -> None:

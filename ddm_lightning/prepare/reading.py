@@ -6,9 +6,11 @@ Reading and decoding run in a thread, one chunk ahead of the encoders.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import cached_property
 from importlib.metadata import version
 from itertools import islice
@@ -23,6 +25,7 @@ from ddm_lightning.config.experiment import PrepareConfig
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import CAPTION_ENCODERS, FEATURES, IMAGE_ENCODERS, SOURCES
 from ddm_lightning.encoders.interfaces import CaptionEncoder, Features, ImageEncoder
+from ddm_lightning.prepare.filters import PROPERTIES, Filters, extra_columns, number_in, properties
 from ddm_lightning.prepare.records import BrokenSample, Part, Record, Source
 
 Item = TypeVar("Item")
@@ -46,7 +49,21 @@ class Plugins:
     @cached_property
     def source(self) -> Source:
         """The data set."""
-        return SOURCES.build(self.config.source.name, self.config.source.params)
+        source = SOURCES.build(self.config.source.name, self.config.source.params)
+        if wanted := extra_columns(self.config):
+            if not hasattr(source, "extra_columns"):
+                column, key = next(iter(wanted.items()))
+                raise UserError(
+                    f"key {key!r}: source {self.config.source.name!r} has no column {column!r}; "
+                    f"of its images there are: {', '.join(PROPERTIES)}"
+                )
+            source.extra_columns |= wanted
+        return source
+
+    @cached_property
+    def filters(self) -> Filters:
+        """Decides which samples to keep."""
+        return Filters(self.config)
 
     @cached_property
     def image_encoder(self) -> ImageEncoder:
@@ -73,7 +90,8 @@ class Plugins:
         return {name: plugin for name, plugin in found.items() if plugin is not None}
 
     def versions(self) -> dict[str, str]:
-        """Build every plug-in, and return the versions of all packages that shape the result."""
+        """Build every plug-in and the filters; return the versions of all packages that shape the result."""
+        _ = self.filters
         packages = {name for plugin in (self.source, *self._encoders().values()) for name in plugin.packages}
         return {name: version(name) for name in sorted({*_COMMON_PACKAGES, *packages})}
 
@@ -94,11 +112,13 @@ class Reading:
         self.part = part
         self.plugins = plugins
         self.num_read = 0
-        """Samples read so far, broken ones included."""
+        """Samples read so far, with those that are broken or taken out by filters."""
         self.num_rows = 0
         """Samples yielded so far."""
         self.broken: list[BrokenSample] = []
         """Broken samples so far."""
+        self.filtered = Counter[str]()
+        """Samples taken out so far, by filter."""
         self.content = hashlib.sha256()
         """Hash of the samples so far, pixels included."""
 
@@ -108,6 +128,7 @@ class Reading:
             "num_rows": self.num_rows,
             "num_read": self.num_read,
             "broken": dict(sorted(Counter(broken.cause for broken in self.broken).items())),
+            "filtered": dict(sorted(self.filtered.items())),
             "content": self.content.hexdigest(),
         }
 
@@ -130,21 +151,39 @@ class Reading:
                 self.broken.append(found)
                 self.content.update(repr((found.key, found.cause)).encode())
                 continue
-            image = self._square(found)
+            self._check(found)
+            values = {**found.values, **properties(found.image, self.plugins.config.images)}
+            if cause := self.plugins.filters.cause(found.key, values):
+                self.filtered[cause] += 1
+                self.content.update(repr((found.key, cause)).encode())
+                continue
+            found, image = self._with_kept(found, values), self._square(found)
             self.content.update(repr((found.key, found.caption, found.label, found.group, image.shape)).encode())
             self.content.update(image.tobytes())
+            if found.values:
+                self.content.update(repr(found.values).encode())
             first = image if first is None else first
             if image.shape != first.shape:
                 raise self._error(found, f"has {_size(image)} pixels, others have {_size(first)}", _SET_SIZE)
             yield found, image
 
-    def _square(self, record: Record) -> UInt8[np.ndarray, "h w 3"]:
-        image, size = record.image, self.plugins.config.images.size
-        num_classes = self.plugins.source.num_classes
+    def _check(self, record: Record) -> None:
+        image, num_classes = record.image, self.plugins.source.num_classes
         if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or 0 in image.shape:
             raise self._error(record, f"is not a uint8 RGB image ({image.dtype} {list(image.shape)})")
         if not 0 <= record.label < num_classes:
             raise self._error(record, f"has label {record.label}, outside 0 to {num_classes - 1}")
+
+    def _with_kept(self, record: Record, values: Mapping[str, Any]) -> Record:
+        """Return the record with the values of ``prepare.keep`` as numbers, NaN for none."""
+        kept = {name: number_in(values[name]) for name in self.plugins.config.keep}
+        words = [name for name, number in kept.items() if math.isnan(number) and isinstance(values[name], str)]
+        for name in words:
+            raise self._error(record, f"has {values[name]!r:.60} in column {name!r}", "remove it from prepare.keep")
+        return replace(record, values=kept)
+
+    def _square(self, record: Record) -> UInt8[np.ndarray, "h w 3"]:
+        image, size = record.image, self.plugins.config.images.size
         if size is not None:
             return to_square(image, size, self.plugins.config.images.aspect)
         if image.shape[0] != image.shape[1]:

@@ -24,6 +24,8 @@ class Record:
     """Class, from 0 to the source's ``num_classes`` - 1."""
     group: str | None = None
     """Samples of one group are held out together (overlapping tiles, frames of a film); None for no group."""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """Values of the source's ``extra_columns``."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,11 @@ def count_samples(parts: Iterable[Part]) -> int | None:
 
 @runtime_checkable
 class Source(Protocol):
-    """A data set of captioned images, in parts. Optional: ``class_names``, the names of its classes."""
+    """A data set of captioned images, in parts.
+
+    Optional: ``class_names``, the names of its classes; and, for a source with columns, ``extra_columns``, a dict that
+    ``prepare`` fills before it lists the parts: columns to read into ``Record.values`` -> key that asks for each.
+    """
 
     packages: tuple[str, ...]
     """Distributions whose versions shape the samples."""

@@ -57,6 +57,8 @@ class ReportData:
     """Samples of the source, including broken ones."""
     broken: Mapping[str, int] = field(default_factory=dict)
     """Skipped samples by cause."""
+    filtered: Mapping[str, int] = field(default_factory=dict)
+    """Samples taken out by each filter."""
     num_without_caption: int = 0
     displaced: tuple[float, float] | None = None
     """Share of samples nearer to another cluster's mean, and the part of this share due to balancing."""
@@ -154,6 +156,7 @@ def report_partition(experiment: Experiment, plugins: Plugins, prepared: Prepare
         counts=np.bincount(clusters, minlength=partition.num_clusters),
         num_read=index["num_read"],
         broken=index["broken"],
+        filtered=index.get("filtered", {}),
         num_without_caption=index["num_without_caption"],
         displaced=facts["displaced"] and tuple(facts["displaced"]),
         facts={name: getattr(config, name.replace(" ", "_")).name for name in ("source", "features", "image encoder")},
@@ -189,9 +192,14 @@ def write_report(path: Path, data: ReportData, *, title: str, attribution: str, 
         data=data,
         measures=measures,
         clusters=[_describe_cluster(data, measures, k, indices) for k, indices in enumerate(shown)],
-        broken=sorted(data.broken.items(), key=lambda item: (-item[1], item[0])),
+        broken=_largest_first(data.broken),
+        filtered=_largest_first(data.filtered),
     )
     atomic_write_text(path, html)
+
+
+def _largest_first(counts: Mapping[str, int]) -> list[tuple[str, int]]:
+    return sorted(counts.items(), key=lambda item: (-item[1], item[0]))
 
 
 def _number(value: float, style: str = ".3f") -> str:

@@ -131,6 +131,7 @@ class Preparation:
         files, groups, keys = self.ledger.files, self._group_files, self._group_keys()
         parts = [asdict(part) for part in self.parts]
         index, partition = files("index"), files("partition")
+        filtered = [ledger.records.get(RECORDS, {}).get("filtered") for ledger in self.prepared.ledgers]
         other = Path(config.partition.path or "")  # the partition of another run, which may have changed
         fit = [asdict(config.partition), asdict(config.features), sha256_file(other) if other.is_file() else None]
         # The engine and the number of processes change no byte.
@@ -141,7 +142,7 @@ class Preparation:
             Stage("encode", [files("source"), keys], (), self._encode),
             Stage(
                 "index",
-                [groups(*keys), config.max_bad_fraction],
+                [groups(*keys), filtered, config.max_bad_fraction],
                 ("index.json", "broken.jsonl"),
                 lambda: write_index(self.prepared, keys, config.max_bad_fraction),
             ),
@@ -213,7 +214,9 @@ class Preparation:
     def _group_keys(self) -> dict[str, Any]:
         """Return the inputs of each group of columns, other than the part."""
         config = self.config
-        base = {"source": asdict(config.source), "images": asdict(config.images)}
+        base: dict[str, Any] = {"source": asdict(config.source), "images": asdict(config.images)}
+        if self.plugins.filters or config.keep:
+            base |= {"filters": self.plugins.filters.inputs, "keep": config.keep}
         keys: dict[str, Any] = {
             RECORDS: base,
             LATENTS: [base, asdict(config.image_encoder), config.horizontal_flips],

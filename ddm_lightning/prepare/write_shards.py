@@ -56,7 +56,7 @@ class Samples:
     """Rows to store in the shards."""
 
     columns: Mapping[str, Rows]
-    """``x_0``, ``label`` and the caption encoder's columns; ``x_0_flipped`` if stored."""
+    """``x_0``, ``label``, the caption encoder's columns and those of ``prepare.keep``; ``x_0_flipped`` if stored."""
     encodings: Mapping[str, str]
     """MDS encoding of each column; its rows are cast to it."""
     captions: Rows
@@ -182,6 +182,8 @@ def samples_of(prepared: Prepared, plugins: Plugins) -> Samples:
     columns["label"], encodings["label"] = prepared.rows(RECORDS, "label"), "int32"
     for name, encoding in (captions.columns if captions else {}).items():
         columns[name], encodings[name] = prepared.rows(CAPTIONS, name), encoding
+    for number, name in enumerate(plugins.config.keep):
+        columns[name], encodings[name] = prepared.rows(RECORDS, f"kept-{number}"), "float64"
     return Samples(
         columns,
         encodings,
@@ -228,6 +230,7 @@ def manifest_of(
         num_classes=num_classes,
         features=asdict(config.features),
         provenance=plugins.provenance(),
+        filtered=prepared.index.get("filtered", {}),
         **{name: prepared.index[name] for name in ("num_read", "broken", "num_samples", "num_without_caption")},
         clusters=clusters,
         priors=tuple(partition.priors.tolist()),

@@ -104,6 +104,8 @@ class Manifest:
     """Name of each of the ``num_classes`` classes; None if the source has none."""
     class_counts: Annotated[list[list[int]], checks.list_of(checks.list_of(_COUNT))] = field(default_factory=list)
     """Samples of each class in each cluster, held-out ones included, [K][num_classes]; empty in older manifests."""
+    filtered: dict[str, int] = field(default_factory=dict)
+    """Samples taken out by each filter; empty in older manifests."""
     format_version: int = FORMAT_VERSION
 
     @property
@@ -125,7 +127,8 @@ class Manifest:
         path = manifest_path(run_dir)
         stored = read_json(path, "the manifest of the prepared shards", _REMEDY)
         if isinstance(stored, dict):
-            stored.setdefault("class_counts", [])  # older manifests have none
+            for name, default in (("class_counts", []), ("filtered", {})):  # older manifests have none
+                stored.setdefault(name, default)
         if problem := _problem_with(stored):
             raise UserError(f"{path}: {problem}; delete it and {_REMEDY}")
         return cls(

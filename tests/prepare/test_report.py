@@ -129,7 +129,8 @@ def test_a_large_data_set_is_measured_in_part(tmp_path, monkeypatch):
 def test_the_page_stands_alone_and_is_well_formed(tmp_path):
     data = data_of(
         broken={"truncated image": 3, "empty file": 11},
-        num_read=80,
+        num_read=180,
+        filtered={"not min_side >= 256": 30, "no aesthetic": 70},
         displaced=(0.02, 0.005),
         num_without_caption=11,
         facts={"source": "some images", "features": "some network"},
@@ -146,13 +147,14 @@ def test_the_page_stands_alone_and_is_well_formed(tmp_path):
     for words in (
         "66 samples in 3 clusters. The largest has 1.818 times the mean size.",
         "source some images",
-        "skipped 14 (17.50%)",
+        "skipped 14 (7.78%)",
         "largest over mean 1.818",
         "without a caption 11 (16.67%)",
         "measured on 66 samples, all of them",
         "displaced 2.0% of the samples are nearer to another cluster's mean: 0.5% because clusters are balanced, 1.5% "
         "because each fine cell is assigned as a whole",
-        "empty file 11 13.75% truncated image 3 3.75%",
+        "empty file 11 6.11% truncated image 3 1.67%",
+        "no aesthetic 70 38.89% not min_side >= 256 30 16.67% skipped 14 7.78% prepared 66 36.67% read 180 100.00%",
         "drawn by somebody",
     ):
         assert words in page.text, words

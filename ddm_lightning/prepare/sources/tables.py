@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import pyarrow
 
 PARAMS = "prepare.source.params"
+CAPTION_KEY = f"{PARAMS}.caption_column"
 _ROWS_AT_ONCE = 32  # rows that are Python objects at a time: images of some megabytes must not pile up
 _FILE_FORMAT = b"ARROW1"
 
@@ -60,6 +61,7 @@ class TableSource:
     def __post_init__(self) -> None:
         captions = [self.caption_column] if isinstance(self.caption_column, str) else self.caption_column or ()
         self.captions = list(captions)
+        self.extra_columns: dict[str, str] = {}
         if not all(isinstance(name, str) for name in self.captions):
             raise ValueError("caption_column must be a name, a list of names or null")
         self.files = Files(self.path)
@@ -88,11 +90,12 @@ class TableSource:
 
     @property
     def roles(self) -> list[tuple[str, str]]:
-        """Pairs of param and column, for each column in use."""
+        """Pairs of key and column, for each column in use."""
         names = ("image_column", "label_column", "key_column", "group_column")
         return [
-            *(("caption_column", column) for column in self.captions),
-            *((name, column) for name in names if (column := getattr(self, name)) is not None),
+            *((CAPTION_KEY, column) for column in self.captions),
+            *((f"{PARAMS}.{name}", column) for name in names if (column := getattr(self, name)) is not None),
+            *((key, column) for column, key in self.extra_columns.items()),
         ]
 
     @property
@@ -104,13 +107,13 @@ class TableSource:
         """Refuse a table without one of the columns.
 
         Raises:
-            UserError: a column is missing; names the param, ``place`` and the existing columns.
+            UserError: a column is missing; names the key, ``place`` and the existing columns.
         """
         existing = list(existing)
-        for name, column in self.roles:
+        for key, column in self.roles:
             if column not in existing:
                 raise UserError(
-                    f"key '{PARAMS}.{name}': {place} has no column {column!r}; it has: {', '.join(existing) or 'none'}"
+                    f"key {key!r}: {place} has no column {column!r}; it has: {', '.join(existing) or 'none'}"
                 )
 
     def record(self, row: Mapping[Any, Any], place: str) -> Record | BrokenSample:
@@ -125,7 +128,8 @@ class TableSource:
         image = self._image(row[self.image_column], key)
         caption = caption_in(next((row[name] for name in self.captions if row[name]), None), key)
         bad = next((one for one in (image, label, caption) if isinstance(one, BrokenSample)), None)
-        return bad or Record(key, image, caption, label, group)  # type: ignore[arg-type]
+        values = {name: row[name] for name in self.extra_columns}
+        return bad or Record(key, image, caption, label, group, values)  # type: ignore[arg-type]
 
     def _label(self, value: Any, key: str) -> int | BrokenSample:
         """Return the class of a cell: a number, a class name, or either of them as text or bytes."""

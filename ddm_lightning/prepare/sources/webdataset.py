@@ -16,7 +16,7 @@ from ddm_lightning.core.checks import is_int
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import SOURCES
 from ddm_lightning.prepare.records import BrokenSample, Part, Record
-from ddm_lightning.prepare.sources.tables import PARAMS, TableSource
+from ddm_lightning.prepare.sources.tables import CAPTION_KEY, PARAMS, TableSource
 
 _IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "jp2", "avif", "ppm", "img")
 _CHECKED = 64
@@ -85,10 +85,10 @@ class WebDataset(TableSource):
             samples = [found for _, found in itertools.islice(samples_of(file), _CHECKED) if isinstance(found, dict)]
         existing = dict.fromkeys(column for members in samples for column in _cells(members))
         has_captions = any(column in existing for column in self.captions)
-        for param, column in self.roles if samples else []:
-            if column not in existing and not (param == "caption_column" and has_captions):
+        for key, column in self.roles if samples else []:
+            if column not in existing and not (key == CAPTION_KEY and has_captions):
                 raise UserError(
-                    f"key '{PARAMS}.{param}': none of the first {len(samples)} samples of {self.files.shown(name)} has "
+                    f"key {key!r}: none of the first {len(samples)} samples of {self.files.shown(name)} has "
                     f"{column!r}; they have: {', '.join(existing)}; or set it to null"
                 )
 

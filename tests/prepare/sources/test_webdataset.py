@@ -7,22 +7,11 @@ import warnings
 import fsspec
 import numpy as np
 import pytest
-from source_files import CAPTIONS, bad_images, encoded, noise, read_all, write
+from source_files import CAPTIONS, bad_images, encoded, noise, read_all, tar_of, write
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import SOURCES
 from ddm_lightning.prepare.records import BrokenSample
-
-
-def tar_of(files, format=tarfile.PAX_FORMAT):
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w", format=format) as tar:
-        for name, content in files:
-            member = tarfile.TarInfo(name)
-            content = content.encode() if isinstance(content, str) else content
-            member.size = len(content)
-            tar.addfile(member, io.BytesIO(content))
-    return buffer.getvalue()
 
 
 def laion(num_samples, first=0):
