@@ -118,9 +118,9 @@ class PrepareConfig:
     shards: ShardsConfig = field(default_factory=ShardsConfig)
     """Size and compression of the shards."""
     engine: str = option("local", choices=("local", "ray"), changeable=True)
-    """Workers for the parts of the source: ``local`` (processes here) or ``ray`` (Ray Data, on many machines)."""
+    """Workers for the parts of the source: ``local`` (processes here) or ``ray`` (Ray's actors, on many machines)."""
     num_processes: int = option(0, low=0, changeable=True)
-    """Processes of the ``local`` engine, over all GPUs; 0 means four per GPU with encoders, else one per core."""
+    """Processes or Ray's actors, over all GPUs; 0 means four per GPU with encoders, else one per core."""
 
 
 @dataclass

@@ -1,11 +1,13 @@
-"""Run jobs in several processes on this machine, or with Ray Data on many machines; report progress.
+"""Run jobs in several processes on this machine, or in Ray's actors on many machines; report progress.
 
-Jobs and results must be picklable. A result must not depend on the process or the order of the jobs.
+Jobs and results must be picklable. A result must not depend on the process or the order of the jobs. Jobs of a process
+or machine that dies are run again.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import multiprocessing
 import os
 import pickle
@@ -21,7 +23,7 @@ from rich.console import Console
 from rich.progress import TaskID
 
 from ddm_lightning.config.experiment import PrepareConfig
-from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.formatting import Bars
 from ddm_lightning.core.processes import num_cores, on_orphaned
 from ddm_lightning.prepare.reading import Plugins
@@ -33,6 +35,8 @@ Result = TypeVar("Result")
 WORTH_PROCESSES = 4096
 # One process cannot read and decode images as fast as a GPU encodes them; each has its own copy of the networks.
 PROCESSES_PER_GPU = 4
+# Deaths of a local process with no job finished in between, after which the others go on.
+_MOST_DEATHS = 3
 
 
 def num_processes_for(config: PrepareConfig, num_jobs: int, num_samples: int | None) -> int:
@@ -50,10 +54,15 @@ def num_processes_for(config: PrepareConfig, num_jobs: int, num_samples: int | N
     return max(1, min(config.num_processes or default, num_jobs))
 
 
+def devices_of(config: PrepareConfig) -> set[str]:
+    """Return the devices that the encoders name."""
+    plugins = (config.image_encoder, config.caption_encoder, config.features)
+    return {str(plugin.params.get("device")) for plugin in plugins if plugin is not None}
+
+
 def num_gpus_for(config: PrepareConfig) -> int:
     """Return the number of GPUs on which the encoders compute: all for ``device: cuda``, else those they name."""
-    plugins = (config.image_encoder, config.caption_encoder, config.features)
-    devices = {str(plugin.params.get("device")) for plugin in plugins if plugin is not None}
+    devices = devices_of(config)
     return torch.cuda.device_count() if "cuda" in devices else sum(name.startswith("cuda:") for name in devices)
 
 
@@ -83,7 +92,9 @@ def run_jobs(
     work_in_process = partial(_work_in_process, work, pickle.dumps(plugins.config))
     num_processes = num_processes_for(plugins.config, len(jobs), num_samples)
     if engine == "ray":
-        yield from run_ray(work_in_process, jobs)
+        # The GPUs are those of the cluster, not of this machine.
+        on_gpus = any(name.startswith("cuda") for name in devices_of(plugins.config))
+        yield from run_ray(work_in_process, jobs, plugins.config.num_processes, on_gpus)
     elif num_processes > 1:
         yield from run_local(work_in_process, jobs, num_processes)
     else:
@@ -104,51 +115,94 @@ def run_local(work: Callable[[Job], Result], jobs: Sequence[Job], num_processes:
     """Yield each job's number and result as it finishes, from ``num_processes`` processes.
 
     Raises:
-        UserError: a process was killed. Errors of ``work`` pass through.
+        UserError: processes were killed again and again, with no job finished. Errors of ``work`` pass through.
     """
-    pool = ProcessPoolExecutor(num_processes, multiprocessing.get_context("spawn"), initializer=_begin)
-    try:
-        numbers = {pool.submit(work, job): number for number, job in enumerate(jobs)}
-        for future in as_completed(numbers):
-            yield numbers[future], future.result()
-    except BrokenProcessPool:
-        raise UserError(
-            "a process of prepare was killed, perhaps out of memory; "
-            "lower prepare.num_processes and run the same command again"
-        ) from None
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
-def run_ray(work: Callable[[Job], Result], jobs: Sequence[Job]) -> Iterator[tuple[int, Result]]:
-    """Run jobs as ``run_local`` does, on the Ray cluster at ``RAY_ADDRESS`` or on a new local one.
-
-    Every machine of the cluster must see the files of the jobs under the same path.
-    """
-    import ray
-    from ray.data import DataContext, from_items
-
-    logging.getLogger("ray.data").setLevel(logging.ERROR)
-    ray.init(ignore_reinit_error=True, log_to_driver=False, logging_level=logging.ERROR)
-    DataContext.get_current().enable_progress_bars = False
-
-    def one(row: dict[str, Any]) -> dict[str, Any]:
-        import torch
-
-        torch.set_num_threads(1)
+    unfinished, num_deaths = dict(enumerate(jobs)), 0
+    while unfinished:
+        pool = ProcessPoolExecutor(num_processes, multiprocessing.get_context("spawn"), initializer=_begin)
         try:
-            result: Any = work(pickle.loads(row["job"]))  # noqa: S301  our own
+            numbers = {pool.submit(work, job): number for number, job in unfinished.items()}
+            for future in as_completed(numbers):
+                result = future.result()
+                del unfinished[numbers[future]]
+                num_deaths = 0
+                yield numbers[future], result
+        except BrokenProcessPool:
+            num_deaths += 1
+            if num_deaths > _MOST_DEATHS:
+                raise UserError(
+                    f"a process of prepare was killed {num_deaths} times, perhaps out of memory; "
+                    "lower prepare.num_processes and run the same command again"
+                ) from None
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+class _Actor:
+    """A process of ``run_ray``; loads the plug-ins at its first job and keeps them."""
+
+    def __init__(self, work: Callable[[Any], Any]) -> None:
+        torch.set_num_threads(1)
+        self.work = work
+
+    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
+        try:
+            result: Any = self.work(pickle.loads(row["job"]))  # noqa: S301  our own
         except (UserError, OSError) as error:
             result = error  # Ray would wrap it in an error of its own
         return {"number": row["number"], "result": pickle.dumps(result)}
 
+
+def run_ray(
+    work: Callable[[Job], Result], jobs: Sequence[Job], num_actors: int = 0, on_gpus: bool = False
+) -> Iterator[tuple[int, Result]]:
+    """Run jobs as ``run_local`` does, on the Ray cluster at ``RAY_ADDRESS`` or on a new local one.
+
+    Ray starts dead actors again, on another machine if need be, and repeats their jobs. Every machine of the cluster
+    must see the files of the jobs under the same path.
+
+    Args:
+        work: called with a job.
+        jobs: the jobs.
+        num_actors: most actors; 0 for as many as the cluster has CPUs and GPUs for.
+        on_gpus: whether an actor needs a share of a GPU, the only one that it sees.
+
+    Raises:
+        UserError: the cluster has no GPU, or failed. Errors of ``work`` pass through.
+    """
+    import ray
+    from ray.data import ActorPoolStrategy, DataContext, from_items
+
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    ray.init(ignore_reinit_error=True, log_to_driver=False, logging_level=logging.ERROR)
+    DataContext.get_current().enable_progress_bars = False
+    resources = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    if on_gpus and not resources.get("GPU"):
+        raise UserError("the Ray cluster has no GPU for the encoders; add one, or set their device to cpu")
+    room = PROCESSES_PER_GPU * resources["GPU"] if on_gpus else math.inf
+    now = max(1, min(room, resources.get("CPU", 0)))
     # Pickled, because Ray would turn known types into columns.
     rows = [{"number": number, "job": pickle.dumps(job)} for number, job in enumerate(jobs)]
-    for row in from_items(rows, override_num_blocks=len(rows)).map(one).iter_rows():
-        result = pickle.loads(row["result"])  # noqa: S301  our own
-        if isinstance(result, Exception):
-            raise result
-        yield int(row["number"]), result
+    # The cluster may grow, so there may be more actors later.
+    most = min(num_actors or len(jobs), len(jobs))
+    worker: Any = _Actor  # Ray's annotation forgets that classes are for actors
+    results = from_items(rows, override_num_blocks=len(rows)).map(
+        worker,
+        fn_constructor_args=(work,),
+        compute=ActorPoolStrategy(min_size=1, max_size=most, initial_size=min(most, int(now))),
+        num_cpus=1,
+        num_gpus=1 / PROCESSES_PER_GPU if on_gpus else 0,
+    )
+    try:
+        for row in results.iter_rows():
+            result = pickle.loads(row["result"])  # noqa: S301  our own
+            if isinstance(result, Exception):
+                raise result
+            yield int(row["number"]), result
+    except ray.exceptions.RayTaskError:
+        raise
+    except ray.exceptions.RayError as error:
+        raise UserError(f"Ray: {first_line(error)}; mend the cluster and run the same command again") from None
 
 
 def _begin() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from deadline import no_process_left
-from prepare.engine_work import complain, die, fill_the_disk, square
+from prepare.engine_work import complain, die, die_at_first, fill_the_disk, place, square
 from prepare.listed import Listener
 from prepare.tiny_experiment import tiny_experiment
 
@@ -16,7 +16,6 @@ from ddm_lightning.core.files import sha256_file
 from ddm_lightning.prepare import engine
 from ddm_lightning.prepare.engine import WORTH_PROCESSES, gpu_of, num_gpus_for, num_processes_for, run_local, run_ray
 from ddm_lightning.prepare.stages import prepare
-from ddm_lightning.shards.manifest import Manifest
 
 
 @pytest.mark.parametrize(
@@ -82,16 +81,24 @@ def test_each_job_is_done_once_by_processes_of_one_thread_that_are_gone_afterwar
     ("work", "kind", "problem"),
     [
         (complain, UserError, "^key 'x': is wrong; mend it$"),
-        (die, UserError, r"^a process of prepare was killed, .*lower prepare\.num_processes"),
+        (die, UserError, r"^a process of prepare was killed 2 times, .*lower prepare\.num_processes"),
         (fill_the_disk, OSError, "No space left.*'/somewhere/0'"),
     ],
 )
-def test_what_goes_wrong_in_a_process_comes_out_as_it_is(work, kind, problem):
-    jobs = range(1) if work is fill_the_disk else range(4)
+def test_what_goes_wrong_in_a_process_comes_out_as_it_is(monkeypatch, work, kind, problem):
+    monkeypatch.setattr(engine, "_MOST_DEATHS", 1)
+    jobs = range(1) if work is fill_the_disk else range(1, 4)
     with no_process_left(), pytest.raises(kind, match=problem) as failure:
         list(run_local(work, jobs, 2))
     assert "\n" not in str(failure.value)
     assert kind is UserError or failure.value.errno == errno.ENOSPC
+
+
+@pytest.mark.slow
+def test_a_job_whose_process_was_killed_is_done_again(tmp_path):
+    with no_process_left():
+        results = dict(run_local(die_at_first, [tmp_path / "a", tmp_path / "b"], 1))
+    assert results == {0: "a", 1: "b"}
 
 
 def files_of(run):
@@ -130,22 +137,40 @@ def test_two_processes_write_the_same_bytes_as_one(tmp_path, monkeypatch, quick_
     assert shard_ticks[-1] == 1100 and shard_ticks == sorted(shard_ticks)
 
 
+@pytest.fixture
+def two_nodes(monkeypatch):
+    """A Ray cluster of two nodes, each with declared, not real, GPUs."""
+    ray = pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    search = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(search))  # for the functions of engine_work.py
+    monkeypatch.setenv("RAY_worker_niceness", "0")  # else a busy machine starves the workers
+    cluster = Cluster()
+    for _ in range(2):
+        cluster.add_node(num_cpus=2, num_gpus=1, object_store_memory=100 << 20)
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    yield
+    ray.shutdown()
+    cluster.shutdown()
+
+
 @pytest.mark.slow
 # Ray's own:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore::FutureWarning")
 @pytest.mark.long
-def test_ray_writes_the_same_bytes_and_a_mistake_is_one_line(tmp_path, monkeypatch, quick_prepare):
-    ray = pytest.importorskip("ray")
-    search = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(search))  # for the functions of engine_work.py
+def test_nodes_of_ray_write_the_same_bytes_each_actor_sees_a_gpu_and_a_mistake_is_one_line(
+    tmp_path, monkeypatch, quick_prepare, two_nodes
+):
     one = prepare(small(num_processes=1), tmp_path / "one")
-    try:
-        assert prepare(small(engine="ray"), tmp_path / "ray") == one
-        assert files_of(tmp_path / "ray") == files_of(tmp_path / "one")
-        assert Manifest.read(tmp_path / "ray") == one
-        with pytest.raises(UserError, match=r"^key 'x': is wrong; mend it$"):
-            list(run_ray(complain, range(4)))
-        with pytest.raises(OSError, match="No space left"):
-            list(run_ray(fill_the_disk, range(1)))
-    finally:
-        ray.shutdown()
+    # The encoders of this machine compute on the CPU; their actors need a GPU all the same.
+    monkeypatch.setattr(engine, "devices_of", lambda _: {"cuda"})
+    assert prepare(small(engine="ray"), tmp_path / "ray") == one
+    assert files_of(tmp_path / "ray") == files_of(tmp_path / "one")
+    places = [found for _, found in run_ray(place, range(20), on_gpus=True)]
+    assert {gpus for gpus, _, _ in places} == {"0"} and len({node for _, node, _ in places}) == 2
+    with pytest.raises(UserError, match=r"^key 'x': is wrong; mend it$"):
+        list(run_ray(complain, range(4)))
+    with pytest.raises(OSError, match="No space left"):
+        list(run_ray(fill_the_disk, range(1)))
+    assert dict(run_ray(die_at_first, [tmp_path / "a"])) == {0: "a"}
