@@ -58,18 +58,32 @@ class Part:
     """Plain JSON with which ``read`` finds the part in another process."""
 
 
-BLOCK_SIZE = 512
+# Every part costs some files, so that a large source has larger ones.
+BLOCK_SIZE, LARGE_BLOCK_SIZE, LARGE_SOURCE = 512, 10_240, 1_000_000
 
 
-def block_parts(num_samples: int, fingerprint: str, prefix: str = "block", **where: Any) -> list[Part]:
-    """Divide samples 0 to ``num_samples`` - 1 into blocks of ``BLOCK_SIZE``, the last one shorter.
+def block_size_of(num_samples: int) -> int:
+    """Return the number of samples of a part, for a source of ``num_samples``."""
+    return LARGE_BLOCK_SIZE if num_samples >= LARGE_SOURCE else BLOCK_SIZE
+
+
+def block_parts(
+    num_samples: int, fingerprint: str, prefix: str = "block", num_in_source: int | None = None, **where: Any
+) -> list[Part]:
+    """Divide samples 0 to ``num_samples`` - 1 into blocks of the same size, the last one shorter.
 
     A block is named ``<prefix>-<number of its first sample>``, so a set that grows at its end keeps its parts.
-    ``fingerprint`` is common to all samples, such as a version.
+
+    Args:
+        num_samples: number of samples.
+        fingerprint: common to all samples, such as a version.
+        prefix: of the names.
+        num_in_source: samples of the whole source, which decide the size of a block; None for ``num_samples``.
+        **where: for ``Part.where``.
     """
-    parts = []
-    for start in range(0, num_samples, BLOCK_SIZE):
-        stop = min(start + BLOCK_SIZE, num_samples)
+    parts, size = [], block_size_of(num_samples if num_in_source is None else num_in_source)
+    for start in range(0, num_samples, size):
+        stop = min(start + size, num_samples)
         parts.append(
             Part(
                 f"{prefix}-{start:09}",

@@ -38,12 +38,13 @@ class Mds(TableSource):
             UserError: no index, a missing shard, or one without a column.
         """
         parts: list[Part] = []
+        total = sum(shard["samples"] for shard in self._shards.values())
         for raw, shard in self._shards.items():
             stored = self._stored(raw, shard)
             if stored not in self.files.states:
                 raise UserError(f"{self.files.shown(stored)} does not exist; write the shards again")
             fingerprint = f"{self.files.states[stored]}; {shard['raw_data']}"
-            parts += block_parts(shard["samples"], fingerprint, prefix=raw, shard=raw)
+            parts += block_parts(shard["samples"], fingerprint, raw, total, shard=raw)
         return parts
 
     def read(self, part: Part) -> Iterator[Record | BrokenSample]:

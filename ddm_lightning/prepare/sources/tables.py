@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,7 +16,7 @@ from PIL import Image
 from ddm_lightning.core import remote
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import SOURCES, require
-from ddm_lightning.prepare.records import BLOCK_SIZE, BrokenSample, Part, Record
+from ddm_lightning.prepare.records import BrokenSample, Part, Record, block_size_of
 from ddm_lightning.prepare.sources.decode import caption_in, decode, one_line, rgb
 from ddm_lightning.prepare.sources.urls import Files
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 PARAMS = "prepare.source.params"
 CAPTION_KEY = f"{PARAMS}.caption_column"
 _ROWS_AT_ONCE = 32  # rows that are Python objects at a time: images of some megabytes must not pile up
+_FILES_AT_ONCE = 16  # a table of contents at a URL takes some round trips
 _FILE_FORMAT = b"ARROW1"
 
 
@@ -179,7 +181,7 @@ def _text(cell: Any) -> str | None:
 
 @SOURCES.register("parquet")
 class Parquet(TableSource):
-    """Rows of Parquet files. A part is one row group, or consecutive ones with about 512 rows in total."""
+    """Rows of Parquet files. A part is one row group, or consecutive ones that make a block together."""
 
     packages = ("pillow", "pyarrow")
 
@@ -216,16 +218,22 @@ class Parquet(TableSource):
             UserError: no file, a damaged one, or one without a column.
         """
         parts: list[Part] = []
-        for file in self._names:
-            with self._open(file) as reader:
-                self.check_columns(_schema(reader).names, self.files.shown(file))
-                sizes, state = self._group_sizes(reader), self.files.states[file]
+        with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
+            sizes_of = dict(zip(self._names, pool.map(self._checked_sizes, self._names), strict=True))
+        block_size = block_size_of(sum(sum(sizes or []) for sizes in sizes_of.values()))
+        for file, sizes in sizes_of.items():
+            state = self.files.states[file]
             if sizes is None:
                 parts.append(Part(file, state, None, {"file": file, "groups": None, "start": 0}))
-            for groups, rows in _blocks(sizes or []):
+            for groups, rows in _blocks(sizes or [], block_size):
                 where = {"file": file, "groups": groups, "start": rows.start}
                 parts.append(Part(f"{file}:{rows.start}", f"{state}; rows from {rows.start}", len(rows), where))
         return parts
+
+    def _checked_sizes(self, file: str) -> list[int] | None:
+        with self._open(file) as reader:
+            self.check_columns(_schema(reader).names, self.files.shown(file))
+            return self._group_sizes(reader)
 
     def read(self, part: Part) -> Iterator[Record | BrokenSample]:
         """Yield the rows of a part; where the file is damaged, one ``BrokenSample`` per lost row.
@@ -273,10 +281,10 @@ class Parquet(TableSource):
             ) from error
 
 
-def _blocks(sizes: list[int]) -> Iterator[tuple[list[int], range]]:
-    """Join consecutive groups of rows to blocks of about 512 rows; yield the groups and the rows of each."""
+def _blocks(sizes: list[int], block_size: int) -> Iterator[tuple[list[int], range]]:
+    """Join consecutive groups of rows to blocks of about ``block_size``; yield the groups and the rows of each."""
     starts = list(accumulate(sizes, initial=0))
-    for _, block in groupby(range(len(sizes)), lambda group: starts[group] // BLOCK_SIZE):
+    for _, block in groupby(range(len(sizes)), lambda group: starts[group] // block_size):
         groups = list(block)
         yield groups, range(starts[groups[0]], starts[groups[-1] + 1])
 
@@ -290,7 +298,7 @@ def _schema(reader: Any) -> pyarrow.Schema:
 class HuggingFace(Parquet):
     """Data sets saved by ``Dataset.save_to_disk`` or ``DatasetDict.save_to_disk``, and other folders of Arrow files.
 
-    A part is about 512 rows of one file. Behind a URL, where counting would fetch everything, it is a whole file.
+    A part is a block of rows of one file. Behind a URL, where counting would fetch everything, it is a whole file.
 
     Args:
         split: of a ``DatasetDict``; null if there is only one.

@@ -17,6 +17,12 @@ def test_blocks_hold_every_sample_once_and_in_order(num_samples):
         assert json.loads(json.dumps(dict(part.where))) == part.where
 
 
+def test_a_large_source_has_large_blocks_in_all_of_its_files():
+    parts = block_parts(1_000_001, "v1")
+    assert [part.num_samples for part in parts] == [10_240] * 97 + [6_721]
+    assert [part.num_samples for part in block_parts(20_000, "v1", "file", 2_000_000)] == [10_240, 9_760]
+
+
 def test_a_set_that_grows_changes_its_last_block_alone():
     before, after = block_parts(700, "v1"), block_parts(900, "v1")
     assert before[0] == after[0]

@@ -7,8 +7,8 @@ from source_files import CAPTIONS, bad_images, encoded, noise, read_all, write
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import SOURCES
+from ddm_lightning.prepare import records
 from ddm_lightning.prepare.records import BrokenSample
-from ddm_lightning.prepare.sources import imagefolder
 
 
 def build(folder, **params):
@@ -143,7 +143,7 @@ def fingerprints(folder):
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(imagefolder, "BLOCK_SIZE", 8)
+    monkeypatch.setattr(records, "BLOCK_SIZE", 8)
 
 
 def test_parts_are_blocks_that_change_with_what_they_hold(tmp_path, small_blocks):

@@ -16,6 +16,7 @@ from streaming import MDSWriter
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import SOURCES
+from ddm_lightning.prepare import records
 from ddm_lightning.prepare.records import BrokenSample
 
 NAMES = ["cat", "dog", "cow"]
@@ -73,7 +74,7 @@ def source(request):
     return request.param
 
 
-def test_rows_come_back_in_parts_of_about_512(source, tmp_path):
+def test_rows_come_back_in_parts_of_about_512_and_more_in_a_large_source(source, tmp_path, monkeypatch):
     table = rows(1300)
     write_any(source, tmp_path, table)
     params = {"label_column": "label", "num_classes": 3, "group_column": "caption"}
@@ -86,6 +87,9 @@ def test_rows_come_back_in_parts_of_about_512(source, tmp_path):
         np.testing.assert_array_equal(found[index].image, noise(3, 4, 3, seed=index))
     sizes = [part.num_samples for part in build(source, tmp_path, **params).parts()]
     assert sizes == ([512, 512, 276] if source == "mds" else [600, 500, 200]), "whole groups of 100 rows"
+    monkeypatch.setattr(records, "LARGE_SOURCE", 1000)
+    monkeypatch.setattr(records, "LARGE_BLOCK_SIZE", 700)
+    assert [part.num_samples for part in build(source, tmp_path, **params).parts()] == [700, 600]
 
 
 def test_captions_arrive_unchanged(source, tmp_path):
