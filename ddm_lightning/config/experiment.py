@@ -54,9 +54,10 @@ class ImagesConfig:
 class PartitionConfig:
     """Split of the data set into clusters."""
 
-    kind: str = option("kmeans", choices=("kmeans", "random", "labels", "existing"))
-    """``kmeans`` (two-stage, balanced, on the features), ``random`` (the paper's ablation), ``labels`` (whole classes
-    per cluster) or ``existing`` (the clusters of another run, for new data)."""
+    kind: str = option("kmeans", choices=("kmeans", "flat", "random", "labels", "existing"))
+    """``kmeans`` (two-stage, balanced, on the features), ``flat`` (one stage, balances single samples), ``random`` (the
+    paper's ablation), ``labels`` (whole classes per cluster) or
+    ``existing`` (the clusters of another run, for new data)."""
     num_clusters: int = option(MISSING, low=1)
     """K: number of clusters, hence of experts."""
     path: str | None = None
@@ -64,9 +65,9 @@ class PartitionConfig:
     metric: str = option("spherical", choices=("spherical", "euclidean"))
     """``spherical`` (k-means on L2-normalised features) or ``euclidean``."""
     num_fine_centroids: int = option(1024, low=1)
-    """Centroids of the first stage; the second stage groups them into K clusters."""
+    """Of ``kmeans``: centroids of the first stage; the second stage groups them into K clusters."""
     fit_fraction: float = option(1.0, low=1e-6, high=1)
-    """Fraction of the samples on which the fine centroids are fitted."""
+    """Fraction of the samples on which k-means is fitted."""
     device: str = "cpu"
     """Torch device for k-means: ``cpu`` or ``cuda``."""
     num_iterations: int = option(20, low=1)

@@ -6,6 +6,8 @@ The second stage weights a fine centroid by its samples, because clusters must b
 In small data sets, prices balance the fine cells (``kmeans``), which needs all distances in memory. In large ones,
 plain k-means splits crowded cells (``lloyd``).
 
+``flat`` is balanced k-means of the samples themselves: a price per cluster balances single samples instead of cells.
+
 ``random`` is the ablation of the DDM paper, ``labels`` packs whole classes, ``existing`` reuses the partition of
 another run.
 """
@@ -28,7 +30,13 @@ from ddm_lightning.config.experiment import PartitionConfig
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write
 from ddm_lightning.partition.columns import Rows
-from ddm_lightning.partition.kmeans import balanced_kmeans, capacity, weighted_means
+from ddm_lightning.partition.kmeans import (
+    balanced_kmeans,
+    balanced_prices,
+    capacity,
+    squared_distances,
+    weighted_means,
+)
 from ddm_lightning.partition.lloyd import LARGEST_OVER_MEAN, lloyd_kmeans
 from ddm_lightning.partition.nearest import OnProgress, nearest, nearest_of_rows, one_thread, prepared
 from ddm_lightning.partition.partition import (
@@ -36,6 +44,7 @@ from ddm_lightning.partition.partition import (
     KeyHash,
     NearestCentroid,
     Partition,
+    PricedCentroid,
     Rule,
     Samples,
     largest_first,
@@ -112,16 +121,18 @@ def displaced_fractions(
 ) -> tuple[float, float] | None:
     """Measure the share of samples nearer to the mean of another cluster, and the part of it caused by balancing.
 
-    A sample is displaced by balancing if its fine cell as a whole is nearer to another mean. The other displaced
-    samples just follow their cell, which is assigned as a whole. Measured on about 30,000 samples; None unless the rule
-    is ``kmeans``.
+    Of ``kmeans``, a sample is displaced by balancing if its fine cell as a whole is nearer to another mean. The other
+    displaced samples just follow their cell, which is assigned as a whole. Of ``flat``, balancing displaces them all.
+    Measured on about 30,000 samples; None for other rules.
     """
     rule = partition.rule
-    if not isinstance(rule, NearestCentroid):
+    if not isinstance(rule, NearestCentroid | PricedCentroid):
         return None
     some = np.arange(0, len(rows), max(1, len(rows) // _MOST_COMPARED))
     x = rows.take(some)
     displaced = nearest(x, rule.centroids, rule.metric, device).numpy() != clusters[some]
+    if isinstance(rule, PricedCentroid):
+        return float(displaced.mean()), float(displaced.mean())
     moved = nearest(rule.fine_centroids.numpy(), rule.centroids, rule.metric, device) != rule.cluster_of_fine
     by_balance = displaced & moved[nearest(x, rule.fine_centroids, rule.metric, device)].numpy()
     return float(displaced.mean()), float(by_balance.mean())
@@ -185,6 +196,40 @@ def group_fine(
     return NearestCentroid(fine, cluster_of_fine, centroids.float(), config.metric, features)
 
 
+def fit_flat(rows: Rows, config: PartitionConfig, generator: torch.Generator, features: str = "") -> PricedCentroid:
+    """Fit K centroids and their prices to samples, all at once.
+
+    Args:
+        rows: features, of which a part that fits in memory is used.
+        config: K, metric, the part, iterations and the limit of the largest cluster.
+        generator: random numbers of the part and the start.
+        features: name of the feature network, for the file.
+
+    Raises:
+        UserError: fewer distinct samples than clusters.
+    """
+    size = min(_num_fitted(config, len(rows)), _KEPT_BYTES // (4 * rows.row_shape[0]))
+    chosen = torch.randperm(len(rows), generator=generator)[:size].sort().values.numpy()
+    # Other samples divide a little differently: three standard deviations of a cluster's share.
+    room = 3 * (config.num_clusters / size) ** 0.5 if size < len(rows) else 0.0
+    largest_over_mean = max(1.0, config.max_largest_over_mean - room)
+    with one_thread(), _refusing(config, "num_clusters", "use fewer, or remove duplicates from the source"):
+        x = prepared(rows.take(chosen), config.metric)
+        mean = x.mean(0)
+        x -= mean
+        centroids, clusters = balanced_kmeans(
+            x,
+            config.num_clusters,
+            generator,
+            config.num_iterations,
+            largest_over_mean,
+            num_restarts=_CLUSTER_RESTARTS,
+        )
+    prices = balanced_prices(squared_distances(x, centroids), capacity(size, config.num_clusters, largest_over_mean))
+    order = clusters.bincount(minlength=config.num_clusters).argsort(descending=True, stable=True)
+    return PricedCentroid((centroids + mean)[order], prices[order], config.metric, features)
+
+
 def _refusal(config: PartitionConfig, key: str, problem: object) -> UserError:
     return UserError(f"key 'prepare.partition.{key}' = {getattr(config, key)!r}: {problem}")
 
@@ -242,6 +287,8 @@ def _cached(path: Path, key: str, make: Callable[[], dict[str, Tensor]]) -> dict
 def _rule(samples: Samples, config: PartitionConfig, seed: int, features: str) -> Rule:
     if config.kind == "random":
         return KeyHash.equal(samples.keys, config.num_clusters, seed)
+    if config.kind == "flat":
+        return fit_flat(samples.features, config, torch.Generator().manual_seed(seed), features)
     if config.kind == "existing":
         return _existing(config, samples.features, features)
     limit = capacity(float(len(samples.labels)), config.num_clusters, config.max_largest_over_mean)
@@ -255,8 +302,8 @@ def _existing(config: PartitionConfig, rows: Rows, features: str) -> Rule:
     found = Partition.load(Path(config.path))
     if found.num_clusters != config.num_clusters:
         raise _refusal(config, "path", f"has {found.num_clusters} clusters; set prepare.partition.num_clusters to that")
-    if isinstance(found.rule, NearestCentroid):
-        theirs, size = found.rule.features, found.rule.fine_centroids.shape[1]
+    if isinstance(found.rule, NearestCentroid | PricedCentroid):
+        theirs, size = found.rule.features, found.rule.centroids.shape[1]
         if (size,) != rows.row_shape or (features and theirs and features != theirs):
             raise _refusal(
                 config,
@@ -272,6 +319,7 @@ def _check_balance(counts: Int64[Tensor, "k"], config: PartitionConfig) -> None:
     total, largest = float(counts.sum()), int(counts.max())
     remedy = {
         "kmeans": "raise prepare.partition.num_fine_centroids",
+        "flat": "raise prepare.partition.fit_fraction",
         "random": "give the samples different keys",
         "labels": "use prepare.partition.kind = kmeans",
         "existing": "add samples of that kind",

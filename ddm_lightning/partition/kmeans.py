@@ -126,6 +126,31 @@ def balanced_assignment(cost: Float[Tensor, "n k"], weights: Float[Tensor, "n"],
     return repair(cost, weights, assignment, limit)
 
 
+def balanced_prices(cost: Float[Tensor, "n k"], limit: float) -> Float[Tensor, "k"]:
+    """Return prices at which no cluster has the least cost plus price of more than ``limit`` samples.
+
+    The auction of ``balanced_assignment`` for samples of weight 1, but at each rise every sample takes its cheapest
+    cluster. So the prices alone say where a new sample belongs. Deterministic. Many equal samples, or a limit just
+    above n / k, may leave a cluster above the limit.
+    """
+    num_clusters = cost.shape[1]
+    prices = cost.new_zeros(num_clusters)
+    # Smaller than the auction's, because all that lie within a step of a boundary move at once.
+    step = 0.1 * _AUCTION_STEP * float(cost.std())
+    for _ in range(_RISES_PER_CLUSTER * num_clusters):
+        offers = cost + prices
+        assignment = offers.argmin(1)
+        load = assignment.bincount(minlength=num_clusters)
+        crowded = int(load.argmax())
+        if (excess := int(load[crowded]) - math.floor(limit)) <= 0:
+            break
+        members = offers[assignment == crowded]
+        here = members[:, crowded].clone()
+        members[:, crowded] = math.inf
+        prices[crowded] += torch.kthvalue(members.amin(1) - here, excess).values + step
+    return prices
+
+
 def repair(
     cost: Float[Tensor, "n k"], weights: Float[Tensor, "n"], assignment: Int64[Tensor, "n"], limit: float
 ) -> Int64[Tensor, "n"]:

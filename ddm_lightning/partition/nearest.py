@@ -75,7 +75,11 @@ def in_order(work: Callable[[int], T], items: Iterable[int], device: str) -> Ite
 
 
 def nearest(
-    features: Shaped[np.ndarray, "n d"], centroids: Float[Tensor, "k d"], metric: str, device: str = "cpu"
+    features: Shaped[np.ndarray, "n d"],
+    centroids: Float[Tensor, "k d"],
+    metric: str,
+    device: str = "cpu",
+    prices: Float[Tensor, "k"] | None = None,
 ) -> Int64[Tensor, "n"]:
     """Return the nearest centroid of each row by Euclidean distance; of equally near ones, the first.
 
@@ -87,6 +91,7 @@ def nearest(
         centroids: float32 or float64, on the CPU.
         metric: ``spherical`` normalises the rows; ``euclidean`` takes them as they are.
         device: torch device that computes.
+        prices: added to the squared distances from each centroid, at least 0; None for none.
 
     Raises:
         UserError: features are not finite.
@@ -94,7 +99,8 @@ def nearest(
     # Centred, because |x|² + |c|² - 2xc loses digits when the mean is large against the spread.
     centre = centroids.double().mean(0)
     near = (centroids.double() - centre).float().to(device)
-    half = near.double().square().sum(1).div(2).float()
+    prices = torch.zeros(len(centroids)) if prices is None else prices
+    half = near.double().square().sum(1).add(prices.to(device)).div(2).float()
     # Twice the bound on the rounding of a dot product (Higham 2002, eq. 3.5), with room for the subtractions.
     tolerance = 2 * (centroids.shape[1] + 16) * 2.0**-24 * float((2 * half.max()).sqrt())
     reach = float((2 * half.max()).sqrt() + centre.norm())
@@ -111,17 +117,17 @@ def nearest(
         doubtful = (second - least <= tolerance * (x.norm(dim=1) + reach)).cpu()
         index = index.cpu()
         if bool(doubtful.any()):
-            index[doubtful] = _nearest_in_float64(block[doubtful.numpy()], centroids, metric)
+            index[doubtful] = _nearest_in_float64(block[doubtful.numpy()], centroids, metric, prices)
         found.append(index)
     return torch.cat(found)
 
 
 def _nearest_in_float64(
-    features: Shaped[np.ndarray, "n d"], centroids: Float[Tensor, "k d"], metric: str
+    features: Shaped[np.ndarray, "n d"], centroids: Float[Tensor, "k d"], metric: str, prices: Float[Tensor, "k"]
 ) -> Int64[Tensor, "n"]:
     centre = centroids.double().mean(0)
     x, near = prepared(features, metric, dtype=torch.float64) - centre, centroids.double() - centre
-    half = near.square().sum(1) / 2
+    half = (near.square().sum(1) + prices) / 2
     scores = torch.addmm(half, x, near.T, alpha=-1)
     size = x.norm(dim=1, keepdim=True) + (2 * half.max()).sqrt() + centre.norm()
     # Centroids that float64 cannot tell apart count as equally near.
@@ -135,6 +141,7 @@ def nearest_of_rows(
     metric: str,
     device: str = "cpu",
     on_progress: OnProgress = lambda *_: None,
+    prices: Float[Tensor, "k"] | None = None,
 ) -> Int32[np.ndarray, "n"]:
     """Apply ``nearest`` to features that may be larger than memory, in one pass.
 
@@ -145,7 +152,7 @@ def nearest_of_rows(
     starts = range(0, len(rows), ROWS_AT_ONCE)
 
     blocks = in_order(
-        lambda start: nearest(rows[start : start + ROWS_AT_ONCE], centroids, metric, device), starts, device
+        lambda start: nearest(rows[start : start + ROWS_AT_ONCE], centroids, metric, device, prices), starts, device
     )
     for start, block in zip(starts, blocks, strict=True):
         found[start : start + len(block)] = block.numpy()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from hashlib import blake2b
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, get_args
 
 import numpy as np
 import torch
@@ -60,6 +60,32 @@ class NearestCentroid:
         """
         found = nearest_of_rows(samples.features, self.fine_centroids, self.metric, device, on_progress)
         return self.cluster_of_fine.numpy()[found]
+
+
+@dataclass(frozen=True)
+class PricedCentroid:
+    """Assigns a sample to the cluster of least squared distance plus price; kind ``flat``."""
+
+    kind = "flat"
+    centroids: Float[Tensor, "k d"]
+    """Means of the clusters in the fit."""
+    prices: Float[Tensor, "k"]
+    """At least 0; a price keeps a cluster in a crowded place from growing too large."""
+    metric: str
+    """``spherical`` or ``euclidean``."""
+    features: str = ""
+    """As for ``kmeans``."""
+
+    def assign(
+        self, samples: Samples, device: str = "cpu", on_progress: OnProgress = lambda *_: None
+    ) -> Int64[np.ndarray, "n"]:
+        """Return each sample's cluster.
+
+        Raises:
+            UserError: features are not finite.
+        """
+        found = nearest_of_rows(samples.features, self.centroids, self.metric, device, on_progress, self.prices)
+        return found.astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -137,9 +163,9 @@ class ClusterOfLabel:
         return clusters
 
 
-Rule: TypeAlias = NearestCentroid | KeyHash | ClusterOfLabel
+Rule: TypeAlias = NearestCentroid | PricedCentroid | KeyHash | ClusterOfLabel
 """A way to assign each sample by itself. A file stores its fields alone, as tensors and plain JSON."""
-_RULES: dict[str, type[Rule]] = {rule.kind: rule for rule in (NearestCentroid, KeyHash, ClusterOfLabel)}
+_RULES: dict[str, type[Rule]] = {rule.kind: rule for rule in get_args(Rule)}
 
 
 @dataclass(frozen=True)
@@ -195,7 +221,7 @@ def hashes(keys: Sequence[str], seed: int) -> Int64[np.ndarray, "n"]:
     secret = str(seed).encode()
     # With a secret, the hash is independent of the plain hash of the same keys that selects held-out samples.
     digests = (blake2b(key.encode(), digest_size=8, key=secret).digest() for key in keys)
-    return (np.frombuffer(b"".join(digests), dtype=">u8") >> np.uint64(1)).astype(np.int64)
+    return np.fromiter((int.from_bytes(digest, "big") >> 1 for digest in digests), np.int64, len(keys))
 
 
 def largest_first(clusters: Int64[Tensor, "m"], sizes: Int64[Tensor, "m"], num_clusters: int) -> Int64[Tensor, "m"]:

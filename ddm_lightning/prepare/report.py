@@ -22,7 +22,7 @@ from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core.files import atomic_write_text, read_json
 from ddm_lightning.core.grids import labelled_grid, save_png
 from ddm_lightning.partition.columns import Rows
-from ddm_lightning.partition.partition import NearestCentroid, Partition
+from ddm_lightning.partition.partition import Partition
 from ddm_lightning.prepare.encode import FEATURES
 from ddm_lightning.prepare.prepared import Prepared
 from ddm_lightning.prepare.reading import Plugins
@@ -152,7 +152,7 @@ def report_partition(experiment: Experiment, plugins: Plugins, prepared: Prepare
         captions=prepared.texts("captions").take(rows).tolist(),
         features=prepared.rows(FEATURES, "features"),
         clusters=clusters,
-        metric=partition.rule.metric if isinstance(partition.rule, NearestCentroid) else config.partition.metric,
+        metric=getattr(partition.rule, "metric", config.partition.metric),
         counts=np.bincount(clusters, minlength=partition.num_clusters),
         num_read=index["num_read"],
         broken=index["broken"],

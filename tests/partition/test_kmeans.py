@@ -6,7 +6,14 @@ import torch
 from scipy.optimize import Bounds, LinearConstraint, linear_sum_assignment, milp
 from sklearn.cluster import KMeans
 
-from ddm_lightning.partition.kmeans import balanced_assignment, balanced_kmeans, capacity, loads, squared_distances
+from ddm_lightning.partition.kmeans import (
+    balanced_assignment,
+    balanced_kmeans,
+    balanced_prices,
+    capacity,
+    loads,
+    squared_distances,
+)
 
 
 def generator(seed=0):
@@ -39,6 +46,20 @@ def test_equal_clusters_cost_as_much_as_by_the_hungarian_method(num, num_cluster
     nearest = float(cost.min(1).values.sum())
     assert best * (1 - 1e-9) <= paid <= 1.005 * best
     assert nearest < 0.99 * best, "the limit has to bind, or the test shows nothing"
+
+
+@pytest.mark.parametrize(("num_clusters", "seed"), [(4, 0), (8, 1)])
+def test_prices_alone_assign_within_the_limit_near_the_least_cost(num_clusters, seed):
+    x = cloud(400, 3, seed)
+    cost = squared_distances(x, 0.5 * torch.randn(num_clusters, 3, generator=generator(seed + 9), dtype=torch.float64))
+    limit = capacity(400, num_clusters, 1.1)
+    prices = balanced_prices(cost, limit)
+    found = (cost + prices).argmin(1)
+    assert found.bincount(minlength=num_clusters).max() <= limit and prices.min() == 0
+    seats = cost.repeat_interleave(int(limit), 1).numpy()
+    best = seats[linear_sum_assignment(seats)].sum()
+    paid = float(cost[torch.arange(400), found].sum())
+    assert float(cost.min(1).values.sum()) < 0.99 * best and best * (1 - 1e-9) <= paid <= 1.005 * best
 
 
 @pytest.mark.parametrize("seed", range(2))

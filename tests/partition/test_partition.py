@@ -95,12 +95,41 @@ def test_every_sample_follows_its_nearest_fine_centroid(metric):
         np.testing.assert_allclose(partition.rule.centroids[k].numpy(), mean, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("metric", ["spherical", "euclidean"])
+def test_flat_clusters_balance_single_samples_by_a_stored_price(tmp_path, metric):
+    features, _ = directions([500, 60, 50, 40, 30, 20], spread=0.3)
+    wanted = config(4, 70, kind="flat", metric=metric, num_iterations=6)
+    partition, clusters = fit_and_assign(Rows([features[:99], features[99:]]), wanted, features="A")
+    assert partition.counts.max() <= 1.05 * 700 / 4 and partition.counts.tolist() == np.bincount(clusters).tolist()
+    # The oracle: squared distance plus price, in float64.
+    points = features.astype(np.float64)
+    points = points / np.linalg.norm(points, axis=1, keepdims=True) if metric == "spherical" else points
+    rule = partition.rule
+    squares = np.linalg.norm(points[:, None] - rule.centroids.double().numpy(), axis=2) ** 2
+    np.testing.assert_array_equal((squares + rule.prices.numpy()).argmin(1), clusters)
+    displaced, by_balance = displaced_fractions(partition, Rows([features]), clusters)
+    assert displaced == by_balance == pytest.approx((squares.argmin(1) != clusters).mean())
+    # Nearer to their means than in two stages.
+    _, grouped = fit_and_assign(features, config(4, 70, metric=metric))
+    scatter = [
+        sum(((points[found == k] - points[found == k].mean(0)) ** 2).sum() for k in range(4))
+        for found in (clusters, grouped)
+    ]
+    assert scatter[0] < scatter[1]
+    partition.save(tmp_path / "a")
+    fit(features, wanted, features="A").save(tmp_path / "b")
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+    again = fit(features[:300], config(4, kind="existing", path=str(tmp_path / "a")), features="A")
+    assert again.counts.tolist() == np.bincount(clusters[:300]).tolist()
+
+
 @pytest.mark.usefixtures("either_way")
 def test_fitting_on_a_part_still_counts_all_samples():
     features, _ = directions([400, 400, 400, 400])
-    partition = fit(features, config(4, 32, fit_fraction=0.1, max_largest_over_mean=1.2))
-    assert int(partition.counts.sum()) == 1600
-    assert partition.counts.max() <= 1.2 * 400
+    for kind, fraction in (("kmeans", 0.1), ("flat", 0.5)):
+        partition = fit(features, config(4, 32, kind=kind, fit_fraction=fraction, max_largest_over_mean=1.2))
+        assert int(partition.counts.sum()) == 1600
+        assert partition.counts.max() <= 1.2 * 400
 
 
 @pytest.mark.usefixtures("either_way")
