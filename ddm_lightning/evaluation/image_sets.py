@@ -231,14 +231,17 @@ class Generated:
     def images(self, rows: range) -> Images:
         """Return one part, generated now if it is not there."""
         path = self.folder / "parts" / f"{rows.start:08d}.npz"
-        settings = self._ensemble.experiment.evaluate
+        experiment = self._ensemble.experiment
+        settings = experiment.evaluate
         if not path.exists():
+            # A member alone makes the images of all clusters.
+            knows_clusters = self._given is not None and experiment.sample.member is None
             x_0 = self._ensemble.latents(
                 self._condition(rows),
                 len(rows),
                 batch_size=settings.batch_size,
                 keys=[("evaluate", row) for row in rows],
-                clusters=None if self._given is None else torch.tensor(self.given(rows, "cluster")),
+                clusters=torch.tensor(self.given(rows, "cluster")) if knows_clusters else None,
             )
             images = self._ensemble.decode(x_0)
             if settings.image_format == "png":

@@ -70,10 +70,11 @@ def test_scores_are_those_of_the_images_on_disk(run, tmp_path):
 
 
 def test_the_oracle_takes_the_cluster_of_the_image_whose_caption_it_gets(run, tmp_path):
-    """Each image is that of the expert of its held-out image's cluster, sampled alone."""
+    """Each image is that of the expert of its held-out image's cluster, sampled alone; a member alone makes all."""
     found = {}
-    for name, own in {"own": "{}", 0: "{cluster: 0}", 1: "{cluster: 1}"}.items():
-        settings = [f"run_dir={run}", *SMALL, "sample.strategy=oracle", f"sample.strategy_params={own}"]
+    params = "sample.strategy_params={cluster: %d}"
+    for name, own in {"own": (), 0: (params % 0,), 1: (params % 1,), "alone": ("sample.member=expert-1",)}.items():
+        settings = [f"run_dir={run}", *SMALL, "sample.strategy=oracle", *own]
         images = image_sets.Generated(Run(load_experiment(TINY, settings)), Manifest.read(run), Pixels())
         images.folder = tmp_path / str(name)
         found[name] = np.concatenate([images.images(rows) for rows in image_sets.parts(images)])
@@ -81,6 +82,7 @@ def test_the_oracle_takes_the_cluster_of_the_image_whose_caption_it_gets(run, tm
     assert sorted({*given}) == [0, 1]
     assert np.array_equal(found["own"], np.stack([found[k][row] for row, k in enumerate(given)]))
     assert not np.array_equal(found[0], found[1])
+    assert np.array_equal(found["alone"], found[1])
 
 
 def kid(params, *images):
