@@ -12,12 +12,14 @@ from typing import Any
 
 from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.config.load import fingerprint
+from ddm_lightning.config.merge import init_of
 from ddm_lightning.core import checks
 from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.files import atomic_write, atomic_write_json, sha256_file, sha256_json
 from ddm_lightning.core.registry import require
+from ddm_lightning.core.remote import shown
 from ddm_lightning.members.artifact import REMEDY, read_meta
-from ddm_lightning.members.roles import island_of
+from ddm_lightning.members.roles import island_of, role_of
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import MEMBER_FILE, SIGNATURE, STATEMENT, read_record
 from ddm_lightning.shards.manifest import manifest_path
@@ -45,10 +47,18 @@ def check_keys(name: str, run: Run) -> None:
     """Check the keys for a member, or for ``PREPARE``, before work begins that would be lost without them.
 
     Raises:
-        UserError: a key is missing or unusable, can be read by others or would be published, or the package is missing.
+        UserError: a key is missing or unusable, can be read by others or would be published, or the package is missing;
+            or keys are trusted, and weights that the member starts from, which nobody signs, have no recorded hash.
     """
     _signer(name, run)
-    _trusted(name, run.experiment)
+    if _trusted(name, run.experiment) and name != PREPARE:
+        role = role_of(name)
+        initial = init_of(role.config(name, run.experiment))
+        if initial is not None and initial.sha256 is None:
+            raise UserError(
+                f"key '{role.section}.init_from': nobody signs these weights, and island.trusted_keys is set; add the "
+                f"hash that a run you trust has in initial/*.json: {{source: {shown(initial.source)}, sha256: …}}"
+            )
 
 
 def sign_artifact(folder: Path, name: str, run: Run) -> None:

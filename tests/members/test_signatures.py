@@ -193,6 +193,17 @@ def test_bad_private_keys_are_one_line(keys, tmp_path):
     refused(lambda: check_keys("expert-0", missing), "key 'island.trusted_keys': ", "there is no such file; copy")
 
 
+def test_initial_weights_which_nobody_signs_need_a_hash(tmp_path, keys):
+    trust = f"island.trusted_keys.all={keys['lab']}.pub"
+    for where in ("expert.init_from", "expert.overrides.expert-0.init_from"):
+        run = open_run(tmp_path / "run", trust, f"{where}=s3://bucket/w")
+        refused(lambda run=run: check_keys("expert-0", run), "key 'expert.init_from': nobody signs", "sha256: …}")
+        check_keys("router", run)
+        check_keys("prepare", run)
+    check_keys("expert-0", open_run(tmp_path / "run", trust, f"expert.init_from={{source: w, sha256: {'a' * 64}}}"))
+    check_keys("expert-0", open_run(tmp_path / "run", "expert.init_from=w"))
+
+
 def test_nothing_imports_the_library_without_keys():
     script = "import sys, ddm_lightning.members.signatures; sys.exit('model_signing' in sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True)
