@@ -1,6 +1,7 @@
 """Experts trained as adapters on a tiny monolith: what they learn, hand over and share."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -104,6 +105,25 @@ def test_a_resumed_adapter_has_the_same_weights(run, tiny_prepared, tmp_path):
         assert fit(tmp_path / "run", "expert-0", *own[:-1], f"expert.train.max_steps={steps}") == 0
     resumed, straight = (load_file(artifact(place, "expert-0")) for place in (tmp_path / "run", folder))
     assert all(torch.equal(resumed[name], straight[name]) for name in straight)
+
+
+def test_muon_trains_adapters_and_ema_widths_choose_among_their_averages(run, tiny_prepared, tmp_path, capsys):
+    _, own = run
+    folder = tmp_path / "run"
+    shutil.copytree(tiny_prepared, folder / "prepared")
+    more = (*own[:-1], "expert.train.optimizer=muon", "expert.train.ema_widths=[0.1, 0.2]")
+    assert fit(folder, "expert-0", *more) == 0
+    before = load_file(artifact(folder, "expert-0"))
+    capsys.readouterr()
+    arguments = ["ema", "-c", str(TINY), f"run_dir={folder}", "member=expert-0", *QUICK, *more]
+    assert main([*arguments, "--width", "0.1"]) == 0
+    told = re.search(r"width 0\.1 +([\d.]+)", capsys.readouterr().out)
+    assert main([*arguments, "--use", "0.1"]) == 0
+    after = load_file(artifact(folder, "expert-0"))
+    metrics = json.loads(artifact(folder, "expert-0", "member.json").read_text())["metrics"]
+    assert metrics["ema_width"] == 0.1 and metrics["held_out/loss"] == pytest.approx(float(told[1]), abs=1e-5)
+    assert after.keys() == before.keys() and all(".lora_" in name for name in after)
+    assert not torch.equal(after[min(after)], before[min(after)])
 
 
 def test_the_monolith_is_an_adapter_too(run, tiny_prepared, tmp_path):
