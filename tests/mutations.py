@@ -133,7 +133,8 @@ def replace_file(path, rng):
 def harm(run, target, rng):
     """Damage one file that ``target`` reads; in most cases also correct the hashes, as an attacker would."""
     train = run / "prepared" / "shards" / "cluster-0" / "train"
-    files = {"manifest": [run / "prepared" / "manifest.json"], "index": [train / "index.json", train / SHARD]}
+    files = {"manifest": [run / "prepared" / "manifest.json"]}
+    files["index"] = [train / "index.json", next(train.rglob(SHARD))]
     name = "expert-0" if target == "artifact" else rng.choice(("expert-0", "expert-1", "router"))
     files["artifact"] = [run / "members" / name / "artifact" / file for file in ("member.json", "model.safetensors")]
     files["ensemble"] = [run / "ensemble.json", *files["artifact"]]

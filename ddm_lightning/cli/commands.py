@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -58,7 +59,14 @@ def _prepare(experiment: Experiment, options: argparse.Namespace) -> None:
         print(f"parts to encode: {plan.num_unfinished_parts} of {plan.num_parts}\nnothing was written")
         print(f"what the members will need: {command_line('plan', options)}")
         return
+    if options.parts is not None:
+        _prepare_share(experiment, options)
+        return
     run = _prepared(experiment, options)
+    _print_prepared(run, options)
+
+
+def _print_prepared(run: Run, options: argparse.Namespace) -> None:
     prepared = run.folder.prepared
     print(f"shards: {run.folder.shards}")
     print(f"report: {prepared / 'report' / 'report.html'}, {prepared / 'clusters.png'}")
@@ -94,6 +102,26 @@ def _prepared(experiment: Experiment, options: argparse.Namespace) -> Run:
         sign_manifest(run)
         publish_prepared(run, lambda done, total: reporter.advance("publish", done, total))
     return run
+
+
+def _prepare_share(experiment: Experiment, options: argparse.Namespace) -> None:
+    """Run ``prepare --parts``."""
+    from ddm_lightning.prepare.engine import Reporter
+    from ddm_lightning.prepare.share import Share, prepare_share
+
+    share, check = Share.parse(options.parts), _networks_check(experiment, options, initial=True)
+    check_writable(Run(experiment))
+    with Bars(Console(), transient=True) as bars:
+        reporter = Reporter(bars)
+        manifest = prepare_share(experiment, RunFolder.of(experiment).root, share, reporter, check)
+        if manifest is None:
+            reporter.say(f"share {options.parts}: done")
+            return
+        run = Run.open(experiment, create=True)
+        sign_manifest(run)
+        publish_prepared(run, lambda done, total: reporter.advance("publish", done, total))
+        shutil.rmtree(run.folder.shards)  # only indices, which would stand for the shards at the URL
+    _print_prepared(run, options)
 
 
 def _one_member(experiment: Experiment, options: argparse.Namespace) -> str:

@@ -20,7 +20,7 @@ from ddm_lightning.core.registry import LAUNCHERS
 from ddm_lightning.islands import plan, plan_tables
 from ddm_lightning.islands.launch import build_launcher, cancel, jobs_of, launch
 from ddm_lightning.islands.shared import pull_manifest
-from ddm_lightning.islands.status import NOTES, Seen, Watch, status_table
+from ddm_lightning.islands.status import NOTES, Seen, Watch, preparing_line, status_table
 from ddm_lightning.members.roles import parse_members
 from ddm_lightning.members.run import Run
 from ddm_lightning.training.guard import skipped_of
@@ -81,7 +81,9 @@ def show_plan(experiment: Experiment, options: argparse.Namespace) -> None:
 
 def show_status(experiment: Experiment, options: argparse.Namespace) -> None:
     """Run ``status``: print the table once, again and again, as JSON, or write it as a page."""
-    run = Run(experiment) if experiment.remote else Run.open(experiment)
+    run = Run(experiment)
+    if not (experiment.remote or preparing_line(run)):
+        run = Run.open(experiment)
     watch = Watch(run)
     members = watch.look()
     if options.json:
@@ -89,11 +91,11 @@ def show_status(experiment: Experiment, options: argparse.Namespace) -> None:
             print(json.dumps(seen.to_json()))
         return
     if options.watch:
-        with Live(table_of(run, members), auto_refresh=False) as live:
+        with Live(_progress_of(run, members), auto_refresh=False) as live:
             while any(seen.health != "done" for seen in members):
                 time.sleep(_WATCH_SECONDS)
                 members = watch.look()
-                live.update(table_of(run, members), refresh=True)
+                live.update(_progress_of(run, members), refresh=True)
         return
     if options.html:
         from ddm_lightning.islands.page import write_page
@@ -104,11 +106,17 @@ def show_status(experiment: Experiment, options: argparse.Namespace) -> None:
     console = Console()
     if run.url and not console.is_terminal:
         console.width = max(console.width, _SHARED_WIDTH)
-    console.print(table_of(run, members))
+    console.print(_progress_of(run, members))
     for word in dict.fromkeys(seen.health for seen in members if seen.health in NOTES):
         print(f"{word}: {NOTES[word]}")
     print_skipped(run.started, run, options)
     print("curves: add --html FILE" if run.url else f"curves: tensorboard --logdir {run.folder.root}")
+
+
+def _progress_of(run: Run, members: Sequence[Seen]) -> Table:
+    table = table_of(run, members)
+    table.caption, table.caption_justify = preparing_line(run), "left"
+    return table
 
 
 def print_skipped(members: Sequence[str], run: Run, options: argparse.Namespace) -> None:

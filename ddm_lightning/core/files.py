@@ -109,7 +109,9 @@ def atomic_files(folder: Path) -> Iterator[Path]:
             for written in [file for file in temporary.rglob("*") if file.is_file()]:
                 target = folder / written.relative_to(temporary)
                 target.parent.mkdir(exist_ok=True)
+                _flush(written)
                 os.replace(written, target)
+            _flush(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         if is_new and not any(folder.iterdir()):

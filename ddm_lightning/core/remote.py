@@ -12,8 +12,10 @@ import random
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,7 +24,7 @@ from urllib.parse import unquote, urlsplit
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from ddm_lightning.core.errors import first_line
+from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.files import atomic_write, create_file, sha256_file
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ _Result = TypeVar("_Result")
 # Seconds without data after which a transfer fails.
 SILENT_SECONDS = 20.0
 _ATTEMPTS = 3
+_NUM_THREADS = 8
 # Ending of a file that is being sent.
 _PARTIAL = ".partial"
 # Own file systems that this process has used.
@@ -55,6 +58,15 @@ def filesystem(url: str) -> tuple[AbstractFileSystem, str]:
     parts = urlsplit(url)
     login = {"port": parts.port or 22, "username": parts.username, "password": parts.password}
     return SFTPFileSystem(parts.hostname or "", SILENT_SECONDS, **login), unquote(parts.path)
+
+
+@contextmanager
+def reaching() -> Iterator[None]:
+    """Turn an ``OSError`` of the store into one line for the user."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"key 'remote': {first_line(error)}; check the address and the access to it") from error
 
 
 def is_url(address: str | Path) -> bool:
@@ -176,8 +188,10 @@ def sha256(url: str) -> str:
         return sha256_file(copy)
 
 
-def files(url: str) -> dict[str, int]:
+def files(url: str, recursive: bool = True) -> dict[str, int]:
     """Return bytes of each file below ``url``, by its relative path; nothing if there is no such folder.
+
+    Without ``recursive``, files in folders below it are left out.
 
     Raises:
         OSError: it cannot be listed, after several attempts; the message begins with the URL.
@@ -185,20 +199,30 @@ def files(url: str) -> dict[str, int]:
 
     def listed(remote: AbstractFileSystem, root: str) -> dict[str, int]:
         try:
-            return {os.path.relpath(name, root): size for name, size in _walk(remote, root)}
+            return {os.path.relpath(name, root): size for name, size in _walk(remote, root, recursive)}
         except FileNotFoundError:
             return {}
 
     return _attempt(url, listed)
 
 
-def _walk(remote: AbstractFileSystem, folder: str) -> Iterator[tuple[str, int]]:
+def _walk(remote: AbstractFileSystem, folder: str, recursive: bool) -> Iterator[tuple[str, int]]:
     # Not fsspec's own, which takes a broken connection for an empty folder.
     for entry in remote.ls(folder, detail=True):
         if entry["type"] == "directory":
-            yield from _walk(remote, entry["name"])
+            yield from _walk(remote, entry["name"], recursive) if recursive else ()
         elif not entry["name"].endswith((_PARTIAL, "/")):
             yield entry["name"], entry["size"]
+
+
+def in_threads(function: Callable[..., _Result], items: Iterable[Any]) -> list[_Result]:
+    """Map eight items at a time; the threads keep their connections for the next call."""
+    return list(_threads(os.getpid()).map(function, items))
+
+
+@lru_cache(maxsize=1)
+def _threads(_process: int) -> ThreadPoolExecutor:  # threads do not survive a fork
+    return ThreadPoolExecutor(_NUM_THREADS)
 
 
 def disconnect() -> None:

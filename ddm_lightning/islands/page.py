@@ -19,7 +19,6 @@ from matplotlib.figure import Figure
 from ddm_lightning.core import remote
 from ddm_lightning.core.errors import first_line, note
 from ddm_lightning.core.files import atomic_write_text, inside
-from ddm_lightning.islands.shared import reaching
 from ddm_lightning.islands.status import NOTES, Seen, rows_of
 from ddm_lightning.members.run import Run
 
@@ -72,7 +71,7 @@ def read_curves(name: str, run: Run) -> Curves:
     with TemporaryDirectory() as scratch:
         if run.url is not None:
             folder, url = Path(scratch), f"{run.url}/members/{name}/tensorboard"
-            with reaching():
+            with remote.reaching():
                 for file in remote.files(url):
                     remote.get(f"{url}/{file}", inside(folder, file, Path(url)))
         if not folder.is_dir():

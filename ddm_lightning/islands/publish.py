@@ -25,7 +25,7 @@ from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.files import inside, move_folder
 from ddm_lightning.islands import lease
 from ddm_lightning.islands.lease import Lease, LostLeaseError
-from ddm_lightning.islands.shared import pull_artifact, reaching
+from ddm_lightning.islands.shared import pull_artifact
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import MEMBER_FILE
 from ddm_lightning.members.signatures import ACCEPTED_FILE
@@ -58,12 +58,12 @@ def published(name: str, run: Run) -> Iterator[Publisher | None]:
         yield None
         return
     url = f"{run.url}/members/{name}"
-    with reaching():
+    with remote.reaching():
         held = lease.claim(name, f"{url}/lease", _say)
     publisher = Publisher(name, run, held)
     publisher.start()  # before a long download, during which the lease must not become stale
     try:
-        with reaching():
+        with remote.reaching():
             publisher.pull()
         yield publisher
     finally:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from ddm_lightning.config.load import read_yaml
 from ddm_lightning.core import remote
-from ddm_lightning.core.errors import DOWNLOADS, UserError, first_line
+from ddm_lightning.core.errors import DOWNLOADS, UserError
 from ddm_lightning.core.files import atomic_folder, sha256_file
 from ddm_lightning.core.weights import check_recorded
 from ddm_lightning.ensemble.manifest import assemble
@@ -23,19 +23,10 @@ from ddm_lightning.members.roles import ROUTER
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import MEMBER_FILE, SIGNATURE, STATEMENT, refuse_changes
 from ddm_lightning.members.signatures import accept, check_manifest, signature_of
+from ddm_lightning.prepare.store import Store, publish_shards
 from ddm_lightning.shards.manifest import Manifest, manifest_path
-from ddm_lightning.shards.upload import upload_shards
 
 _MANIFEST = "prepared/manifest.json"
-
-
-@contextmanager
-def reaching() -> Iterator[None]:
-    """Turn an ``OSError`` of the store into one line for the user."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"key 'remote': {first_line(error)}; check the address and the access to it") from error
 
 
 def check_writable(run: Run) -> None:
@@ -46,7 +37,7 @@ def check_writable(run: Run) -> None:
     """
     if run.url is not None:
         probe = f"{run.url}/probe-{uuid.uuid4().hex}"
-        with reaching():
+        with remote.reaching():
             remote.write(f"{probe}/empty", b"")
             remote.remove(probe)
 
@@ -66,7 +57,7 @@ def publish_prepared(run: Run, tick: Callable[[int, int], None]) -> None:
     manifest, folder = manifest_path(run.folder.root), run.folder
     target = f"{run.url}/{_MANIFEST}"
     is_there = False
-    with reaching():
+    with remote.reaching():
         with suppress(FileNotFoundError):
             is_there = remote.read(target) == manifest.read_bytes()
             if not is_there:
@@ -77,7 +68,8 @@ def publish_prepared(run: Run, tick: Callable[[int, int], None]) -> None:
             remote.put(signature_of(manifest), f"{run.url}/{_MANIFEST}.sig")
         if not is_there:
             _publish_initial(run)
-            upload_shards(folder.shards, f"{run.url}/{folder.shards.relative_to(folder.root).as_posix()}", tick)
+            store = Store(f"{run.url}/{folder.prepared.name}", run.manifest.versions)
+            publish_shards(folder.prepared, store, run.manifest.index_sha256, tick)
             remote.put(folder.experiment, f"{run.url}/{folder.experiment.name}")
             remote.put(manifest, target)
 
@@ -100,7 +92,7 @@ def pull_manifest(run: Run) -> None:
         check_manifest(run.experiment, path)
         return
     shown = remote.shown(run.url)
-    with TemporaryDirectory() as scratch, reaching():
+    with TemporaryDirectory() as scratch, remote.reaching():
         record, manifest = Path(scratch) / "experiment.yaml", manifest_path(Path(scratch))
         DOWNLOADS[scratch] = shown
         try:
@@ -135,7 +127,7 @@ def is_shared(run: Run) -> bool:
     """
     if run.url is None or (run.folder.prepared / "parts.json").exists():
         return False
-    with reaching():
+    with remote.reaching():
         try:
             remote.read(f"{run.url}/{_MANIFEST}")
         except FileNotFoundError:
@@ -180,7 +172,7 @@ def pull_ensemble(run: Run) -> None:
     if run.url is None:
         return
     pull_manifest(run)
-    with reaching():
+    with remote.reaching():
         for name in run.names:
             pull_artifact(name, run)
     Run.open(run.experiment, create=True)

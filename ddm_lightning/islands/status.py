@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -11,10 +13,9 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from ddm_lightning.core import checks
+from ddm_lightning.core import checks, remote
 from ddm_lightning.core.formatting import format_duration
 from ddm_lightning.islands import lease
-from ddm_lightning.islands.shared import reaching
 from ddm_lightning.members.roles import all_members, role_of
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.status import MemberStatus, loss_of
@@ -72,7 +73,7 @@ class Watch:
         if self.run.url is None:
             statuses = [self.run.status(name) for name in self.run.started]
             return [self._seen(status, status.shown_state()) for status in statuses]
-        with reaching():
+        with remote.reaching():
             found = [self._look_at(name) for name in all_members(self.run.experiment)]
         return [seen for seen in found if seen is not None]
 
@@ -116,6 +117,24 @@ class Watch:
             batch_size = role_of(status.member).batch_size(status.member, self.run.experiment)
             left = (status.max_steps - status.step) * batch_size / status.samples_per_second
         return Seen(status, health, age, starts, left)
+
+
+def preparing_line(run: Run) -> str | None:
+    """Progress of ``prepare`` on all machines that share the run's URL, or of the one here; None once it is done."""
+    from ddm_lightning.prepare.prepared import GROUP_SIZE
+
+    root = f"{run.url}/{run.folder.prepared.name}" if run.url else str(run.folder.prepared)
+    with remote.reaching():
+        top = remote.files(root, recursive=False)
+        if "manifest.json" in top or "parts.json" not in top:
+            return None
+        num_parts = len(json.loads(remote.read(f"{root}/parts.json")))
+        parts, groups = (
+            sum(name.endswith(".json") for name in remote.files(f"{root}/{kind}", recursive=not run.url))
+            for kind in ("parts", "groups")
+        )
+    num_groups = math.ceil(num_parts / GROUP_SIZE)
+    return f"prepare: {parts:,} of {num_parts:,} parts encoded, {groups:,} of {num_groups:,} groups of shards written"
 
 
 def rows_of(members: Sequence[Seen]) -> list[dict[str, str]]:

@@ -1,8 +1,8 @@
 """Build the partition of a data set.
 
 ``kmeans`` is balanced k-means of the features in two stages, as in MoDE (2404.16030), whose code the DDM paper
-(2501.05450) used. K-means on a part of the samples gives fine centroids; balanced k-means groups these into K clusters.
-The second stage weights a fine centroid by its samples, because clusters must balance samples, not centroids.
+(2501.05450) used. Both see a sample of the data set, in memory. K-means gives fine centroids; balanced k-means groups
+these into K clusters, weighting each by its samples, because clusters must balance samples, not centroids.
 In small data sets, prices balance the fine cells (``kmeans``), which needs all distances in memory. In large ones,
 plain k-means splits crowded cells (``lloyd``).
 
@@ -14,6 +14,8 @@ another run.
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
@@ -29,6 +31,7 @@ from torch import Tensor
 from ddm_lightning.config.experiment import PartitionConfig
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write
+from ddm_lightning.core.formatting import format_bytes
 from ddm_lightning.partition.columns import Rows
 from ddm_lightning.partition.kmeans import (
     balanced_kmeans,
@@ -53,8 +56,6 @@ from ddm_lightning.partition.partition import (
 _CLUSTER_RESTARTS = 10
 # Largest problem balanced by prices, in distances and in numbers that the features hold: seconds on a CPU.
 _PRICED_DISTANCES, _PRICED_NUMBERS = 1 << 22, 1 << 26
-# Scattered rows, slow to read in every pass, are kept in memory up to this size.
-_KEPT_BYTES = 1 << 30
 _MOST_COMPARED = 30_000
 
 
@@ -85,14 +86,14 @@ def fit_partition(
     on_progress: OnProgress = lambda *_: None,
     kept_fine: tuple[Path, str] | None = None,
 ) -> tuple[Partition, Int32[np.ndarray, "n"]]:
-    """Split the data set; the same samples, config and seed give the same partition.
+    """Fit the partition to a sample of the data set; the same samples, config and seed give the same partition.
 
     Args:
-        rows: features, one row per sample, float16 or float32; ignored by ``random`` and ``labels``.
+        rows: features, one row per sample, float16 or float32, read into memory; ignored by ``random`` and ``labels``.
         config: kind, sizes, iterations and the limit of the largest cluster.
         seed: seed of everything random.
         labels: class of each sample.
-        keys: permanent name of each sample; ``random`` depends on them.
+        keys: permanent name of each sample; read only by ``random``, which depends on them.
         features: name of the feature network; ``existing`` refuses a partition made with another.
         on_progress: called with progress.
         kept_fine: cache of the first stage: a file, and a key that it must carry to be reused.
@@ -104,16 +105,24 @@ def fit_partition(
         UserError: more parts than (distinct) samples or classes, features that are not finite, a largest cluster
             over the configured limit, or an existing partition that does not fit.
     """
-    check_sizes(config, len(rows))
+    check_sizes(config, round(len(rows) / config.fit_fraction))
     if config.kind == "kmeans":
-        rule, clusters = _two_stages(rows, config, seed, features, on_progress, kept_fine)
+        rule, clusters = _two_stages(_in_memory(rows, config), config, seed, features, on_progress, kept_fine)
     else:
         samples = Samples(rows, labels, keys)
         rule = _rule(samples, config, seed, features)
         clusters = rule.assign(samples, config.device, on_progress)
     counts = torch.from_numpy(np.bincount(clusters, minlength=config.num_clusters))
-    _check_balance(counts, config)
+    check_balance(counts, config)
     return Partition(rule, counts), clusters.astype(np.int32)
+
+
+def _in_memory(rows: Rows, config: PartitionConfig) -> Rows:
+    num_bytes = len(rows) * rows.row_shape[0] * rows.dtype.itemsize
+    if num_bytes > 0.7 * (memory := os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")):
+        size, most = format_bytes(num_bytes), format_bytes(memory)
+        raise _refusal(config, "fit_fraction", f"takes {size} of features, and this machine has {most}; lower it")
+    return Rows([rows[:]])
 
 
 def displaced_fractions(
@@ -146,13 +155,10 @@ def fit_fine(
     Raises:
         UserError: more fine centroids than distinct samples.
     """
-    num_fine, size = config.num_fine_centroids, _num_fitted(config, len(rows))
-    num_numbers = size * rows.row_shape[0]
-    is_small = size * num_fine <= _PRICED_DISTANCES and num_numbers <= _PRICED_NUMBERS
-    if is_small or size < len(rows):
-        chosen = torch.randperm(len(rows), generator=generator)[:size].sort().values.numpy()
-        fits_in_memory = is_small or num_numbers * rows.dtype.itemsize <= _KEPT_BYTES
-        rows = Rows([rows.take(chosen)]) if fits_in_memory else rows.subset(chosen)
+    num_fine, num_numbers = config.num_fine_centroids, len(rows) * rows.row_shape[0]
+    is_small = len(rows) * num_fine <= _PRICED_DISTANCES and num_numbers <= _PRICED_NUMBERS
+    if is_small:
+        torch.randperm(len(rows), generator=generator)  # unused; keeps the clusters of earlier versions
     with _refusing(config, "num_fine_centroids", "use fewer, or remove duplicates from the source"):
         if is_small:
             with one_thread():
@@ -200,21 +206,19 @@ def fit_flat(rows: Rows, config: PartitionConfig, generator: torch.Generator, fe
     """Fit K centroids and their prices to samples, all at once.
 
     Args:
-        rows: features, of which a part that fits in memory is used.
-        config: K, metric, the part, iterations and the limit of the largest cluster.
-        generator: random numbers of the part and the start.
+        rows: features, read into memory.
+        config: K, metric, iterations and the limit of the largest cluster.
+        generator: random numbers of the start.
         features: name of the feature network, for the file.
 
     Raises:
         UserError: fewer distinct samples than clusters.
     """
-    size = min(_num_fitted(config, len(rows)), _KEPT_BYTES // (4 * rows.row_shape[0]))
-    chosen = torch.randperm(len(rows), generator=generator)[:size].sort().values.numpy()
     # Other samples divide a little differently: three standard deviations of a cluster's share.
-    room = 3 * (config.num_clusters / size) ** 0.5 if size < len(rows) else 0.0
+    room = 3 * (config.num_clusters / len(rows)) ** 0.5 if config.fit_fraction < 1 else 0.0
     largest_over_mean = max(1.0, config.max_largest_over_mean - room)
     with one_thread(), _refusing(config, "num_clusters", "use fewer, or remove duplicates from the source"):
-        x = prepared(rows.take(chosen), config.metric)
+        x = prepared(_in_memory(rows, config)[:], config.metric)
         mean = x.mean(0)
         x -= mean
         centroids, clusters = balanced_kmeans(
@@ -225,7 +229,8 @@ def fit_flat(rows: Rows, config: PartitionConfig, generator: torch.Generator, fe
             largest_over_mean,
             num_restarts=_CLUSTER_RESTARTS,
         )
-    prices = balanced_prices(squared_distances(x, centroids), capacity(size, config.num_clusters, largest_over_mean))
+    limit = capacity(len(rows), config.num_clusters, largest_over_mean)
+    prices = balanced_prices(squared_distances(x, centroids), limit)
     order = clusters.bincount(minlength=config.num_clusters).argsort(descending=True, stable=True)
     return PricedCentroid((centroids + mean)[order], prices[order], config.metric, features)
 
@@ -257,8 +262,8 @@ def _two_stages(
     kept_fine: tuple[Path, str] | None,
 ) -> tuple[Rule, Int64[np.ndarray, "n"]]:
     generator = torch.Generator().manual_seed(seed)
-    size, passes = _num_fitted(config, len(rows)), count(1)
-    total = config.num_iterations * size + len(rows)
+    size, passes = len(rows), count(1)
+    total = (config.num_iterations + 1) * size
 
     def fit() -> dict[str, Tensor]:
         fine = fit_fine(rows, config, generator, lambda: on_progress(next(passes) * size, total)).contiguous()
@@ -314,8 +319,18 @@ def _existing(config: PartitionConfig, rows: Rows, features: str) -> Rule:
     return found.rule
 
 
-def _check_balance(counts: Int64[Tensor, "k"], config: PartitionConfig) -> None:
-    """Refuse empty clusters and, unless the partition is another run's, too large ones."""
+def check_balance(counts: Int64[Tensor, "k"], config: PartitionConfig, num_fitted: float = math.inf) -> None:
+    """Refuse empty clusters and, unless the partition is another run's, too large ones.
+
+    Args:
+        counts: samples in each cluster.
+        config: kind, and the limit of the largest cluster.
+        num_fitted: size of the sample that met the limit, if ``counts`` are of more samples than that: four standard
+            errors of a cluster's share are then allowed.
+
+    Raises:
+        UserError: a cluster is empty or too large.
+    """
     total, largest = float(counts.sum()), int(counts.max())
     remedy = {
         "kmeans": "raise prepare.partition.num_fine_centroids",
@@ -328,6 +343,7 @@ def _check_balance(counts: Int64[Tensor, "k"], config: PartitionConfig) -> None:
         raise _refusal(config, "num_clusters", f"a cluster stays empty; use fewer clusters, or {remedy}")
     # ``capacity`` allows the mean rounded up: whole samples cannot be split more evenly.
     limit = capacity(total, config.num_clusters, config.max_largest_over_mean)
+    limit *= 1 + 4 * math.sqrt(config.num_clusters / num_fitted)
     if config.kind != "existing" and largest > limit:
         raise _refusal(
             config,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int, Shaped, UInt64
+from jaxtyping import Int, Shaped
 
 _ROWS_AT_ONCE = 4096
 
@@ -115,52 +115,54 @@ class StoredArray:
         return out
 
 
-class Strings:
-    """Strings in ``NAME.bin`` (UTF-8, concatenated) and ``NAME-ends.npy``, read like a ``StoredArray``.
+class PackedArray:
+    """Array in an ``.npz`` file, which is read whole whenever rows are asked for.
 
     Args:
-        folder: folder of the two files.
-        name: ``NAME``.
-        ends: the second file, if it is already known.
+        path: the file.
+        name: name of the array in it.
+        num_rows: its length.
+        dtype: its type.
     """
 
-    dtype = np.dtype(object)
-
-    def __init__(self, folder: Path, name: str, ends: StoredArray | None = None) -> None:
-        self._blob = folder / f"{name}.bin"
-        self._ends = StoredArray.of(folder / f"{name}-ends.npy") if ends is None else ends
-        self.shape = self._ends.shape
+    def __init__(self, path: Path, name: str, num_rows: int, dtype: np.dtype) -> None:
+        self.path, self.name, self.dtype, self.shape = path, name, dtype, (num_rows,)
 
     def __len__(self) -> int:
-        return len(self._ends)
+        return self.shape[0]
 
-    def num_bytes(self) -> UInt64[np.ndarray, "n"]:
-        """Return the length of each string in UTF-8."""
-        return np.diff(self._ends[:], prepend=np.uint64(0))
+    def __getitem__(self, which: slice | Int[np.ndarray, "m"]) -> Shaped[np.ndarray, "m"]:
+        """Return a copy of these rows."""
+        with np.load(self.path) as arrays:
+            return arrays[self.name][which].copy()
+
+
+class PackedStrings(PackedArray):
+    """Strings in an ``.npz`` file, by ``packed_strings``."""
+
+    def __init__(self, path: Path, name: str, num_rows: int) -> None:
+        super().__init__(path, name, num_rows, np.dtype(object))
 
     def __getitem__(self, which: slice | Int[np.ndarray, "m"]) -> Shaped[np.ndarray, "m"]:
         """Return these strings, as objects."""
+        with np.load(self.path) as arrays:
+            text, ends = arrays[self.name].tobytes(), arrays[f"{self.name}_ends"]
         rows = _numbers(which, len(self))
-        around = np.union1d(rows - 1, rows)
-        ends = np.where(around < 0, np.uint64(0), self._ends[np.maximum(around, 0)])
-        spans = np.stack([ends[np.searchsorted(around, rows - 1)], ends[np.searchsorted(around, rows)]], 1)
         out = np.empty(len(rows), object)
-        with self._blob.open("rb") as file:
-            for place, (start, end) in enumerate(spans.tolist()):
-                file.seek(start)
-                out[place] = file.read(end - start).decode("utf-8")
+        starts = np.concatenate([[0], ends[:-1]])
+        out[:] = [text[start:end].decode() for start, end in zip(starts[rows], ends[rows], strict=True)]
         return out
 
-    @staticmethod
-    def write(folder: Path, name: str, values: Iterable[str]) -> None:
-        """Write both files.
 
-        Raises:
-            UnicodeEncodeError: UTF-8 cannot hold a string (a lone surrogate).
-        """
-        encoded = [value.encode("utf-8") for value in values]
-        (folder / f"{name}.bin").write_bytes(b"".join(encoded))
-        save_array(folder / f"{name}-ends.npy", np.cumsum([len(value) for value in encoded], dtype=np.uint64))
+def packed_strings(name: str, values: Sequence[str]) -> dict[str, Shaped[np.ndarray, "_"]]:
+    """Return two arrays for an ``.npz`` file: the UTF-8 bytes of all strings, and where each string ends.
+
+    Raises:
+        UnicodeEncodeError: UTF-8 cannot hold a string (a lone surrogate).
+    """
+    encoded = [value.encode("utf-8") for value in values]
+    ends = np.cumsum([len(value) for value in encoded], dtype=np.int64)
+    return {name: np.frombuffer(b"".join(encoded), np.uint8), f"{name}_ends": ends}
 
 
 def _numbers(which: slice | Int[np.ndarray, "m"], num_rows: int) -> Int[np.ndarray, "m"]:
@@ -180,7 +182,7 @@ class Rows(Sequence[Any]):
 
     def __init__(
         self,
-        arrays: Sequence[Shaped[np.ndarray, "n ..."] | StoredArray | Strings],
+        arrays: Sequence[Shaped[np.ndarray, "n ..."] | StoredArray | PackedArray],
         kept: Sequence[Int[np.ndarray, "m"] | None] | None = None,
     ) -> None:
         if not arrays or len({(array.dtype, array.shape[1:]) for array in arrays}) != 1:
@@ -194,12 +196,6 @@ class Rows(Sequence[Any]):
 
     def __len__(self) -> int:
         return int(self.starts[-1])
-
-    def subset(self, rows: Int[np.ndarray, "m"]) -> Rows:
-        """Return the given rows, in ascending order, without reading them."""
-        parts = np.split(rows, np.searchsorted(rows, self.starts[1:-1]))
-        local = [part - start for part, start in zip(parts, self.starts[:-1], strict=True)]
-        return Rows(self.arrays, [part if k is None else k[part] for part, k in zip(local, self.kept, strict=True)])
 
     def take(self, rows: Int[np.ndarray, "m"]) -> Shaped[np.ndarray, "m ..."]:
         """Return a copy of the given rows, in the given order.

@@ -1,15 +1,16 @@
-"""Encode the parts of a source into columns: records, latents, captions and features, each in files of its own.
+"""Encode the parts of a source into columns: records, latents, captions and features.
 
 Columns come in groups. The key of a group identifies its inputs, so a new caption encoder computes only captions
-again. ``part.json`` holds the keys; a group is listed only while its files are whole.
+again. ``part.json`` holds the keys; a group is listed only while its files are whole. ``rows.npz`` and the features of
+the fit sample are all that the fit of the partition reads.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -17,19 +18,22 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Shaped, UInt8
+from jaxtyping import Bool, Shaped, UInt8, UInt64
 from PIL import Image
 
 from ddm_lightning.core.devices import tf32
 from ddm_lightning.core.errors import UserError, first_line
-from ddm_lightning.core.files import atomic_folder, atomic_write_json, sha256_file
-from ddm_lightning.partition.columns import GrowingArray, Strings, save_array
+from ddm_lightning.core.files import atomic_files, atomic_write_json, sha256_file
+from ddm_lightning.partition.columns import GrowingArray, PackedStrings, packed_strings
 from ddm_lightning.prepare.engine import run_jobs
 from ddm_lightning.prepare.reading import Plugins, Reading, one_ahead
 from ddm_lightning.prepare.records import BrokenSample, Part, Record, count_samples
+from ddm_lightning.prepare.store import Store
 
-RECORDS, LATENTS, CAPTIONS, FEATURES = "records", "latents", "captions", "features"
-LEDGER = "part.json"
+RECORDS, LATENTS, CAPTIONS, FEATURES, SAMPLE = "records", "latents", "captions", "features", "sample"
+LEDGER, ROWS_FILE, TEXTS_FILE = "part.json", "rows.npz", "texts.npz"
+MAX_THUMBNAILS = 8192
+"""Images kept small for the report: those with the lowest hashes of all parts."""
 _THUMBNAIL_SIZE = 96
 _CAPTIONS_AT_ONCE = 256
 # Samples to read before the fraction of broken ones can stop ``prepare``.
@@ -48,12 +52,16 @@ class PartJob:
     """Folder of its columns."""
     wanted: Mapping[str, str]
     """Key of each group to compute: a hash of the part, a space, a hash of everything else it is made from."""
-    max_thumbnails: int
-    """Number of images kept small for the report: those with the lowest hashes."""
+    num_parts: int
+    """Parts of the source, which share the budget of thumbnails."""
+    store: Store | None = None
+    """Where to publish the part."""
 
 
-def encode_parts(jobs: Sequence[PartJob], plugins: Plugins, on_progress: Callable[[int, int], None]) -> None:
-    """Compute the wanted groups of all jobs with the configured engine.
+def encode_parts(
+    jobs: Sequence[PartJob], plugins: Plugins, on_progress: Callable[[int, int], None]
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Compute the wanted groups of all jobs with the configured engine; yield the number and records of finished ones.
 
     Args:
         jobs: one per part.
@@ -70,11 +78,12 @@ def encode_parts(jobs: Sequence[PartJob], plugins: Plugins, on_progress: Callabl
     def advance(in_part: int) -> None:
         on_progress(done + in_part, max(total or 0, done + in_part))
 
-    for number, state in run_jobs(encode_part, jobs, plugins, total, advance, plugins.config.engine):
-        done += state["num_read"]
-        counts.update(state["broken"])
+    for number, records in run_jobs(encode_part, jobs, plugins, total, advance, plugins.config.engine):
+        yield number, records
+        done += records[RECORDS]["num_read"]
+        counts.update(records[RECORDS]["broken"])
         advance(0)
-        check_broken(counts, done, plugins.config.max_bad_fraction, jobs[number].folder / RECORDS / "broken.jsonl")
+        check_broken(counts, done, plugins.config.max_bad_fraction, jobs[number].folder / TEXTS_FILE)
 
 
 def check_broken(
@@ -86,7 +95,7 @@ def check_broken(
         counts: broken samples by cause.
         num_read: samples read, broken ones included.
         max_bad_fraction: largest allowed fraction of broken samples.
-        listed: file with one JSON object per broken sample.
+        listed: file that lists broken samples.
         enough: number of samples from which on the fraction is checked.
 
     Raises:
@@ -104,7 +113,7 @@ def check_broken(
 
 @tf32()
 def encode_part(job: PartJob, plugins: Plugins, on_progress: OnProgress) -> dict[str, Any]:
-    """Write the wanted groups of one part; return the recorded facts of its samples.
+    """Write the wanted groups of one part; return its records.
 
     Raises:
         UserError: the source breaks its contract, or now yields other samples than those of the existing groups; or a
@@ -112,22 +121,26 @@ def encode_part(job: PartJob, plugins: Plugins, on_progress: OnProgress) -> dict
     """
     ledger = Ledger(job.folder / LEDGER)
     job = replace(job, wanted=_without_unchanged(job, ledger, plugins))
-    job.folder.mkdir(parents=True, exist_ok=True)
     # New records may hold other samples, so they outdate every group.
     ledger.forget(*(list(ledger.records) if RECORDS in job.wanted else job.wanted))
-    image_groups = [name for name in job.wanted if name != CAPTIONS]
+    image_groups = [name for name in (RECORDS, LATENTS, FEATURES) if name in job.wanted]
     try:
         if image_groups:
             _encode_images(job, image_groups, ledger, plugins, on_progress)
         if CAPTIONS in job.wanted:
             # Encoding the images has already reported the number of samples.
             _encode_captions(job, ledger, plugins, on_progress if not image_groups else lambda _: None)
+        if SAMPLE in job.wanted:
+            _copy_sample(job, ledger, plugins)
     except torch.OutOfMemoryError as error:
         raise UserError(
             f"part {job.part.name!r}: out of GPU memory ({first_line(error)}); "
             "lower prepare.num_processes (each process loads its own networks), then run the same command again"
         ) from None
-    return ledger.records[RECORDS]
+    ledger.save()
+    if job.store is not None:
+        job.store.publish(f"parts/{job.folder.name}", job.folder, ledger.records)
+    return ledger.records
 
 
 def _without_unchanged(job: PartJob, ledger: Ledger, plugins: Plugins) -> dict[str, str]:
@@ -150,14 +163,20 @@ class Ledger:
     """A JSON file of finished work: by name, the key of its inputs, its files with sizes and hashes, and facts.
 
     An unreadable file counts as an empty one, so the work is done again.
+
+    Args:
+        file: the JSON file.
+        folder: of the finished files; None for that of the JSON file.
+        records: None to read the JSON file.
     """
 
-    def __init__(self, file: Path) -> None:
-        self.file, self.folder = file, file.parent
-        try:
-            records = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            records = None
+    def __init__(self, file: Path, folder: Path | None = None, records: Mapping[str, Any] | None = None) -> None:
+        self.file, self.folder = file, folder or file.parent
+        if records is None:
+            try:
+                records = json.loads(file.read_text(encoding="utf-8"))
+            except (OSError, ValueError):
+                records = None
         self.records: dict[str, Any] = records if isinstance(records, dict) else {}
 
     def is_done(self, name: str, key: str | None = None) -> bool:
@@ -169,18 +188,23 @@ class Ledger:
         return all(path.is_file() and path.stat().st_size == size for path, size in files.items())
 
     def forget(self, *names: str) -> None:
-        """Remove entries of work whose files are about to be replaced; a killed process then leaves no false entry."""
-        for name in names:
-            self.records.pop(name, None)
-        atomic_write_json(self.file, self.records)
+        """Remove work whose files are about to be replaced, first its record: a kill then leaves no false entry."""
+        gone = [self.records.pop(name) for name in names if name in self.records]
+        if gone:
+            self.save()
+            for path in (path for record in gone for path in record["files"]):
+                (self.folder / path).unlink(missing_ok=True)
 
     def record(self, name: str, key: str, paths: Iterable[Path], **facts: Any) -> None:
-        """Record finished work."""
+        """Record finished work; ``save`` makes it last."""
         files = {
             path.relative_to(self.folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
             for path in sorted(paths)
         }
         self.records[name] = {"key": key, **facts, "files": files}
+
+    def save(self) -> None:
+        """Write the JSON file."""
         atomic_write_json(self.file, self.records)
 
     def files(self, name: str) -> dict[str, Any]:
@@ -193,40 +217,42 @@ def key_hash(text: str) -> int:
     return int.from_bytes(blake2b(text.encode("utf-8"), digest_size=8).digest(), "little")
 
 
+def is_sampled(key_hash: UInt64[np.ndarray, "n"], fraction: float) -> Bool[np.ndarray, "n"]:
+    """Choose the samples on which the partition is fitted, by their keys alone."""
+    if fraction == 1:
+        return np.ones(len(key_hash), bool)
+    # Mixed (Knuth's multiplicative hash), because low hashes are held out.
+    return key_hash * np.uint64(0x9E3779B97F4A7C15) < np.uint64(fraction * 2.0**64)
+
+
 def _encode_images(job: PartJob, names: list[str], ledger: Ledger, plugins: Plugins, on_progress: OnProgress) -> None:
-    reading, texts = Reading(job.part, plugins), _Texts(job.max_thumbnails)
+    reading, texts = Reading(job.part, plugins), _Records(job.num_parts)
     size = 0
-    with ExitStack() as stack:
-        folders = {name: stack.enter_context(atomic_folder(job.folder / name)) for name in names}
-        arrays = {name: stack.enter_context(_Arrays(folder)) for name, folder in folders.items()}
+    with _writing(job.folder, *names) as groups:
         for num_read, records, images in one_ahead(reading.chunks()):
             on_progress(num_read)
             size = images.shape[1]
             if RECORDS in names:
                 texts.add(records, images)
-                arrays[RECORDS].add("label", np.array([record.label for record in records], np.int32))
-                arrays[RECORDS].add("key_hash", np.array([key_hash(record.key) for record in records], np.uint64))
-                arrays[RECORDS].add(
-                    "split_hash", np.array([key_hash(record.group or record.key) for record in records], np.uint64)
-                )
                 for number, name in enumerate(plugins.config.keep):
-                    arrays[RECORDS].add(f"kept-{number}", np.array([record.values[name] for record in records]))
+                    groups[RECORDS].add(f"kept-{number}", np.array([record.values[name] for record in records]))
             if LATENTS in names:
                 for name, rows in latent_rows(plugins, images).items():
-                    arrays[LATENTS].add(name, rows, "encoded image is not finite")
+                    groups[LATENTS].add(name, rows, "encoded image is not finite")
             if FEATURES in names:
-                arrays[FEATURES].add("features", plugins.features.encode(images), "features are not finite")
+                groups[FEATURES].add("features", plugins.features.encode(images), "features are not finite")
         on_progress(reading.num_read)
         if RECORDS in names:
-            texts.write(folders[RECORDS], reading.broken)
+            groups[RECORDS].paths += texts.write(groups[RECORDS].folder, reading.broken)
         elif reading.num_rows != (expected := ledger.records[RECORDS]["num_rows"]):
             raise UserError(
                 f"part {job.part.name!r} of the source: has {reading.num_rows} samples instead of {expected}, "
                 f"with the same fingerprint; delete {job.folder}"
             )
     for name in names:
-        facts = {"unfit": arrays[name].unfit} if name != RECORDS else {**reading.facts(), "image_size": size}
-        ledger.record(name, job.wanted[name], (job.folder / name).iterdir(), **facts)
+        facts = {"unfit": groups[name].unfit} if name != RECORDS else {**reading.facts(), "image_size": size}
+        ledger.record(name, job.wanted[name], groups[name].written(job.folder), **facts)
+    ledger.save()
 
 
 def latent_rows(plugins: Plugins, images: UInt8[np.ndarray, "n h w 3"]) -> dict[str, Shaped[np.ndarray, "n c h w"]]:
@@ -241,22 +267,42 @@ def latent_rows(plugins: Plugins, images: UInt8[np.ndarray, "n h w 3"]) -> dict[
 def _encode_captions(job: PartJob, ledger: Ledger, plugins: Plugins, on_progress: OnProgress) -> None:
     encoder = plugins.caption_encoder
     assert encoder is not None
-    captions = Strings(job.folder / RECORDS, "captions")
-    with atomic_folder(job.folder / CAPTIONS) as folder, _Arrays(folder) as arrays:
+    captions = PackedStrings(job.folder / TEXTS_FILE, "captions", ledger.records[RECORDS]["num_rows"])[:].tolist()
+    with _writing(job.folder, CAPTIONS) as groups:
         for first in range(0, len(captions), _CAPTIONS_AT_ONCE):
-            rows = encoder.encode(captions[first : first + _CAPTIONS_AT_ONCE].tolist())
+            rows = encoder.encode(captions[first : first + _CAPTIONS_AT_ONCE])
             for name in encoder.columns:
-                arrays.add(name, rows[name], "encoded caption is not finite")
+                groups[CAPTIONS].add(name, rows[name], "encoded caption is not finite")
             on_progress(min(first + _CAPTIONS_AT_ONCE, len(captions)))
-    ledger.record(CAPTIONS, job.wanted[CAPTIONS], (job.folder / CAPTIONS).iterdir(), unfit=arrays.unfit)
+    written = groups[CAPTIONS].written(job.folder)
+    ledger.record(CAPTIONS, job.wanted[CAPTIONS], written, unfit=groups[CAPTIONS].unfit)
+    ledger.save()
 
 
-class _Arrays(ExitStack):
-    """``.npy`` columns in one folder, opened at their first rows; notes rows that are not finite."""
+def _copy_sample(job: PartJob, ledger: Ledger, plugins: Plugins) -> None:
+    """Copy the features of the fit sample, so that the fit need not read the others."""
+    with _writing(job.folder, SAMPLE) as groups:
+        if ledger.records[RECORDS]["num_rows"]:
+            with np.load(job.folder / ROWS_FILE) as rows:
+                chosen = is_sampled(rows["key_hash"], plugins.config.partition.fit_fraction)
+            groups[SAMPLE].add("sample", np.load(job.folder / "features.npy", mmap_mode="r")[chosen])
+    ledger.record(SAMPLE, job.wanted[SAMPLE], groups[SAMPLE].written(job.folder))
+
+
+@contextmanager
+def _writing(folder: Path, *names: str) -> Iterator[dict[str, _Group]]:
+    """Yield the groups of columns to write; their files move into ``folder`` unless the block raises."""
+    with atomic_files(folder) as temporary, ExitStack() as stack:
+        yield {name: stack.enter_context(_Group(temporary)) for name in names}
+
+
+class _Group(ExitStack):
+    """Files of one group: ``.npy`` columns, opened at their first rows. Notes rows that are not finite."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self.folder = folder
+        self.paths: list[Path] = []
         self.unfit: dict[str, str] = {}
         """Cause by unusable row."""
         self._arrays: dict[str, GrowingArray] = {}
@@ -264,7 +310,8 @@ class _Arrays(ExitStack):
     def add(self, name: str, rows: Shaped[np.ndarray, "n ..."], cause: str = "") -> None:
         """Append rows to a column; note those that are not finite under ``cause``."""
         if name not in self._arrays:
-            array = GrowingArray(self.folder / f"{name}.npy", rows.dtype, rows.shape[1:])
+            self.paths.append(self.folder / f"{name}.npy")
+            array = GrowingArray(self.paths[-1], rows.dtype, rows.shape[1:])
             self._arrays[name] = self.enter_context(array)
         array = self._arrays[name]
         if cause and rows.dtype.kind == "f":
@@ -272,37 +319,63 @@ class _Arrays(ExitStack):
             self.unfit.update({str(array.num_rows + row): cause for row in np.flatnonzero(bad).tolist()})
         array.append(rows)
 
+    def written(self, folder: Path) -> list[Path]:
+        """Return the files, which are now in ``folder``."""
+        return [folder / path.name for path in self.paths]
 
-class _Texts:
-    """Keys, captions and thumbnails of one part, written at its end."""
 
-    def __init__(self, max_thumbnails: int) -> None:
-        self._keys: list[str] = []
-        self._captions: list[str] = []
-        self._max_thumbnails = max_thumbnails
+class _Records:
+    """Keys, captions, labels, hashes and thumbnails of one part, written at its end."""
+
+    def __init__(self, num_parts: int) -> None:
+        self._records: list[tuple[str, str, int, int, int]] = []
+        """Key, caption, label, hash of the key, hash that decides the split."""
+        # Twice the share of a part, for those of many samples; of few parts, each may have all of them.
+        self._budget = 2 * MAX_THUMBNAILS / num_parts
+        self._max_thumbnails = min(MAX_THUMBNAILS, round(2 * self._budget) + 16)
         self._thumbnails: list[tuple[int, int, UInt8[np.ndarray, "h w 3"]]] = []
         """Hash, row and image of the lowest hashes so far."""
 
     def add(self, records: list[Record], images: UInt8[np.ndarray, "n h w 3"]) -> None:
         """Collect one chunk."""
-        first_row = len(self._keys)
-        self._keys += [record.key for record in records]
-        self._captions += [record.caption for record in records]
-        new = [(key_hash(record.key), first_row + i, images[i]) for i, record in enumerate(records)]
+        first_row = len(self._records)
+        hashes = [key_hash(record.key) for record in records]
+        self._records += [
+            (record.key, record.caption, record.label, own, key_hash(record.group) if record.group else own)
+            for record, own in zip(records, hashes, strict=True)
+        ]
+        new = [(own, first_row + i, images[i]) for i, own in enumerate(hashes)]
         lowest = sorted([*self._thumbnails, *new], key=lambda one: one[:2])[: self._max_thumbnails]
         self._thumbnails = [
             (rank, row, _thumbnail(image) if row >= first_row else image) for rank, row, image in lowest
         ]
 
-    def write(self, folder: Path, broken: list[BrokenSample]) -> None:
-        """Write all files; thumbnails in the order of their rows."""
-        Strings.write(folder, "keys", self._keys)
-        Strings.write(folder, "captions", self._captions)
-        if shown := {row: image for _, row, image in self._thumbnails}:
-            save_array(folder / "thumbnails.npy", np.stack([shown[row] for row in sorted(shown)]))
-            save_array(folder / "thumbnail_rows.npy", np.array(sorted(shown), np.int64))
-        lines = "".join(json.dumps(asdict(one)) + "\n" for one in broken)
-        (folder / "broken.jsonl").write_text(lines, encoding="utf-8")
+    def write(self, folder: Path, broken: list[BrokenSample]) -> list[Path]:
+        """Write both files; thumbnails in the order of their rows."""
+        keys, captions, labels, key_hashes, split_hashes = (
+            zip(*self._records, strict=True) if self._records else [()] * 5
+        )
+        # Parts of equal size share the budget by the lowest hashes, as if they were one.
+        limit = self._budget / max(1, len(keys)) * 2.0**64
+        shown = {row: image for rank, row, image in self._thumbnails if rank < limit}
+        images = np.stack([shown[row] for row in sorted(shown)]) if shown else np.empty((0, 1, 1, 3), np.uint8)
+        paths = [folder / ROWS_FILE, folder / TEXTS_FILE]
+        np.savez(
+            paths[0],
+            key_hash=np.array(key_hashes, np.uint64),
+            split_hash=np.array(split_hashes, np.uint64),
+            label=np.array(labels, np.int32),
+            has_caption=np.array([bool(caption) for caption in captions], bool),
+        )
+        np.savez(
+            paths[1],
+            **packed_strings("keys", keys),
+            **packed_strings("captions", captions),
+            **packed_strings("broken", [json.dumps(asdict(one), ensure_ascii=False) for one in broken]),
+            thumbnails=images,
+            thumbnail_rows=np.array(sorted(shown), np.int64),
+        )
+        return paths
 
 
 def _thumbnail(image: UInt8[np.ndarray, "h w 3"]) -> UInt8[np.ndarray, "h2 w2 3"]:

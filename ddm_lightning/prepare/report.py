@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.nn.functional import normalize, one_hot
 
 from ddm_lightning.config.experiment import Experiment
-from ddm_lightning.core.files import atomic_write_text, read_json
+from ddm_lightning.core.files import atomic_write_text
 from ddm_lightning.core.grids import labelled_grid, save_png
+from ddm_lightning.partition.build import displaced_fractions
 from ddm_lightning.partition.columns import Rows
 from ddm_lightning.partition.partition import Partition
-from ddm_lightning.prepare.encode import FEATURES
-from ddm_lightning.prepare.prepared import Prepared
+from ddm_lightning.prepare.prepared import Prepared, Thumbnails
 from ddm_lightning.prepare.reading import Plugins
 
 # Silhouettes need the square of this many distances: 128 MB.
@@ -37,18 +37,18 @@ _MAX_NEIGHBOURS, _MAX_CAPTIONS = 3, 8
 
 @dataclass(frozen=True, eq=False)
 class ReportData:
-    """A prepared data set: n samples in k clusters, m thumbnails, feature width d."""
+    """A prepared data set: n samples of the fit in k clusters, m thumbnails, feature width d."""
 
     thumbnails: UInt8[np.ndarray, "m s s 3"]
     """Small images of a uniform sample of the data set."""
-    thumbnail_rows: Int[np.ndarray, "m"]
-    """Row of each thumbnail's sample."""
+    thumbnail_clusters: Int[np.ndarray, "m"]
+    """Cluster of each thumbnail's sample."""
     captions: Sequence[str]
     """Caption of each thumbnail."""
     features: Rows
-    """[n d]; may exceed memory."""
+    """[n d], of the samples on which the partition was fitted; may exceed memory."""
     clusters: Int[np.ndarray, "n"]
-    """Cluster of each sample."""
+    """Cluster of each of these samples."""
     metric: str
     """``spherical`` (cosine distance) or ``euclidean``."""
     counts: Int[np.ndarray, "k"]
@@ -134,7 +134,7 @@ def compute_silhouettes(features: Float[Tensor, "n d"], clusters: Int[Tensor, "n
     return torch.where((members @ sizes == 1) | value.isnan(), 0.0, value)
 
 
-def report_partition(experiment: Experiment, plugins: Plugins, prepared: Prepared) -> None:
+def report_partition(experiment: Experiment, plugins: Plugins, prepared: Prepared, thumbnails: Thumbnails) -> None:
     """Write ``clusters.png`` and ``report/report.html`` of a prepared data set."""
     config, index = experiment.prepare, prepared.index
     credit: dict[str, Any] = {
@@ -143,22 +143,20 @@ def report_partition(experiment: Experiment, plugins: Plugins, prepared: Prepare
         "seed": experiment.seed,
     }
     partition = Partition.load(prepared.partition_file)
-    thumbnails, rows = prepared.thumbnails()
-    facts = read_json(prepared.partition_facts_file, "the figures of the partition", "run prepare again")
-    clusters = prepared.clusters
+    features, clusters = prepared.sample(config.partition.fit_fraction).features, prepared.clusters
     data = ReportData(
-        thumbnails=thumbnails,
-        thumbnail_rows=rows,
-        captions=prepared.texts("captions").take(rows).tolist(),
-        features=prepared.rows(FEATURES, "features"),
+        thumbnails=thumbnails.images,
+        thumbnail_clusters=thumbnails.clusters,
+        captions=thumbnails.captions,
+        features=features,
         clusters=clusters,
         metric=getattr(partition.rule, "metric", config.partition.metric),
-        counts=np.bincount(clusters, minlength=partition.num_clusters),
+        counts=partition.counts.numpy(),
         num_read=index["num_read"],
         broken=index["broken"],
-        filtered=index.get("filtered", {}),
+        filtered=index["filtered"],
         num_without_caption=index["num_without_caption"],
-        displaced=facts["displaced"] and tuple(facts["displaced"]),
+        displaced=displaced_fractions(partition, features, clusters, config.partition.device),
         facts={name: getattr(config, name.replace(" ", "_")).name for name in ("source", "features", "image encoder")},
     )
     save_png(prepared.folder / "clusters.png", cluster_grid(data, **credit))
@@ -177,7 +175,7 @@ def write_report(path: Path, data: ReportData, *, title: str, attribution: str, 
     """
     measures, num_clusters = measure(data, seed), len(data.counts)
     max_images = max(_MIN_SHOWN, min(_MAX_SHOWN, _MAX_SHOWN_IN_ALL // num_clusters))
-    shown = choose_images(data.clusters[data.thumbnail_rows], num_clusters, seed, max_images)
+    shown = choose_images(data.thumbnail_clusters, num_clusters, seed, max_images)
     templates = Environment(
         loader=PackageLoader(__package__),
         autoescape=True,
@@ -238,7 +236,7 @@ def choose_images(
 
 def cluster_grid(data: ReportData, title: str, attribution: str, seed: int) -> Image.Image:
     """Arrange random images in one row per cluster, labelled with the cluster's size and share."""
-    chosen = choose_images(data.clusters[data.thumbnail_rows], len(data.counts), seed, _GRID_COLUMNS)
+    chosen = choose_images(data.thumbnail_clusters, len(data.counts), seed, _GRID_COLUMNS)
     rows = [
         (f"cluster {k} · {count:,} ({count / data.counts.sum():.1%})", list(data.thumbnails[indices]))
         for k, (count, indices) in enumerate(zip(data.counts, chosen, strict=True))

@@ -1,9 +1,10 @@
-"""Write the MDS shards, one folder per cluster and split, and describe them: the same bytes for the same input."""
+"""Write the MDS shards of a group of parts, one folder per cluster and split: the same bytes for the same input."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +12,22 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float64, Int, UInt64
 
-from ddm_lightning.config.experiment import Experiment, ShardsConfig
-from ddm_lightning.core.files import atomic_folder, atomic_write_json, read_json
-from ddm_lightning.core.formatting import format_bytes
+from ddm_lightning.config.experiment import ShardsConfig
+from ddm_lightning.core.files import atomic_files, read_json, sha256_file
 from ddm_lightning.encoders.interfaces import StoredForm, array_encoding, parse_encoding
-from ddm_lightning.partition.columns import Rows
+from ddm_lightning.partition.columns import Rows, packed_strings
 from ddm_lightning.partition.partition import Partition
-from ddm_lightning.prepare.encode import CAPTIONS, LATENTS, RECORDS
-from ddm_lightning.prepare.engine import run_jobs
+from ddm_lightning.partition.partition import Samples as Assignable
+from ddm_lightning.prepare.encode import CAPTIONS, FEATURES, LATENTS, MAX_THUMBNAILS, RECORDS, Ledger
 from ddm_lightning.prepare.prepared import Prepared
 from ddm_lightning.prepare.reading import Plugins
-from ddm_lightning.shards.manifest import HELD_OUT, TRAIN, ClusterSamples, Manifest, shard_name
+from ddm_lightning.prepare.records import Part
+from ddm_lightning.prepare.store import Store
+from ddm_lightning.shards.manifest import HELD_OUT, TRAIN, shard_name
 from ddm_lightning.shards.mosaic import open_writer
-from ddm_lightning.shards.verify import verify_shards
 
+GROUP = "group"
+"""Name of a group's work in its ledger."""
 _SAMPLES_AT_ONCE = 256
 
 
@@ -52,6 +55,34 @@ def held_out_samples(
 
 
 @dataclass(frozen=True)
+class Split:
+    """The split by hashes as a file that every machine reads: the limit, and groups on the other side of it."""
+
+    limit: float
+    """Fraction of the range of hashes below which samples are held out."""
+    held_out: Sequence[int]
+    """Hashes above the limit that are held out all the same, for clusters without others."""
+    trained_on: Sequence[int]
+    """Hashes below the limit that are trained on."""
+
+    @classmethod
+    def of(
+        cls, split_hash: UInt64[np.ndarray, "n"], clusters: Int[np.ndarray, "n"], num_clusters: int, fraction: float
+    ) -> Split:
+        """Decide from the samples of the fit, as ``held_out_samples``."""
+        below = split_hash < np.uint64(int(fraction * 2.0**64))
+        held_out = held_out_samples(split_hash, clusters, num_clusters, fraction)
+        others = [np.unique(split_hash[side]).tolist() for side in (held_out & ~below, below & ~held_out)]
+        return cls(fraction, *others)
+
+    def is_held_out(self, split_hash: UInt64[np.ndarray, "n"]) -> Bool[np.ndarray, "n"]:
+        """Whether each sample is held out."""
+        below = split_hash < np.uint64(int(self.limit * 2.0**64))
+        held_out = np.isin(split_hash, np.array(self.held_out, np.uint64))
+        return (below | held_out) & ~np.isin(split_hash, np.array(self.trained_on, np.uint64))
+
+
+@dataclass(frozen=True)
 class Samples:
     """Rows to store in the shards."""
 
@@ -60,13 +91,14 @@ class Samples:
     encodings: Mapping[str, str]
     """MDS encoding of each column; its rows are cast to it."""
     captions: Rows
-    clusters: Int[np.ndarray, "n"]
+    first_id: int
+    """``sample_id`` of the first row."""
     form: StoredForm
     """Form in which ``x_0`` is stored."""
 
 
 def split_orders(
-    held_out: Bool[np.ndarray, "n"], clusters: Int[np.ndarray, "n"], num_clusters: int, seed: int
+    held_out: Bool[np.ndarray, "n"], clusters: Int[np.ndarray, "n"], num_clusters: int, seed: int, group: int = 0
 ) -> list[tuple[int, str, Int[np.ndarray, "m"]]]:
     """Return cluster, split and samples of each non-empty folder; shuffled, so that sequential readers see no order."""
     orders = []
@@ -74,33 +106,28 @@ def split_orders(
         for split_index, (split, side) in enumerate(((TRAIN, ~held_out), (HELD_OUT, held_out))):
             ids = np.flatnonzero((clusters == cluster) & side)
             if len(ids):
-                orders.append((cluster, split, np.random.default_rng([seed, cluster, split_index]).permutation(ids)))
+                random = np.random.default_rng([seed, cluster, split_index, group])
+                orders.append((cluster, split, random.permutation(ids)))
     return orders
 
 
-@dataclass(frozen=True)
-class SplitJob:
-    """One folder of shards, ``folder``/cluster-k/{train,held-out}."""
-
-    prepared: Path
-    folder: Path
-    cluster: int
-    split: str
-    """``TRAIN`` or ``HELD_OUT``."""
-    order: Int[np.ndarray, "m"]
-    """Samples to write."""
-
-
 def write_split(
-    job: SplitJob, samples: Samples, config: ShardsConfig, on_progress: Callable[[int], None]
+    folder: Path,
+    cluster: int,
+    order: Int[np.ndarray, "m"],
+    samples: Samples,
+    config: ShardsConfig,
+    on_progress: Callable[[int], None],
 ) -> Float64[np.ndarray, "3 c"]:
-    """Write the shards of one split.
+    """Write the shards of one cluster and split.
 
-    Columns: those of ``samples``, ``sample_id`` (the sample's row), ``cluster`` and ``caption``.
+    Columns: those of ``samples``, ``sample_id`` (the sample's row in the whole data set), ``cluster`` and ``caption``.
 
     Args:
-        job: the folder and its samples.
-        samples: rows of all samples.
+        folder: the MDS folder.
+        cluster: number of the cluster.
+        order: rows of ``samples`` to write; all of them are read into memory, part after part.
+        samples: rows of all samples of the group.
         config: shard size and compression.
         on_progress: called with the number of samples written so far.
 
@@ -109,77 +136,126 @@ def write_split(
     """
     moments: list[Float64[np.ndarray, "3 c"]] = []
     types = {name: parse_encoding(encoding)[0] for name, encoding in samples.encodings.items()}
-    folder = job.folder / shard_name(job.cluster, job.split)
     encodings = {**samples.encodings, "sample_id": "int64", "cluster": "int32", "caption": "str"}
+    columns = {name: rows.take(order).astype(types[name], copy=False) for name, rows in samples.columns.items()}
+    columns |= {"sample_id": order + samples.first_id, "cluster": np.full(len(order), cluster, np.int32)}
+    columns["caption"] = samples.captions.take(order)
     with open_writer(folder, encodings, config.compression, config.max_bytes) as writer:
-        for start in range(0, len(job.order), _SAMPLES_AT_ONCE):
-            chosen = job.order[start : start + _SAMPLES_AT_ONCE]
-            block = {name: rows.take(chosen).astype(types[name], copy=False) for name, rows in samples.columns.items()}
+        for start in range(0, len(order), _SAMPLES_AT_ONCE):
+            block = {name: values[start : start + _SAMPLES_AT_ONCE] for name, values in columns.items()}
             stored = torch.from_numpy(block["x_0"])
             mean, std = samples.form.mean(stored, torch.float64).numpy(), samples.form.std(stored, torch.float64)
             squares = mean**2 + (0.0 if std is None else std.square().numpy())
             moments.append(np.stack([np.ones_like(mean).sum((0, 2, 3)), mean.sum((0, 2, 3)), squares.sum((0, 2, 3))]))
-            block |= {"sample_id": chosen, "cluster": samples.clusters[chosen]}
-            block["caption"] = samples.captions.take(chosen)
-            for row in range(len(chosen)):
+            for row in range(len(stored)):
                 writer.write({name: values[row] for name, values in block.items()})
-            on_progress(start + len(chosen))
+            on_progress(start + len(stored))
     return sum(moments[1:], moments[0])
 
 
-def statistics_of(moments: Float64[np.ndarray, "3 c"]) -> dict[str, list[float]]:
-    """Return mean and std per channel from the sums of ``write_split``."""
-    count, total, squares = moments
-    mean = total / count
-    return {"mean": mean.tolist(), "std": np.sqrt(np.maximum(squares / count - mean**2, 0)).tolist()}
+@dataclass(frozen=True)
+class GroupJob:
+    """The shards of one group of parts."""
+
+    number: int
+    folder: Path
+    """``prepared``."""
+    parts: Sequence[Part]
+    first: int
+    """Number of the first part in the source."""
+    seed: int
+    key: str
+    """Hash of everything the shards are made from."""
+    records: Sequence[Mapping[str, Any]]
+    """Of the parts."""
+    store: Store | None = None
+    """Where to find parts that are not on this disk, and to publish the shards; they are not kept here then."""
+
+    @property
+    def ledger(self) -> Ledger:
+        """The record of the finished group."""
+        return Ledger(self.folder / "groups" / f"{self.number:05}.json", self.folder)
 
 
-def write_shards(plugins: Plugins, seed: int, prepared: Prepared, on_progress: Callable[[int, int], None]) -> str:
-    """Write ``shards/cluster-k/{train,held-out}`` and ``statistics.json`` atomically.
+def write_group(job: GroupJob, plugins: Plugins, on_progress: Callable[[int], None]) -> dict[str, Any]:
+    """Write the shards of a group, or publish them; return its record."""
+    ledger = job.ledger
+    if not ledger.is_done(GROUP, job.key):
+        ledgers = [Ledger(job.folder, records=records) for records in job.records]
+        prepared = Prepared(job.folder, job.parts, job.first, ledgers, job.store)
+        fetched = prepared.fetch(range(len(job.parts)))
+        _write_group(job, prepared, ledger, plugins, on_progress)
+        for path in fetched:
+            path.unlink()
+    if job.store is not None:
+        job.store.publish(f"groups/{ledger.file.stem}", job.folder, ledger.records)
+        for name in ledger.files(GROUP):
+            if name.startswith("shards/"):
+                (job.folder / name).unlink()
+    return ledger.records[GROUP]
 
-    Args:
-        plugins: encoders and configuration.
-        seed: of the samples' order.
-        prepared: folder with encoded parts and their clusters.
-        on_progress: called with samples done and samples in total.
 
-    Returns:
-        The counts in words.
+def _write_group(
+    job: GroupJob, prepared: Prepared, ledger: Ledger, plugins: Plugins, on_progress: Callable[[int], None]
+) -> None:
+    """Assign the samples of a group to clusters, write their shards and keep some thumbnails.
+
+    The folder of a cluster and split is named after its content, so an upload that was stopped can go on.
     """
-    config, clusters = plugins.config, prepared.clusters
-    num_clusters, split_hash = config.partition.num_clusters, prepared.rows(RECORDS, "split_hash")[:]
-    held_out = held_out_samples(split_hash, clusters, num_clusters, config.held_out_fraction)
-    num_samples, done = len(clusters), 0
+    config = plugins.config
+    ledger.forget(GROUP)
+    partition = Partition.load(prepared.rule_file)
+    thumbnails = ledger.file.with_suffix(".npz")
+    num_classes, done, folders, paths = plugins.source.num_classes, 0, {}, [thumbnails]
+    cells = np.zeros((partition.num_clusters, num_classes), np.int64)
 
-    def advance(in_folder: int) -> None:
-        on_progress(done + in_folder, num_samples)
+    def advance(before: int, here: int) -> None:
+        on_progress(before + here)
 
-    with atomic_folder(prepared.shards) as folder:
-        jobs = [
-            SplitJob(prepared.folder, folder, *order) for order in split_orders(held_out, clusters, num_clusters, seed)
-        ]
-        sums = dict[int, Float64[np.ndarray, "3 c"]]()
-        for number, moments in run_jobs(_write_job, jobs, plugins, num_samples, advance):
-            sums[number] = moments
-            done += len(jobs[number].order)
-            advance(0)
-    # In the order of the jobs, because rounding depends on it.
-    atomic_write_json(prepared.statistics_file, statistics_of(np.sum([sums[job] for job in range(len(jobs))], axis=0)))
-    size = sum(path.stat().st_size for path in prepared.shards.rglob("*") if path.is_file())
-    return f"{num_samples:,} samples, {format_bytes(size)}"
+    columns: dict[str, str] = {}
+    shown: dict[str, Any] = {
+        "images": np.empty((0, 1, 1, 3), np.uint8),
+        "key_hash": np.empty(0, np.uint64),
+        "clusters": np.empty(0, np.int32),
+        **packed_strings("captions", []),
+    }
+    if prepared.filled_parts:
+        labels, keys = prepared.facts("label"), prepared.texts("keys")
+        assignable = Assignable(prepared.rows(FEATURES, "features"), labels, keys)
+        clusters = partition.rule.assign(assignable, config.partition.device)
+        np.add.at(cells, (clusters, labels), 1)
+        samples = samples_of(prepared, plugins, labels)
+        split = Split(**read_json(prepared.split_file, "the split", "run prepare again"))
+        held_out = split.is_held_out(prepared.facts("split_hash"))
+        for cluster, side, order in split_orders(held_out, clusters, partition.num_clusters, job.seed, job.number):
+            name = shard_name(cluster, side)
+            with atomic_files(prepared.shards / name) as temporary:
+                folder = temporary / f"{job.number:05}"
+                moments = write_split(folder, cluster, order, samples, config.shards, partial(advance, done))
+                folder = folder.rename(f"{folder}-{sha256_file(folder / 'index.json')[:12]}")
+                written = [prepared.shards / name / folder.name / path.name for path in folder.iterdir()]
+            done += len(order)
+            paths += written
+            folders[name] = {"folder": folder.name, "samples": len(order), "moments": moments.tolist()}
+        columns = dict(samples.encodings)
+        images, rows = prepared.thumbnails()
+        hashes = prepared.facts("key_hash")[rows]
+        lowest = np.sort(hashes.argsort(kind="stable")[:MAX_THUMBNAILS])
+        shown = {"images": images[lowest], "key_hash": hashes[lowest], "clusters": clusters[rows[lowest]]}
+        shown |= packed_strings("captions", samples.captions.take(rows[lowest]).tolist())
+    with atomic_files(thumbnails.parent) as temporary:
+        np.savez(temporary / thumbnails.name, **shown)
+    ledger.record(GROUP, job.key, paths, folders=folders, columns=columns, class_counts=cells.tolist())
+    ledger.save()
 
 
-def _write_job(job: SplitJob, plugins: Plugins, on_progress: Callable[[int], None]) -> Float64[np.ndarray, "3 c"]:
-    return write_split(job, samples_of(Prepared(job.prepared), plugins), plugins.config.shards, on_progress)
-
-
-def samples_of(prepared: Prepared, plugins: Plugins) -> Samples:
+def samples_of(prepared: Prepared, plugins: Plugins, labels: Int[np.ndarray, "n"]) -> Samples:
     """Return the rows to store in the shards and their encodings."""
     encoder, captions = plugins.image_encoder, plugins.caption_encoder
     latents = ["x_0", *(["x_0_flipped"] if plugins.config.horizontal_flips else [])]
     columns = {name: prepared.rows(LATENTS, name) for name in latents}
     encodings = {name: array_encoding(encoder.dtype, rows.row_shape) for name, rows in columns.items()}
-    columns["label"], encodings["label"] = prepared.rows(RECORDS, "label"), "int32"
+    columns["label"], encodings["label"] = Rows([labels]), "int32"
     for name, encoding in (captions.columns if captions else {}).items():
         columns[name], encodings[name] = prepared.rows(CAPTIONS, name), encoding
     for number, name in enumerate(plugins.config.keep):
@@ -188,56 +264,6 @@ def samples_of(prepared: Prepared, plugins: Plugins) -> Samples:
         columns,
         encodings,
         prepared.texts("captions"),
-        prepared.clusters,
+        prepared.first_row,
         StoredForm(encoder.stores, encoder.normalisation),
-    )
-
-
-def manifest_of(
-    experiment: Experiment, plugins: Plugins, prepared: Prepared, files: Callable[[str], Mapping[str, Any]]
-) -> Manifest:
-    """Describe the shards and how to read them; ``files`` gives a stage's files with their hashes."""
-    config = experiment.prepare
-    partition = Partition.load(prepared.partition_file)
-    indices = {
-        name.removeprefix("shards/").removesuffix("/index.json"): entry["sha256"]
-        for name, entry in files("shards").items()
-        if name.endswith("/index.json")
-    }
-    samples = {name: verify_shards(prepared.shards / name, hashes=False) for name in indices}
-    clusters = tuple(
-        ClusterSamples(*(samples.get(shard_name(k, split), 0) for split in (TRAIN, HELD_OUT)))
-        for k in range(partition.num_clusters)
-    )
-    encoder, captions = plugins.image_encoder, plugins.caption_encoder
-    size = prepared.index["image_size"]
-    num_classes = plugins.source.num_classes
-    num_cells = len(clusters) * num_classes
-    cells = prepared.clusters.astype(np.int64) * num_classes + prepared.rows(RECORDS, "label")[:]
-    return Manifest(
-        source=asdict(config.source),
-        attribution=plugins.source.attribution,
-        images={**asdict(config.images), "size": size},
-        image_encoder=asdict(config.image_encoder),
-        stores=encoder.stores,
-        x_shape=encoder.x_shape(size),
-        normalisation=encoder.normalisation,
-        statistics=read_json(prepared.statistics_file, "the statistics of x_0", "run prepare again"),
-        caption_encoder=asdict(config.caption_encoder) if config.caption_encoder else None,
-        text_size=captions.size if captions else 0,
-        token_shape=captions.token_shape if captions else None,
-        columns=dict(samples_of(prepared, plugins).encodings),
-        num_classes=num_classes,
-        features=asdict(config.features),
-        provenance=plugins.provenance(),
-        filtered=prepared.index.get("filtered", {}),
-        **{name: prepared.index[name] for name in ("num_read", "broken", "num_samples", "num_without_caption")},
-        clusters=clusters,
-        priors=tuple(partition.priors.tolist()),
-        seed=experiment.seed,
-        index_sha256=indices,
-        partition_sha256=files("partition")["partition.safetensors"]["sha256"],
-        versions=plugins.versions(),
-        class_names=list(getattr(plugins.source, "class_names", None) or ()) or None,
-        class_counts=np.bincount(cells, minlength=num_cells).reshape(len(clusters), -1).tolist(),
     )

@@ -5,6 +5,8 @@ It writes and decompresses shards, and shuffles as ``StreamingDataset`` does, wh
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import numpy as np
 from jaxtyping import Int
 
 from ddm_lightning.core.compat import import_light
+from ddm_lightning.core.files import atomic_files
 
 import_light("streaming", "streaming.base", first="streaming.base.format")
 
@@ -19,8 +22,9 @@ from streaming.base.compression import decompress  # noqa: E402  # after that
 from streaming.base.format.mds.encodings import mds_decode  # noqa: E402
 from streaming.base.format.mds.writer import MDSWriter  # noqa: E402
 from streaming.base.shuffle import get_shuffle  # noqa: E402
+from streaming.base.util import merge_index as merge_index_files  # noqa: E402
 
-__all__ = ["decompress", "mds_decode", "open_writer", "shuffled"]
+__all__ = ["decompress", "mds_decode", "merge_index", "open_writer", "shuffled"]
 # Least number of samples in a block of the shuffle, which is fetched before the first step of an epoch. It is at least
 # four times the largest shard, because a shard larger than a block is not mixed with others.
 _MIN_BLOCK = 1 << 18
@@ -32,6 +36,17 @@ def open_writer(folder: Path, columns: Mapping[str, str], compression: str | Non
     return MDSWriter(
         out=str(folder), columns=dict(columns), compression=compression, hashes=_HASHES, size_limit=max_bytes
     )
+
+
+def merge_index(folders: Sequence[Path], out: Path) -> None:
+    """Write ``out``/index.json, whole or not at all, over the shards of ``folders``, which are in ``out``."""
+    with warnings.catch_warnings(), atomic_files(out) as temporary:
+        warnings.simplefilter("ignore", ResourceWarning)  # Streaming leaves files to the garbage collector
+        logging.disable(logging.WARNING)  # and warns that it has a temporary folder
+        try:
+            merge_index_files([str(folder / "index.json") for folder in folders], str(temporary))
+        finally:
+            logging.disable(logging.NOTSET)
 
 
 def shuffled(shard_sizes: Sequence[int], seed: int, epoch: int) -> Int[np.ndarray, "n"]:

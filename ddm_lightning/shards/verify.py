@@ -90,7 +90,7 @@ def remove_damaged(folder: Path, *, index_sha256: str | None = None) -> None:
     except UserError:
         shutil.rmtree(folder)
         return
-    for leftover in folder.glob(".tmp-*"):  # of a process that was killed
+    for leftover in folder.rglob(".tmp-*"):  # of a process that was killed
         leftover.unlink()
     entries = {path: entry for shard in shards for path, entry in _files(folder, shard).items() if path.is_file()}
     for path, problem in zip(entries, in_threads(file_problem, entries, entries.values()), strict=True):

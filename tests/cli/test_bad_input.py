@@ -53,6 +53,15 @@ def test_missing_experiment_file(refuse: Refuse, tmp_path: Path, command: str) -
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("share", "settings"), [("9/8", ["remote=there"]), ("0/8", ["remote=there"]), ("x", []), ("1/2", [])]
+)
+def test_a_share_that_is_none(refuse: Refuse, tmp_path: Path, share: str, settings: list[str]) -> None:
+    line = refuse("prepare", "-c", TINY, f"run_dir={tmp_path / 'run'}", "--parts", share, *settings)
+    assert line.startswith("--parts: the machines" if share == "1/2" else f"--parts {share}: give the number")
+    assert list(tmp_path.iterdir()) == []
+
+
 BAD_SETTINGS: dict[str, tuple[str, list[str]]] = {
     "unknown key": ("expert.train.max_stepz=1", ["unknown key 'expert.train.max_stepz'", "did you mean 'max_steps'"]),
     "more clusters than samples": (

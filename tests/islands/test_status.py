@@ -1,5 +1,6 @@
 """What ``status`` says of islands: a dead process never trains, whatever its clock says; the table and the page."""
 
+import json
 import re
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
@@ -161,3 +162,22 @@ def test_the_page_shows_every_curve_and_runs_nothing(run, clock, monkeypatch, ca
 )
 def test_figures_fit_their_columns(value, form, shown):
     assert _figure(value, form) == shown
+
+
+def test_the_progress_of_preparing_is_that_of_all_machines(run):
+    assert status.preparing_line(run) is None
+    remote.write(f"{run.url}/prepared/parts.json", json.dumps([f"part {n}" for n in range(130)]).encode())
+    for name in ("parts/a", "parts/b", "groups/00000"):
+        remote.write(f"{run.url}/prepared/{name}.json", b"{}")
+        remote.write(f"{run.url}/prepared/{name}/x_0-ab.npy", b"{}")
+    assert status.preparing_line(run) == "prepare: 2 of 130 parts encoded, 1 of 3 groups of shards written"
+    remote.write(f"{run.url}/prepared/manifest.json", b"{}")
+    assert status.preparing_line(run) is None
+
+
+def test_the_progress_of_preparing_here(tmp_path):
+    run = Run(load_experiment(TINY, [f"run_dir={tmp_path}"]))
+    for name in ("parts/a/part.json", "groups/00000.json", "parts.json"):
+        (tmp_path / "prepared" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "prepared" / name).write_text(json.dumps([1, 2]))
+    assert status.preparing_line(run) == "prepare: 1 of 2 parts encoded, 1 of 1 groups of shards written"

@@ -83,12 +83,6 @@ def test_splits_blocks_and_threads_change_no_bit(monkeypatch, tmp_path):
     assert not torch.equal(fit(x, 12, seed=1), whole)
 
 
-def test_a_subset_of_the_rows_is_fitted_like_a_copy():
-    x = blobs(1000, 10, 4)
-    chosen = np.flatnonzero(np.random.default_rng(0).random(1000) < 0.3)
-    assert torch.equal(fit(Rows([x[:400], x[400:]]).subset(chosen), 6), fit(x[chosen], 6))
-
-
 def test_half_precision_features_are_computed_in_float32():
     x = blobs(800, 10, 8).astype(np.float16)
     assert torch.equal(fit(x, 6), fit(x.astype(np.float32), 6))

@@ -123,13 +123,21 @@ def test_flat_clusters_balance_single_samples_by_a_stored_price(tmp_path, metric
     assert again.counts.tolist() == np.bincount(clusters[:300]).tolist()
 
 
-@pytest.mark.usefixtures("either_way")
-def test_fitting_on_a_part_still_counts_all_samples():
-    features, _ = directions([400, 400, 400, 400])
-    for kind, fraction in (("kmeans", 0.1), ("flat", 0.5)):
-        partition = fit(features, config(4, 32, kind=kind, fit_fraction=fraction, max_largest_over_mean=1.2))
-        assert int(partition.counts.sum()) == 1600
-        assert partition.counts.max() <= 1.2 * 400
+def test_a_sample_larger_than_the_memory_is_refused(monkeypatch):
+    monkeypatch.setattr(build.os, "sysconf", lambda _: 40)  # 1600 bytes
+    with pytest.raises(
+        UserError, match=r"fit_fraction' = 1\.0: takes 1\.3 kB of features, and .* has 1\.6 kB; lower it"
+    ):
+        fit(directions([10, 10])[0], config(2, 4))
+
+
+def test_counts_beyond_the_sample_may_differ_from_the_limit_by_its_error():
+    """Of a share of 1/4, known from 400 samples, four standard errors of at most a quarter each are 40 %."""
+    build.check_balance(torch.tensor([1469, 1, 1, 4]) + 1000, config(4, max_largest_over_mean=1.4), 400)
+    with pytest.raises(UserError, match="largest cluster has 2000"):
+        build.check_balance(torch.tensor([2000, 600, 700, 700]), config(4, max_largest_over_mean=1.4), 400)
+    with pytest.raises(UserError, match="stays empty"):
+        build.check_balance(torch.tensor([9, 0, 8, 9]), config(4), 400)
 
 
 @pytest.mark.usefixtures("either_way")
@@ -286,14 +294,9 @@ def test_an_empty_cluster_of_an_existing_partition_is_refused(tmp_path):
         ({"num_clusters": 11, "num_fine_centroids": 12}, "prepare.partition.num_clusters", "only 10 samples"),
         ({"num_clusters": 2, "num_fine_centroids": 12}, "prepare.partition.num_fine_centroids", "only 10 samples"),
         (
-            {"num_clusters": 2, "num_fine_centroids": 6, "fit_fraction": 0.5},
+            {"num_clusters": 2, "num_fine_centroids": 11, "fit_fraction": 0.5},
             "prepare.partition.fit_fraction",
-            "leaves 5 of 10",
-        ),
-        (
-            {"num_clusters": 2, "num_fine_centroids": 6, "fit_fraction": 0.46},
-            "prepare.partition.fit_fraction",
-            "leaves 5 of 10",
+            "leaves 10 of 20",
         ),
         ({"num_clusters": 11, "kind": "random"}, "prepare.partition.num_clusters", "only 10 samples"),
     ],

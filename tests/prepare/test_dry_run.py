@@ -14,7 +14,7 @@ from ddm_lightning.prepare.records import BrokenSample
 from ddm_lightning.prepare.stages import prepare
 
 pytestmark = pytest.mark.usefixtures("quick_prepare")
-EVERYTHING = ("source", "encode", "index", "partition", "shards", "report")
+EVERYTHING = ("source", "encode", "index", "partition", "shards", "merge")
 
 
 def bytes_of(plan):
@@ -49,8 +49,8 @@ def test_bytes_a_sample_are_those_that_prepare_writes(tmp_path, horizontal_flips
 
     def on_disk(group):
         headers = 128  # of each .npy file
-        paths = list((prepared.part_folder(0) / group).glob("*.npy"))
-        return (sum(path.stat().st_size for path in paths) - headers * len(paths)) / 60
+        files = prepared.ledgers[0].files(group).values()
+        return sum(file["bytes"] - headers for file in files) / 60
 
     assert told["encoded images"] == on_disk("latents") == 192 * (1 + horizontal_flips)
     assert told["features"] == on_disk("features") == 4 * 48

@@ -11,9 +11,10 @@ from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import sha256_file
 from ddm_lightning.core.formatting import format_bytes
 from ddm_lightning.core.registry import CAPTION_ENCODERS, FEATURES, IMAGE_ENCODERS, SOURCES
-from ddm_lightning.prepare import encode
+from ddm_lightning.prepare import encode, write_shards
+from ddm_lightning.prepare import prepared as prepared_files
 from ddm_lightning.prepare.encode import LEDGER, Ledger, key_hash
-from ddm_lightning.prepare.prepared import Prepared
+from ddm_lightning.prepare.prepared import Prepared, Thumbnails
 from ddm_lightning.prepare.records import BrokenSample
 from ddm_lightning.prepare.stages import prepare
 
@@ -72,7 +73,7 @@ def test_columns_hold_what_source_and_encoders_give(tmp_path, experiment, source
     np.testing.assert_array_equal(prepared.rows("captions", "text").take(everyone), captions["text"])
     assert list(prepared.texts("keys")) == [one.key for one in expected]
     assert list(prepared.texts("captions")) == [one.caption for one in expected]
-    hashes = prepared.rows("records", "key_hash").take(everyone)
+    hashes = prepared.facts("key_hash")
     np.testing.assert_array_equal(hashes, np.array([key_hash(one.key) for one in expected], np.uint64))
     assert len(set(hashes.tolist())) == 35 and (hashes > 2**63).any()
 
@@ -81,7 +82,7 @@ def test_a_group_decides_over_the_key_on_which_side_a_sample_falls(tmp_path, mon
     tiles = [record(f"t{i}", group=f"region {i // 5}") for i in range(40)]
     alone = [record(f"s{i}", group="" if i % 2 else None) for i in range(10)]
     prepare(experiment_of(plug_in(monkeypatch, SOURCES, Listed({"one": tiles + alone}))), tmp_path)
-    split = Prepared(tmp_path / "prepared").rows("records", "split_hash").take(np.arange(50)).tolist()
+    split = Prepared(tmp_path / "prepared").facts("split_hash").tolist()
     assert split[:40] == [key_hash(f"region {i // 5}") for i in range(40)]
     assert split[40:] == [key_hash(f"s{i}") for i in range(10)]
 
@@ -239,7 +240,7 @@ def test_a_part_that_lost_something_is_mended(tmp_path, experiment, damage):
     first = prepare(experiment, tmp_path)
     before, whole = groups_written(tmp_path), digests(tmp_path)
     part = part_folder(tmp_path, "two")
-    column = part / "features" / "features.npy"
+    column = part / "features.npy"
     if damage == "missing":
         column.unlink()
     elif damage == "truncated":
@@ -282,7 +283,8 @@ def test_stopped_in_between_it_keeps_the_parts_that_are_whole(tmp_path, experime
     # Captions come after the images, whose columns are whole by then.
     whole = {"features", "latents", "records"} if group == "captions" else set()
     assert read_state(two).keys() == whole
-    assert {path.name for path in two.iterdir()} == {"part.json", *whole}
+    files = {"part.json", "rows.npz", "texts.npz", "x_0.npy", "features.npy"} if group == "captions" else set()
+    assert {path.name for path in two.glob("*")} == files
     monkeypatch.setitem(registry._built_in, name, real)
     source.reads.clear()
     prepare(experiment, tmp_path / "run")
@@ -310,7 +312,7 @@ def test_captions_of_rows_that_are_gone_are_not_taken_for_those_of_new_ones(tmp_
     prepare(experiment, tmp_path)
     experiment.prepare.caption_encoder = None
     source.samples["two"] = [BrokenSample("x", "empty file"), BrokenSample("y", "empty file"), *records(14, "b")]
-    shutil.rmtree(part_folder(tmp_path, "two") / "records")
+    (part_folder(tmp_path, "two") / "texts.npz").unlink()
     source.reads.clear()
     prepare(experiment, tmp_path)
     assert source.reads == ["two"], "once for all columns"
@@ -338,27 +340,26 @@ def test_a_change_that_was_stopped_and_taken_back_leaves_no_column_of_it(tmp_pat
         patch.setattr(encode.Ledger, "record", stopped)
         with pytest.raises(Stopped):
             prepare(experiment, tmp_path)
-    assert digests(tmp_path) != before
+    assert digests(tmp_path) != before and not list((tmp_path / "prepared").rglob(".tmp-*"))
     experiment.prepare.features = features
     prepare(experiment, tmp_path)
     assert digests(tmp_path) == before
 
 
-def test_thumbnails_are_the_lowest_hashes_and_no_larger_than_needed(tmp_path, monkeypatch):
-    from ddm_lightning.prepare import stages
-
-    monkeypatch.setattr(stages, "_MAX_THUMBNAILS", 40)
-    monkeypatch.setattr(stages, "_MIN_THUMBNAILS_PER_PART", 3)
-    samples = records(50, size=120)
-    source = Listed({"one": samples, "two": records(50, "b", size=120)})
-    prepare(experiment_of(plug_in(monkeypatch, SOURCES, source)), tmp_path)
-    folder = part_folder(tmp_path, "one") / "records"
-    lowest = sorted(range(50), key=lambda row: key_hash(samples[row].key))[:20]
-    assert np.load(folder / "thumbnail_rows.npy").tolist() == sorted(lowest)
-    images = np.load(folder / "thumbnails.npy")
-    assert images.shape == (20, 96, 96, 3)
+def test_thumbnails_are_the_lowest_hashes_of_all_parts(tmp_path, monkeypatch):
+    """Kept within a budget over all parts, whatever their number."""
+    for module in (encode, prepared_files, write_shards):
+        monkeypatch.setattr(module, "MAX_THUMBNAILS", 40)
+    parts = {f"part {n}": records(25, f"{n}-", size=120) for n in range(8)}
+    prepare(experiment_of(plug_in(monkeypatch, SOURCES, Listed(parts))), tmp_path)
+    kept = [np.load(part_folder(tmp_path, name) / "texts.npz")["thumbnails"] for name in parts]
+    assert 60 < sum(map(len, kept)) < 100 and kept[0].shape[1:] == (96, 96, 3), "twice the budget"
+    samples = [one for part in parts.values() for one in part]
+    lowest = sorted(range(200), key=lambda row: key_hash(samples[row].key))[:40]
+    found = Thumbnails.read([tmp_path / "prepared" / "groups" / "00000.npz"])
+    assert found.captions == [samples[row].caption for row in sorted(lowest)]
     means = [samples[row].image.mean((0, 1)) for row in sorted(lowest)]
-    np.testing.assert_allclose(images.mean((1, 2)), means, atol=1.5)
+    np.testing.assert_allclose(found.images.mean((1, 2)), means, atol=1.5)
 
 
 def test_flips_store_the_encoding_of_the_mirrored_image(tmp_path, monkeypatch):
@@ -420,7 +421,7 @@ def test_a_source_that_breaks_its_contract_is_named(tmp_path, monkeypatch, sampl
     assert "source 'made-up': sample" in str(refusal.value) and "\n" not in str(refusal.value)
     good, bad = (part_folder(tmp_path, name) for name in ("good", "bad"))
     assert len(read_state(good)) == 4 and read_state(bad) == {}
-    assert [path.name for path in bad.iterdir()] == ["part.json"]
+    assert not bad.exists() or not any(bad.iterdir())
     source.samples["bad"].pop()
     source.fingerprints["bad"] = "2"
     listener = Listener()

@@ -10,7 +10,7 @@ from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import CAPTION_ENCODERS, FEATURES, IMAGE_ENCODERS, SOURCES
 from ddm_lightning.prepare import encode
 from ddm_lightning.prepare.encode import check_broken
-from ddm_lightning.prepare.prepared import Prepared
+from ddm_lightning.prepare.prepared import Prepared, Thumbnails
 from ddm_lightning.prepare.records import BrokenSample
 from ddm_lightning.prepare.stages import prepare
 from ddm_lightning.shards.manifest import Manifest
@@ -162,11 +162,11 @@ def test_what_is_left_out_has_no_part_in_partition_and_shards(run, tmp_path, mon
 
 def test_thumbnails_are_of_rows_that_are_kept(run):
     _, prepared, _ = run({"one": [record("a4"), *records(20)], "two": [*records(5), *records(12, "b")]})
-    images, rows = prepared.thumbnails()
-    keys = prepared.texts("keys")
-    assert len(rows) and len(set(rows.tolist())) == len(rows)
-    for image, row in zip(images, rows.tolist(), strict=True):
-        np.testing.assert_array_equal(image, record(keys[row]).image)
+    found = Thumbnails.read([prepared.folder / "groups" / "00000.npz"])
+    assert found.captions == [f"image of {key}" for key in prepared.texts("keys")]
+    for image, caption in zip(found.images, found.captions, strict=True):
+        np.testing.assert_array_equal(image, record(caption.removeprefix("image of ")).image)
+    np.testing.assert_array_equal(found.clusters, prepared.clusters)
 
 
 def bad_and_good(num_bad, num_good):
@@ -242,7 +242,7 @@ def test_neither_open_files_nor_maps_grow_with_the_number_of_parts(run):
     try:
         _, prepared, _ = run({**parts, "again": parts["part 7"]})
         kept = [prepared.rows("features", "features"), prepared.texts("captions")]
-        kept += [prepared.rows("latents", "x_0"), prepared.rows("records", "label")]
+        kept += [prepared.rows("latents", "x_0"), prepared.rows("captions", "text")]
         assert {len(rows[:]) for rows in kept} == {200}
         assert len([*Path("/dev/fd").iterdir()]) < num_open + 20
         if Path("/proc/self/maps").exists():

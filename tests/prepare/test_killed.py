@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 TESTS = Path(__file__).parents[1]
 SCRIPT = Path(__file__).with_name("killed_prepare.py")
-EVERYTHING = ["source", "encode", "index", "partition", "shards", "report"]
+EVERYTHING = ["source", "encode", "index", "partition", "shards", "merge"]
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +59,8 @@ def test_the_shards_do_not_hang_on_how_the_source_is_cut_into_parts(result):
 def test_what_was_done_before_the_kill_is_not_done_again(result):
     by_moment = {trial["at"]: stages_done(trial["lines"]) for trial in result["trials"]}
     assert by_moment["before parts.json appears"] == EVERYTHING
-    assert by_moment["before latents appears"] == EVERYTHING[1:]
-    assert by_moment["before index.json appears"] == EVERYTHING[2:]
+    assert by_moment["before x_0.npy appears"] == EVERYTHING[1:]
+    assert by_moment["before broken.jsonl appears"] == EVERYTHING[2:]
     assert by_moment["shards: 60 of 60"] == EVERYTHING[4:]
     assert by_moment["after manifest.json appeared"] == EVERYTHING[5:]
 

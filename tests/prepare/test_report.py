@@ -35,7 +35,7 @@ def data_of(sizes=(40, 25, 1), size=6, metric="spherical", captions="a caption",
     texts = [f"{captions} {row}" if captions else "" for row in rows]
     data = ReportData(
         thumbnails=images[rows],
-        thumbnail_rows=rows,
+        thumbnail_clusters=clusters[rows],
         captions=texts,
         features=Rows([features[:20], features[20:]]),
         clusters=clusters,

@@ -25,7 +25,7 @@ from ddm_lightning.prepare.stages import prepare
 from ddm_lightning.shards.manifest import Manifest
 from ddm_lightning.shards.verify import verify_shards
 
-EVERYTHING = ["source", "encode", "index", "partition", "shards", "report"]
+EVERYTHING = ["source", "encode", "index", "partition", "shards", "merge"]
 
 pytestmark = pytest.mark.usefixtures("quick_prepare")
 
@@ -49,7 +49,7 @@ def test_manifest_files_and_partition_agree(tmp_path):
     assert manifest.partition_sha256 == sha256_file(prepared.partition_file)
     assert manifest.priors == tuple(partition.priors.tolist())
     features = prepared.rows("features", "features")
-    labels = prepared.rows("records", "label").take(np.arange(60))
+    labels = prepared.facts("label")
     clusters = partition.rule.assign(Samples(features, labels, prepared.texts("keys")))
     np.testing.assert_array_equal(clusters, prepared.clusters)
     np.testing.assert_array_equal(np.bincount(clusters), partition.counts)
@@ -63,7 +63,7 @@ def test_manifest_files_and_partition_agree(tmp_path):
         expected = expected.train if split == "train" else expected.held_out
         assert verify_shards(folder, index_sha256=digest) == expected > 0
     assert len(manifest.index_sha256) == 4
-    for stage in ("encode", "partition", "shards", "report"):
+    for stage in ("encode", "partition", "shards", "merge"):
         last = [t for t in listener.ticks if t[0] == stage][-1]
         assert last[1] == last[2], last
     pixels = np.stack(list(stored_images(tmp_path))) / 127.5 - 1
@@ -118,7 +118,7 @@ def test_a_source_that_is_gone_leaves_what_was_made_of_it(tmp_path, monkeypatch)
     assert listener.lines[0].startswith("the source cannot be listed (/media/stick: is not there)")
     assert listener.lines[1:] == [f"{tmp_path / 'prepared'}: up to date"]
     changed_clusters, listener = run(changed(seed=1), tmp_path)
-    assert listener.stages == ["partition", "shards", "report"] and changed_clusters.num_samples == 60
+    assert listener.stages == ["partition", "shards", "merge"] and changed_clusters.num_samples == 60
     with pytest.raises(UserError, match="is not there"):
         run(tiny_experiment(), tmp_path / "elsewhere")
 
@@ -137,17 +137,17 @@ def changed(**changes):
         ({"num_samples": 70}, EVERYTHING),
         ({"features": PluginConfig("pooled-pixels", {"grid": 2})}, [*EVERYTHING[1:]]),
         # Whether all captions could be encoded decides which samples there are, so these are counted anew.
-        ({"caption_encoder": PluginConfig("hashed-words", {"size": 4})}, ["encode", "index", "shards", "report"]),
-        ({"caption_encoder": None}, ["encode", "index", "shards", "report"]),
-        ({"horizontal_flips": True}, ["encode", "index", "shards", "report"]),
+        ({"caption_encoder": PluginConfig("hashed-words", {"size": 4})}, ["encode", "index", "shards", "merge"]),
+        ({"caption_encoder": None}, ["encode", "index", "shards", "merge"]),
+        ({"horizontal_flips": True}, ["encode", "index", "shards", "merge"]),
         ({"images": ImagesConfig(size=6)}, EVERYTHING[1:]),
-        ({"max_bad_fraction": 0.5}, ["index", "report"]),
+        ({"max_bad_fraction": 0.5}, ["index", "merge"]),
         ({"partition": PartitionConfig(kind="random", num_clusters=2, max_largest_over_mean=1.5)}, EVERYTHING[3:]),
         ({"partition": PartitionConfig(kind="labels", num_clusters=2, max_largest_over_mean=1.5)}, EVERYTHING[3:]),
-        ({"held_out_fraction": 0.2}, ["shards", "report"]),
-        ({"shards": ShardsConfig(compression="zstd:3")}, ["shards", "report"]),
+        ({"held_out_fraction": 0.2}, EVERYTHING[3:]),
+        ({"shards": ShardsConfig(compression="zstd:3")}, ["shards", "merge"]),
         ({"num_processes": 7}, []),
-        ({"seed": 1}, ["partition", "shards", "report"]),
+        ({"seed": 1}, ["partition", "shards", "merge"]),
     ],
 )
 def test_a_change_runs_again_what_hangs_on_it_and_gives_what_a_fresh_run_gives(tmp_path, changes, rerun):
@@ -160,16 +160,16 @@ def test_a_change_runs_again_what_hangs_on_it_and_gives_what_a_fresh_run_gives(t
 
 def test_the_same_bytes_upstream_spare_the_stages_below(tmp_path):
     first, _ = run(tiny_experiment(), tmp_path)
-    (Prepared(tmp_path / "prepared").part_folder(0) / "features" / "features.npy").unlink()
+    (Prepared(tmp_path / "prepared").part_folder(0) / "features.npy").unlink()
     again, listener = run(tiny_experiment(), tmp_path)
-    # The report rewrites the manifest, which is taken away while anything changes.
-    assert listener.stages == ["encode", "report"] and again == first
+    # Merging rewrites the manifest, which is taken away while anything changes.
+    assert listener.stages == ["encode", "merge"] and again == first
 
 
 def test_a_change_that_was_stopped_half_way_and_taken_back_leaves_no_trace(tmp_path, monkeypatch):
     first, _ = run(tiny_experiment(), tmp_path)
-    partition = tmp_path / "prepared" / "partition.safetensors"
-    size = partition.stat().st_size
+    partition = tmp_path / "prepared" / "rule.safetensors"
+    before = partition.read_bytes()
 
     def stopped(*_):
         raise KeyboardInterrupt
@@ -178,13 +178,12 @@ def test_a_change_that_was_stopped_half_way_and_taken_back_leaves_no_trace(tmp_p
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(stages, "save_array", stopped)  # of the clusters, which are written next
         prepare(tiny_experiment(seed=1), tmp_path)
-    assert sha256_file(partition) != first.partition_sha256 and partition.stat().st_size == size
+    assert partition.read_bytes() != before and partition.stat().st_size == len(before)
     with pytest.raises(UserError, match="run prepare first"):
         Manifest.read(tmp_path)
     again, listener = run(tiny_experiment(), tmp_path)
-    assert again == first
-    assert sha256_file(partition) == first.partition_sha256
-    assert listener.stages == ["partition", "report"]
+    assert again == first and partition.read_bytes() == before
+    assert listener.stages == ["partition", "merge"]
 
 
 def test_deleted_shards_are_written_again_as_they_were(tmp_path):
@@ -196,7 +195,7 @@ def test_deleted_shards_are_written_again_as_they_were(tmp_path):
         verify_shards(victim.parent)
     shutil.rmtree(tmp_path / "prepared" / "shards")
     again, listener = run(tiny_experiment(), tmp_path)
-    assert listener.stages == ["shards", "report"] and again == first
+    assert listener.stages == ["shards", "merge"] and again == first
     verify_shards(victim.parent)
 
 
@@ -220,7 +219,7 @@ def test_an_unbalanced_partition_stops_before_the_shards_and_leaves_no_manifest(
     # The stages before it are kept.
     experiment.prepare.partition.num_fine_centroids = 30
     _, listener = run(experiment, tmp_path)
-    assert listener.stages == ["partition", "shards", "report"]
+    assert listener.stages == ["partition", "shards", "merge"]
 
 
 def test_a_refused_or_stopped_partition_leaves_the_finished_one(tmp_path, monkeypatch):

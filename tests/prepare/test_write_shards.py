@@ -11,14 +11,15 @@ from streaming.base.format import reader_from_json
 from ddm_lightning.config.experiment import ShardsConfig
 from ddm_lightning.encoders.interfaces import StoredForm
 from ddm_lightning.partition.columns import Rows
+from ddm_lightning.prepare.merge import statistics_of
 from ddm_lightning.prepare.write_shards import (
     Samples,
-    SplitJob,
+    Split,
     held_out_samples,
     split_orders,
-    statistics_of,
     write_split,
 )
+from ddm_lightning.shards.manifest import shard_name
 
 NUM, K = 50, 3
 
@@ -37,9 +38,7 @@ def columns():
 def samples(columns):
     encodings = {"x_0": "ndarray:uint8:3,6,6", "label": "int32", "text": "ndarray:float16:4"}
     halves = {name: Rows([rows[:20], rows[20:]]) for name, rows in columns.items()}
-    return Samples(
-        halves, encodings, Rows([np.array([f"caption {i}, Åland" for i in range(NUM)], object)]), CLUSTERS, PIXELS
-    )
+    return Samples(halves, encodings, Rows([np.array([f"caption {i}, Åland" for i in range(NUM)], object)]), 0, PIXELS)
 
 
 CLUSTERS = np.random.default_rng(1).integers(0, K, NUM)
@@ -52,7 +51,10 @@ def write(folder, samples, *, seed=0, on_progress=lambda _: None, **shards):
     held_out = np.random.default_rng(2).random(NUM) < 0.3
     orders = split_orders(held_out, CLUSTERS, K, seed)
     config = ShardsConfig(**shards)
-    return [write_split(SplitJob(folder, folder, *order), samples, config, on_progress) for order in orders], orders
+    return [
+        write_split(folder / shard_name(cluster, split), cluster, order, samples, config, on_progress)
+        for cluster, split, order in orders
+    ], orders
 
 
 def read(folder):
@@ -86,10 +88,10 @@ def test_the_order_is_that_of_the_seed_cluster_and_split():
         ids = [i for i in range(NUM) if CLUSTERS[i] == cluster and held_out[i] == (split == "held-out")]
         assert sorted(order.tolist()) == ids and order.tolist() != ids
     assert [name for name, *_ in orders] == [0, 0, 1, 1, 2, 2]
-    again, other = split_orders(held_out, CLUSTERS, K, 7), split_orders(held_out, CLUSTERS, K, 8)
-    for (*_, first), (*_, same), (*_, different) in zip(orders, again, other, strict=True):
+    again, *others = (split_orders(held_out, CLUSTERS, K, *how) for how in ((7,), (8,), (7, 1)))
+    for (*_, first), (*_, same), *different in zip(orders, again, *others, strict=True):
         np.testing.assert_array_equal(first, same)
-        assert first.tolist() != different.tolist()
+        assert all(first.tolist() != order.tolist() for *_, order in different)
 
 
 def test_a_split_without_samples_has_no_folder():
@@ -133,6 +135,16 @@ def test_the_sums_give_mean_and_std_of_x_0(tmp_path, samples, columns, std):
 def test_a_channel_that_never_changes_has_no_spread():
     constant = np.array([[3], [3 * 0.1], [3 * 0.1**2 - 1e-17]])
     assert statistics_of(constant)["std"] == pytest.approx([0], abs=1e-8)
+
+
+def test_a_split_of_the_sample_holds_for_all_samples():
+    """By hashes alone, so machines agree that see other samples."""
+    hashes, clusters = hashes_of(500), np.repeat([0, 1], [497, 3])
+    split = Split.of(hashes, clusters, 2, 0.01)
+    expected = held_out_samples(hashes, clusters, 2, 0.01)
+    assert len(split.held_out) == 1 and expected[497:].sum() == 1
+    np.testing.assert_array_equal(split.is_held_out(hashes), expected)
+    np.testing.assert_array_equal(split.is_held_out(hashes[::-7]), expected[::-7])
 
 
 def hashes_of(num, seed=0):

@@ -50,8 +50,8 @@ def write_mds(folder, ids, cluster=0, *, columns=COLUMNS, shard_bytes=1 << 11, c
 
 
 def damage(folder, kind):
-    """Harm the third shard, or the only one; its name."""
-    path = sorted(folder.glob("shard.*.mds*"))[:3][-1]
+    """Harm the third shard, or the only one; its path in ``folder``."""
+    path = sorted(folder.rglob("shard.*.mds*"))[:3][-1]
     content = path.read_bytes()
     if kind == "missing":
         path.unlink()
@@ -62,4 +62,4 @@ def damage(folder, kind):
     else:
         middle = len(content) // 2
         path.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
-    return path.name
+    return path.relative_to(folder).as_posix()

@@ -162,7 +162,7 @@ def test_a_click_on_a_caption_of_the_training_images_fills_it_in(browser: Browse
 def test_a_run_without_the_parts_of_its_data_has_no_captions(finished_run: Path, tmp_path: Path) -> None:
     shutil.copytree(finished_run / "prepared", tmp_path / "prepared")
     assert 1 < len(example_captions(tmp_path / "prepared", 24)) <= 12  # colours and shapes
-    for gone in ("parts", "."):
+    for gone in ("groups", "."):
         shutil.rmtree(tmp_path / "prepared" / gone)
         assert example_captions(tmp_path / "prepared", 24) == []
 

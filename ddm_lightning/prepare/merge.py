@@ -1,0 +1,114 @@
+"""Merge what the groups of parts have written: counts, one index per folder of shards, and the manifest."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float64
+
+from ddm_lightning.config.experiment import Experiment
+from ddm_lightning.core.files import sha256_file
+from ddm_lightning.partition.build import check_balance
+from ddm_lightning.partition.partition import Partition
+from ddm_lightning.prepare.prepared import Prepared
+from ddm_lightning.prepare.reading import Plugins
+from ddm_lightning.shards.manifest import HELD_OUT, TRAIN, ClusterSamples, Manifest, shard_name
+from ddm_lightning.shards.mosaic import merge_index
+
+
+def merge_groups(
+    experiment: Experiment, plugins: Plugins, prepared: Prepared, groups: Sequence[Mapping[str, Any]]
+) -> Manifest:
+    """Write ``partition.safetensors`` and the index of each folder of shards, and describe the shards.
+
+    Args:
+        experiment: the experiment.
+        plugins: its source and encoders.
+        prepared: the folder; of the shards, only the indices of the groups need to be there.
+        groups: records of all groups, in order.
+
+    Raises:
+        UserError: a cluster is empty or too large.
+    """
+    config = experiment.prepare
+    class_counts = np.sum([group["class_counts"] for group in groups], axis=0)
+    counts = torch.from_numpy(class_counts.sum(1))
+    num_fitted = len(prepared.clusters)
+    if num_fitted < int(counts.sum()):
+        check_balance(counts, config.partition, num_fitted)
+    partition = replace(Partition.load(prepared.rule_file), counts=counts)
+    partition.save(prepared.partition_file)
+    num_samples, indices = _merge_folders(prepared.shards, groups)
+    clusters = tuple(
+        ClusterSamples(*(num_samples.get(shard_name(k, split), 0) for split in (TRAIN, HELD_OUT)))
+        for k in range(partition.num_clusters)
+    )
+    encoder, captions = plugins.image_encoder, plugins.caption_encoder
+    size = prepared.index["image_size"]
+    return Manifest(
+        source=asdict(config.source),
+        attribution=plugins.source.attribution,
+        images={**asdict(config.images), "size": size},
+        image_encoder=asdict(config.image_encoder),
+        stores=encoder.stores,
+        x_shape=encoder.x_shape(size),
+        normalisation=encoder.normalisation,
+        statistics=_statistics(groups),
+        caption_encoder=asdict(config.caption_encoder) if config.caption_encoder else None,
+        text_size=captions.size if captions else 0,
+        token_shape=captions.token_shape if captions else None,
+        columns=next(group["columns"] for group in groups if group["columns"]),
+        num_classes=plugins.source.num_classes,
+        features=asdict(config.features),
+        provenance=plugins.provenance(),
+        filtered=prepared.index["filtered"],
+        **{name: prepared.index[name] for name in ("num_read", "broken", "num_samples", "num_without_caption")},
+        clusters=clusters,
+        priors=tuple(partition.priors.tolist()),
+        seed=experiment.seed,
+        index_sha256=indices,
+        partition_sha256=sha256_file(prepared.partition_file),
+        versions=plugins.versions(),
+        class_names=list(getattr(plugins.source, "class_names", None) or ()) or None,
+        class_counts=class_counts.tolist(),
+    )
+
+
+def _merge_folders(shards: Path, groups: Sequence[Mapping[str, Any]]) -> tuple[dict[str, int], dict[str, str]]:
+    """Merge the indices of each folder, and remove what no group has written; return its samples and index's hash."""
+    folders: dict[str, list[Mapping[str, Any]]] = {}
+    for group in groups:
+        for name, entry in group["folders"].items():
+            folders.setdefault(name, []).append(entry)
+    for folder in shards.glob("*/*"):
+        name = folder.relative_to(shards).as_posix()
+        for inner in folder.iterdir():
+            if inner.is_dir() and inner.name not in [entry["folder"] for entry in folders.get(name, ())]:
+                shutil.rmtree(inner)
+        if name not in folders:
+            shutil.rmtree(folder)
+    for folder in shards.iterdir():
+        if not any(folder.iterdir()):
+            folder.rmdir()
+    for name, entries in folders.items():
+        merge_index([shards / name / entry["folder"] for entry in entries], shards / name)
+    hashes = {name: sha256_file(shards / name / "index.json") for name in sorted(folders)}
+    return {name: sum(entry["samples"] for entry in entries) for name, entries in folders.items()}, hashes
+
+
+def _statistics(groups: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+    moments = [entry["moments"] for group in groups for entry in group["folders"].values()]
+    return statistics_of(np.sum(np.array(moments), axis=0))
+
+
+def statistics_of(moments: Float64[np.ndarray, "3 c"]) -> dict[str, list[float]]:
+    """Return mean and std per channel from the sums of ``write_split``."""
+    count, total, squares = moments
+    mean = total / count
+    return {"mean": mean.tolist(), "std": np.sqrt(np.maximum(squares / count - mean**2, 0)).tolist()}

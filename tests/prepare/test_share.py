@@ -1,0 +1,181 @@
+"""Machines that share nothing but a URL: S3's protocol (moto), and folders."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from prepare import share_work
+from prepare.listed import Listed, experiment_of, hashes, plug_in, records
+from prepare.share_work import experiment_at, machine, together
+from shards import servers
+from shards.mds import WARNINGS
+
+from ddm_lightning.core import remote
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.files import sha256_json
+from ddm_lightning.core.registry import SOURCES
+from ddm_lightning.prepare.share import Share
+from ddm_lightning.prepare.stages import prepare
+from ddm_lightning.prepare.store import Store, publish_shards
+
+pytestmark = [*WARNINGS, pytest.mark.slow, pytest.mark.usefixtures("quick_prepare")]
+
+
+@pytest.fixture(autouse=True)
+def sizes(monkeypatch):
+    share_work.set_sizes(monkeypatch.setattr)
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """What one process makes."""
+    return prepare(experiment_at(None), tmp_path / "alone"), hashes(tmp_path / "alone" / "prepared" / "shards")
+
+
+def test_two_machines_with_only_a_bucket_write_what_one_process_writes(tmp_path, monkeypatch, alone):
+    (tmp_path / "remote").mkdir()
+    with servers.s3(tmp_path / "remote", tmp_path, monkeypatch) as (url, _):
+        (lines, manifest), (others, nothing) = together(experiment_at(url), [tmp_path / "a", tmp_path / "b"])
+        assert manifest == alone[0] and nothing is None
+        assert "encode: done" in " ".join(lines) and "shards: done" in " ".join(others)
+        folder = tmp_path / "a" / "prepared"
+        publish_shards(folder, Store(f"{url}/prepared", manifest.versions), manifest.index_sha256, lambda *_: None)
+        written = {
+            name: remote.sha256(f"{url}/prepared/shards/{name}") for name in remote.files(f"{url}/prepared/shards")
+        }
+        assert written == alone[1]
+        # Nothing is left to do, wherever it is started.
+        puts = []
+        monkeypatch.setattr(remote, "put", lambda *arguments: puts.append(arguments))
+        monkeypatch.setattr(type(SOURCES.build("blobs", {})), "read", lambda *_: pytest.fail("nothing is to be read"))
+        machine(experiment_at(url), tmp_path / "c", 2, 2)
+        assert [name for _, name in puts if not name.endswith(".json")] == []
+    assert not list((tmp_path / "b").rglob("*.mds")), "shards are kept at the URL alone"
+
+
+class Stopped(BaseException):
+    """As if the machine were gone."""
+
+
+@pytest.mark.parametrize("num_puts", [0, 5, 26, 42])
+def test_a_machine_that_is_gone_is_replaced_by_one_with_an_empty_folder(tmp_path, monkeypatch, alone, num_puts):
+    experiment, puts = experiment_at(f"file://{tmp_path}/remote"), []
+
+    def put(path, url, put=remote.put):
+        puts.append(url)
+        if len(puts) > num_puts:
+            raise Stopped
+        put(path, url)
+
+    with monkeypatch.context() as patch, pytest.raises(Stopped):
+        patch.setattr(remote, "put", put)
+        machine(experiment, tmp_path / "first", 1, 1)
+    sent = set(puts[:num_puts])
+    puts.clear()
+    num_puts = 1000
+    monkeypatch.setattr(remote, "put", put)
+    assert machine(experiment, tmp_path / "second", 1, 1)[1] == alone[0]
+    again = [url for url in sent & set(puts) if not url.endswith(".json")]
+    assert again == [], "what had arrived is not sent again"
+
+
+@pytest.mark.parametrize("kind", ["kmeans", "random", "labels"])
+def test_a_sample_of_the_features_is_all_that_the_fit_reads(tmp_path, kind):
+    experiment = experiment_at(f"file://{tmp_path}/remote")
+    experiment.prepare.partition.kind, experiment.prepare.partition.fit_fraction = kind, 0.6
+    experiment.prepare.partition.max_largest_over_mean = 2.0
+    alone = prepare(experiment, tmp_path / "alone")
+    (_, manifest), _ = together(experiment, [tmp_path / "a", tmp_path / "b"])
+    assert manifest == alone and sum(map(sum, manifest.class_counts)) == 100
+    theirs = [path for path in (tmp_path / "a" / "prepared" / "parts").iterdir() if not (path / "part.json").exists()]
+    assert len(theirs) == 2 and not any((path / "features.npy").exists() for path in theirs)
+
+
+def test_duplicates_and_broken_samples_of_other_machines_are_left_out(tmp_path, monkeypatch):
+    from ddm_lightning.prepare.records import BrokenSample
+
+    parts = {"one": records(30), "two": [*records(4), BrokenSample("x", "empty file"), *records(20, "b")]}
+    experiment = experiment_of(plug_in(monkeypatch, SOURCES, Listed(parts)), max_bad_fraction=0.5)
+    experiment.remote = f"file://{tmp_path}/remote"
+    alone = prepare(experiment, tmp_path / "alone")
+    (_, manifest), _ = together(experiment, [tmp_path / "a", tmp_path / "b"])
+    assert manifest == alone and manifest.broken == {"duplicate key": 4, "empty file": 1}
+
+
+def broken_store(tmp_path, damage):
+    """Both machines have encoded their parts; ``damage`` changes what the second one has published."""
+    experiment = experiment_at(f"file://{tmp_path}/remote")
+    machine(experiment, tmp_path / "all", 1, 1)
+    root = tmp_path / "remote" / "prepared"
+    for record in [*root.glob("groups/*.json"), root / "fit.json"]:
+        record.unlink()
+    damage(root)
+    with pytest.raises(UserError) as refusal:
+        machine(experiment, tmp_path / "another", 1, 1)
+    assert "\n" not in str(refusal.value)
+    return str(refusal.value)
+
+
+def test_other_content_of_the_same_size_is_refused(tmp_path):
+    def damage(root):
+        file = next(root.glob("parts/*/features-*.npy"))
+        file.write_bytes(file.read_bytes()[:-1] + b"\x7f")
+
+    line = broken_store(tmp_path, damage)
+    assert "features-" in line and "is missing, or differs from its record in size or content" in line
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda text: text.replace('"numpy": "', '"numpy": "0.'), "was made with numpy 0."),
+        (lambda text: text.replace('"bytes": ', '"bytes": 9'), "differs from its record in size"),
+        (lambda text: text.replace('"rows.npz"', '"../rows.npz"'), "leaves its folder"),
+        (lambda _: "[]", "is no record of prepare"),
+    ],
+)
+def test_a_record_that_lies_is_refused(tmp_path, change, problem):
+    def damage(root):
+        record = next(root.glob("parts/*.json"))
+        record.write_text(change(record.read_text()))
+
+    assert problem in broken_store(tmp_path, damage)
+
+
+def test_a_machine_that_finds_other_parts_is_refused(tmp_path):
+    url = f"file://{tmp_path}/remote"
+    machine(experiment_at(url), tmp_path / "a", 1, 1)
+    experiment = experiment_at(url)
+    experiment.prepare.source.params["num_samples"] = 130
+    with pytest.raises(UserError, match=r"remote/prepared/parts\.json: lists other parts of the source"):
+        machine(experiment, tmp_path / "b", 2, 2)
+
+
+@pytest.mark.parametrize("text", ["9/8", "0/8", "x", "1", "1/", "-1/8", "1/0"])
+def test_shares_that_are_none_are_refused(text):
+    with pytest.raises(UserError, match=f"--parts {text}: give the number of this machine and of all machines"):
+        Share.parse(text)
+
+
+@pytest.mark.long
+def test_machines_killed_at_random_are_replaced_and_change_no_byte(tmp_path, monkeypatch, alone):
+    (tmp_path / "remote").mkdir()
+    with servers.s3(tmp_path / "remote", tmp_path, monkeypatch) as (url, _):
+        search = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
+        done = subprocess.run(
+            [sys.executable, share_work.__file__, url, str(tmp_path / "trials")],
+            env={**os.environ, "PYTHONPATH": search, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=900,
+        )
+    assert done.returncode == 0, done.stderr
+    trials = json.loads(done.stdout)
+    wanted = sha256_json(json.loads((tmp_path / "alone" / "prepared" / "manifest.json").read_text()))
+    assert len(trials) == 1 + share_work.NUM_KILLS
+    assert all(trial["codes"] == [0, 0] and trial["manifest"] == wanted for trial in trials)
+    assert sum(trial["died"] == -signal.SIGKILL for trial in trials) >= 15
