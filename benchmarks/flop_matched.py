@@ -31,6 +31,7 @@ import torch
 from common import Report, call, command, commit, console, device, load, parse, parser, read_variants, run
 from flop_report import (
     Results,
+    branch_table,
     curves_figure,
     page,
     strategy_table,
@@ -39,7 +40,7 @@ from flop_report import (
     write_figures,
 )
 from flop_sampling import METHODS, Settings, Task, sample_all
-from flop_scores import HEADLINE, OTHER, Judge, Point, figures_of
+from flop_scores import HEADLINE, OTHER, PLAIN, Judge, Point, figures_of
 from flop_training import TRAIN, Study, Variant
 
 from ddm_lightning.config.validate import check_experiment
@@ -47,6 +48,7 @@ from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write_json, atomic_write_text, read_json, sha256_json
 from ddm_lightning.core.formatting import format_duration
 from ddm_lightning.flow.randomness import keyed_generator
+from ddm_lightning.members.roles import STUDENT
 
 QUICK_STEPS = 20
 QUICK_NUM = 64
@@ -139,6 +141,9 @@ def variants_of(words: Sequence[str]) -> list[Variant]:
         problems = {
             f"train = {one.train!r} is none of {', '.join(TRAIN)}": one.train not in TRAIN,
             f"budgets = {list(one.budgets)}: give {BUDGETS}": not are_shares(one.budgets),
+            f"branch_at = {one.branch_at}: give 0 or one of the shares": one.branch_at != 0
+            and not are_shares([one.branch_at]),
+            "branch_at is for experts; train = student has none": one.train == STUDENT and one.branch_at != 0,
             f"seeds = {list(one.seeds)}: give whole numbers": not all(isinstance(seed, int) for seed in one.seeds),
             "its name must be of letters, digits and _": not re.fullmatch(r"\w+", str(one.name)),
         }
@@ -230,6 +235,8 @@ def score(study: Study, options: Namespace) -> None:
     }
     results = Results(document)
     tables = [strategy_table(results), variant_table(results)]
+    if any(point.branch_at for point in points):
+        tables.append(branch_table(results))
     plots = {
         "Curves: KID against training FLOPs": curves_figure(results),
         "Samples: the same noise for every method": strips_figure(images, manifest.attribution),
@@ -284,7 +291,7 @@ def collect(study: Study, options: Namespace) -> tuple[list[Point], dict[str, np
             data, folder = study.prepared(variant), study.at_budget(variant, seed, share).root
             tasks.append(Task(method, folder, data, settings, folder / "samples"))
     sampled = sample_all(tasks, options.jobs)
-    judge = Judge(study.main, (experiment.prepare.features, OTHER), study.root / "features")
+    judge = Judge(study.main, (experiment.prepare.features, OTHER, PLAIN), study.root / "features")
     points = []
     order = torch.randperm(len(judge.held_out), generator=keyed_generator(0, "shown"))
     shown: dict[str, np.ndarray] = {"held-out images": judge.held_out_images[order.numpy()]}

@@ -42,17 +42,19 @@ class Results:
         return [point for point in self.points if (point["variant"], point["method"], point["share"]) == wanted]
 
     def kid(self, method: str, share: float | None = None, variant: str = "main", network: str = "") -> list[float]:
-        """KID of each seed."""
-        return [row["kid"][network or self.network]["value"] for row in self.rows(method, share, variant)]
+        """KID of each seed; empty if a seed was scored before the network was in use."""
+        rows, network = self.rows(method, share, variant), network or self.network
+        return [row["kid"][network]["value"] for row in rows] if all(network in row["kid"] for row in rows) else []
 
-    def ratio(self, method: str, prefix: str = "") -> str:
+    def ratio(self, method: str, prefix: str = "", over: str = "monolith") -> str:
         """KID over the monolith's with its interval; empty for the monolith itself, a dash if the interval reaches 0.
 
         Args:
             method: the compared method.
             prefix: ``other_features_``, or the variant and share of the budget, ``VARIANT_SHARE_``.
+            over: ``scratch`` for the ratio to experts that did not branch off.
         """
-        name = f"{prefix}{method}_over_monolith"
+        name = f"{prefix}{method}_over_{over}"
         if name not in self.figures:
             return ""
         value, low, high = (self.figures[f"{name}{end}"] for end in ("", "_low", "_high"))
@@ -86,13 +88,14 @@ def strategy_table(results: Results) -> Report:
     main = [point for point in results.points if point["variant"] == "main"]
     for method in dict.fromkeys(point["method"] for point in main):
         rows = results.rows(method)
+        other = results.kid(method, network=results.other)
         cells = [mean(row[key] for row in rows) for key in ("precision", "recall", "shares_tv")]
         cost = [mean(row[key] for row in rows) for key in ("experts_per_step", "gflop_per_image", "seconds_per_image")]
         table.row(
             label_of(method),
             f"{mean(results.kid(method)):.4f}",
             results.ratio(method),
-            f"{mean(results.kid(method, network=results.other)):.4f}",
+            f"{mean(other):.4f}" if other else "–",
             results.ratio(method, "other_features_"),
             *(f"{value:.3f}" for value in cells),
             *(f"{value:.3g}" for value in cost),
@@ -101,7 +104,7 @@ def strategy_table(results: Results) -> Report:
         "Ratios are taken under the same kind of solver; brackets hold 95 % bootstrap intervals over seeds and images. "
         f"The clusters were made with {results.network}; {results.other} took no part. Shares TV: total variation "
         "between the clusters' shares among the images and the priors. Seconds are CPU time of one thread. "
-        "–: one of the two KIDs cannot be told from 0."
+        "–: unknown, or one of the two KIDs cannot be told from 0."
     )
     return table
 
@@ -116,6 +119,30 @@ def variant_table(results: Results) -> Report:
         cells = [f"{mean(values):.3f}" if values else "" for values in found]
         ratio = results.ratio("bayes", f"{variant}_{share:g}_")
         table.row(variant.replace("_", " "), f"{share:g}", str(max(map(len, found))), *cells, ratio)
+    return table
+
+
+def branch_table(results: Results) -> Report:
+    """Experts that branched off the monolith against those that did not."""
+    branched = [point for point in results.points if point.get("branch_at")]
+    methods = [name for name in CURVES if any(point["method"] == name for point in branched)]
+    headings = [heading for name in methods for heading in (f"KID, {label_of(name)}", "over scratch")]
+    table = Report(
+        f"Experts that branch off the monolith: KID ({results.network})",
+        ["variant", "branches off at", "share of the budget", "seeds", *headings],
+    )
+    keys = ("variant", "branch_at", "share")
+    for variant, at, share in dict.fromkeys(tuple(point[key] for key in keys) for point in branched):
+        cells = []
+        for name in methods:
+            kids = results.kid(name, share, variant)
+            cells += [f"{mean(kids):.3f}" if kids else "", results.ratio(name, f"{variant}_{share:g}_", "scratch")]
+        num_seeds = len(results.rows(methods[0], share, variant))
+        table.row(variant.replace("_", " "), f"{at:g}", f"{share:g}", str(num_seeds), *cells)
+    table.note(
+        "Shares are of the full budget. The monolith's FLOPs up to the branch are charged to the experts. "
+        "Over scratch: divided by the KID of the main comparison's experts at the same budget and seeds."
+    )
     return table
 
 

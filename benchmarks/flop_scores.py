@@ -24,8 +24,10 @@ from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.members.run import Run
 from ddm_lightning.shards.manifest import HELD_OUT, TRAIN
 
-OTHER = PluginConfig("random-convolutions")
+OTHER = PluginConfig("squeezenet", {"resolution": 112})
 """Feature network that takes no part in the clustering."""
+PLAIN = PluginConfig("random-convolutions")
+"""Features for the clusters' shares, precision and recall."""
 BEST, BASELINE = "bayes", "monolith_ancestral"
 """The methods of the headline, chosen before the results."""
 HEADLINE = (BEST, BASELINE, "top1", "monolith")
@@ -33,7 +35,7 @@ HEADLINE = (BEST, BASELINE, "top1", "monolith")
 # Training images on which the classifier of clusters is fitted.
 NUM_CLASSIFIED = 8000
 NUM_RESAMPLES = 2000
-_OWN = ("variant", "seed", "share", "train_tflop", "method", "shares_tv")
+_OWN = ("variant", "seed", "share", "branch_at", "train_tflop", "method", "shares_tv")
 CONFIDENCE = 95.0
 
 
@@ -54,6 +56,8 @@ class Point:
     """Total variation between the clusters' shares among the images and the priors."""
     scores: dict[str, float] = field(default_factory=dict)
     """Further scores, such as ``precision`` and ``gflop_per_image``."""
+    branch_at: float = 0.0
+    """See ``Variant``."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON."""
@@ -75,7 +79,7 @@ class Point:
             for name, found in stored["kid"].items()
         }
         scores = {key: value for key, value in stored.items() if key not in (*_OWN, "kid")}
-        return cls(**{key: stored[key] for key in _OWN}, kid=kid, scores=scores)
+        return cls(**{key: stored[key] for key in _OWN if key in stored}, kid=kid, scores=scores)
 
 
 def kid(generated: Float[Tensor, "n d"], real: Float[Tensor, "m d"]) -> KernelDistance:
@@ -88,7 +92,7 @@ def precision_recall(generated: Float[Tensor, "n d"], real: Float[Tensor, "m d"]
     return {name: score.value for name, score in shares_of(generated, real).items()}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Interval:
     """An estimate with its 95 % interval."""
 
@@ -96,8 +100,9 @@ class Interval:
     low: float
     high: float
 
-    def __str__(self) -> str:
-        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
+    def figures(self, name: str) -> dict[str, float]:
+        """The three numbers as figures ``name``, ``name_low`` and ``name_high``."""
+        return {name: self.value, f"{name}_low": self.low, f"{name}_high": self.high}
 
 
 def ratio(ours: Sequence[KernelDistance], theirs: Sequence[KernelDistance], *, seed: int = 0) -> Interval:
@@ -146,12 +151,20 @@ def of_method(points: Iterable[Point], method: str, share: float, variant: str =
     return sorted(found, key=lambda point: point.seed)
 
 
+def over(ours: Sequence[Point], theirs: Sequence[Point], network: str) -> Interval | None:
+    """Ratio of KIDs over the seeds of ``ours``; None if there are none, or if a seed of theirs or a KID is missing."""
+    theirs = [one for one in theirs if one.seed in {point.seed for point in ours}]
+    if not ours or len(ours) != len(theirs) or any(network not in point.kid for point in (*ours, *theirs)):
+        return None
+    return ratio([point.kid[network] for point in ours], [point.kid[network] for point in theirs])
+
+
 class Judge:
     """Score images against the held-out ones of a run.
 
     Args:
         run: prepared, with held-out samples.
-        networks: feature networks; ``OTHER`` is one of them.
+        networks: feature networks; ``PLAIN`` is one of them.
         stored: folder in which features are kept.
     """
 
@@ -164,7 +177,7 @@ class Judge:
         rows = torch.randperm(len(train), generator=keyed_generator(0, "classifier"))[:NUM_CLASSIFIED]
         self.some_train = self.features(encoder.decode(train.x_0[rows]))
         half = len(rows) // 2
-        inputs, clusters = self.some_train[OTHER.name], train.clusters[rows]
+        inputs, clusters = self.some_train[PLAIN.name], train.clusters[rows]
         self.classifier = ClusterShares(
             inputs[:half], clusters[:half], inputs[half:], clusters[half:], run.manifest.num_clusters
         )
@@ -177,12 +190,13 @@ class Judge:
     def point(self, variant: Variant, seed: int, share: float, train_flops: float, method: str, found: Images) -> Point:
         """Score the images of one method."""
         features = self.features(found.images)
-        scores = precision_recall(features[OTHER.name], self.real[OTHER.name])
+        scores = precision_recall(features[PLAIN.name], self.real[PLAIN.name])
         for cost in ("experts_per_step", "gflop_per_image", "seconds_per_image"):
             scores[cost] = getattr(found, cost)
         distances = {name: kid(found, self.real[name]) for name, found in features.items()}
-        variation = self.variation(features[OTHER.name])
-        return Point(variant.name, seed, share, train_flops / 1e12, method, distances, variation, scores)
+        variation = self.variation(features[PLAIN.name])
+        tflop, at = train_flops / 1e12, variant.branch_at
+        return Point(variant.name, seed, share, tflop, method, distances, variation, scores, branch_at=at)
 
     def variation(self, features: Float[Tensor, "n d"]) -> float:
         """Total variation between the clusters' shares among images and the priors."""
@@ -191,7 +205,7 @@ class Judge:
     def floors(self) -> dict[str, float]:
         """Scores of real images: what a perfect model would reach."""
         found = {f"kid_floor_{name}": kid(self.some_train[name], real).value for name, real in self.real.items()}
-        return found | {"shares_tv_floor": self.variation(self.real[OTHER.name])}
+        return found | {"shares_tv_floor": self.variation(self.real[PLAIN.name])}
 
 
 def figures_of(points: Sequence[Point], network: str) -> dict[str, float]:
@@ -209,32 +223,34 @@ def figures_of(points: Sequence[Point], network: str) -> dict[str, float]:
         if method.startswith("monolith"):
             continue
         theirs = of_method(main, baseline_of(method), largest)
-        theirs = [one for one in theirs if one.seed in {point.seed for point in ours}]
         for prefix, name in (("", network), ("other_features_", OTHER.name)):
-            found = ratio([p.kid[name] for p in ours], [p.kid[name] for p in theirs])
-            figures |= {
-                f"{prefix}{method}_over_monolith": found.value,
-                f"{prefix}{method}_over_monolith_low": found.low,
-                f"{prefix}{method}_over_monolith_high": found.high,
-            }
+            if found := over(ours, theirs, name):
+                figures |= found.figures(f"{prefix}{method}_over_monolith")
     for variant, share in dict.fromkeys((point.variant, point.share) for point in points):
         ours = of_method(points, BEST, share, variant)
         # A variant of the ensemble alone is compared with the main monolith of the same budget and seeds.
         theirs = of_method(points, BASELINE, share, variant) or of_method(main, BASELINE, share)
-        theirs = [one for one in theirs if one.seed in {point.seed for point in ours}]
-        if ours and len(ours) == len(theirs):
-            found = ratio([p.kid[network] for p in ours], [p.kid[network] for p in theirs])
-            name = f"{variant}_{share:g}_{BEST}_over_monolith"
-            figures |= {name: found.value, f"{name}_low": found.low, f"{name}_high": found.high}
+        if found := over(ours, theirs, network):
+            figures |= found.figures(f"{variant}_{share:g}_{BEST}_over_monolith")
+    branched = []
+    for variant, share, method in dict.fromkeys((p.variant, p.share, p.method) for p in points if p.branch_at):
+        ours = of_method(points, method, share, variant)
+        if found := over(ours, of_method(main, method, share), network):
+            figures |= found.figures(f"{variant}_{share:g}_{method}_over_scratch")
+            if method == BEST:
+                branched.append((-len(ours), found))
+    if branched:
+        # The lowest ratio among those of most seeds.
+        figures |= min(branched)[1].figures("branched_over_scratch")
     wanted = figures[f"kid_{BASELINE}"]
     curve = {share: of_method(main, BEST, share) for share in sorted({point.share for point in main})}
     flops = [row[0].train_tflop for row in curve.values()]
     scores = [sum(p.kid[network].value for p in row) / len(row) for row in curve.values()]
     share = equal_score_share(flops, scores, wanted)
+    other = f"other_features_{BEST}_over_monolith"
     return figures | {
         "best_over_monolith": figures[f"{BEST}_over_monolith"],
-        "best_over_monolith_other_features": figures[f"other_features_{BEST}_over_monolith"],
-        "top1_over_monolith": figures["top1_over_monolith"],
+        **({"best_over_monolith_other_features": figures[other]} if other in figures else {}),
         "flops_for_equal_score": share if share < float("inf") else -1.0,
         "shares_tv_best": figures[f"shares_tv_{BEST}"],
     }

@@ -92,6 +92,14 @@ class Variant:
     """Shares of the experiment's budget, ascending."""
     seeds: tuple[int, ...] = (0,)
     """Seeds of the experiment; each is one training of every member."""
+    branch_at: float = 0.0
+    """Share of the budget at which the experts branch off the main monolith of their seed, whose FLOPs are charged to
+    them; 0 for random initial weights."""
+
+    @property
+    def starts_from_main(self) -> bool:
+        """Whether it needs what the main comparison trains."""
+        return self.train == STUDENT or self.branch_at > 0
 
 
 @dataclass(frozen=True)
@@ -115,14 +123,27 @@ class Study:
         variants: the first is the main comparison, whose ensemble defines the budget.
 
     Raises:
-        UserError: bad settings, experts that differ, or several budgets without a constant learning rate.
+        UserError: bad settings, experts that differ, several budgets without a constant learning rate, or a variant
+            that starts from what the main comparison does not train.
     """
 
     def __init__(self, options: Namespace, variants: Sequence[Variant]) -> None:
         self.options, self.variants = options, list(variants)
         self.experiment = load(options)
         self.root = RunFolder.of(self.experiment).root / "flop_matched"
+        main = self.variants[0]
         for variant in self.variants:
+            at = variant.branch_at
+            if at and not (at in main.budgets and at < min(variant.budgets)):
+                raise UserError(
+                    f"variant {variant.name}: branch_at = {at:g} must be below its own budgets and one of the main "
+                    f"comparison's ({' '.join(f'{share:g}' for share in main.budgets)}); see --budgets"
+                )
+            if variant.starts_from_main and (missing := {*variant.seeds} - {*main.seeds}):
+                raise UserError(
+                    f"variant {variant.name}: starts from the main comparison, which lacks seed {min(missing)}; "
+                    "add it with --seeds, or change the variant's seeds"
+                )
             experiment = self.settings_of(variant)
             if experiment.expert.overrides:
                 raise UserError(f"variant {variant.name}: FLOPs are matched for equal experts; remove expert.overrides")
@@ -179,29 +200,32 @@ class Study:
         for variant in self.variants:
             run = self.prepared(variant)
             experiment = run.experiment
-            # With --plan, sizes are those of the main comparison.
-            manifest = (run if is_prepared(run.folder) else self.main).manifest
-            costs = Costs.of(experiment, manifest, manifest.num_samples)
+            # With --plan, sizes are those of the main comparison, which may have other clusters.
+            main = self.main.manifest
+            sizes = DataSizes(main.x_shape, main.text_size, main.token_shape, main.num_classes)
+            costs = Costs.of(experiment, run.manifest if is_prepared(run.folder) else sizes, main.num_samples)
             members = []
             for model in TRAIN[variant.train]:
                 members += ensemble_members(experiment) if model == ENSEMBLE else [model]
             for seed in variant.seeds:
                 for member in members:
-                    steps = tuple(self._steps(member, experiment, costs, share) for share in variant.budgets)
+                    steps = tuple(self._steps(variant, member, experiment, costs, share) for share in variant.budgets)
                     of_sample = {ROUTER: costs.router, STUDENT: STUDENT_COST * costs.expert}.get(member, costs.expert)
                     cost = steps[-1] * role_of(member).batch_size(member, experiment) * of_sample
                     jobs.append(Job(variant, seed, member, steps, cost))
         order = {variant.name: index for index, variant in enumerate(self.variants)}
         return sorted(jobs, key=lambda job: (order[job.variant.name], -job.flops, job.seed))
 
-    def _steps(self, member: str, experiment: Experiment, costs: Costs, share: float) -> int:
-        """Steps that the budget pays for; all experts together pay for the rest of router and partition."""
+    def _steps(self, variant: Variant, member: str, experiment: Experiment, costs: Costs, share: float) -> int:
+        """Steps that the budget pays for; all experts together pay for router, partition and what they branch off."""
         router = experiment.router.train
         if member == ROUTER:
             return max(1, round(share * router.max_steps))
         budget, batch = self.budget(share), experiment.expert.train.global_batch_size
         if member == STUDENT:
             return max(1, round(share * self.budget(1.0) / (STUDENT_COST * costs.expert * batch)))
+        if variant.branch_at:
+            budget -= self.budget(variant.branch_at)
         if member != MONOLITH:
             # The partition of the main experiment is charged to every ensemble, however its clusters are made.
             charged = costs.router * router.global_batch_size * round(share * router.max_steps)
@@ -224,13 +248,13 @@ class Study:
             KeyboardInterrupt: Ctrl-C; the next call continues from the checkpoints.
         """
         jobs = self.jobs()
-        self._train_all([job for job in jobs if job.member != STUDENT], num_jobs)
-        for variant, seed, share in self.points():
-            if ENSEMBLE in TRAIN[variant.train]:
-                run, kept = self.prepared(variant), self.at_budget(variant, seed, share)
-                folders, clusters = [kept.artifact(member) for member in run.names], expert_clusters(run.experiment)
-                write_ensemble(kept.root, folders, run.manifest.priors, expert_clusters=clusters)
-        self._train_all([job for job in jobs if job.member == STUDENT], num_jobs)
+        for later in (False, True):
+            self._train_all([job for job in jobs if job.variant.starts_from_main == later], num_jobs)
+            for variant, seed, share in self.points():
+                if variant.starts_from_main == later and ENSEMBLE in TRAIN[variant.train]:
+                    run, kept = self.prepared(variant), self.at_budget(variant, seed, share)
+                    folders, clusters = [kept.artifact(member) for member in run.names], expert_clusters(run.experiment)
+                    write_ensemble(kept.root, folders, run.manifest.priors, expert_clusters=clusters)
 
     def _train_all(self, jobs: Sequence[Job], num_jobs: int) -> None:
         with progress(console()) as bars, ThreadPoolExecutor(num_jobs) as pool:
@@ -255,6 +279,8 @@ class Study:
     def _train(self, job: Job) -> None:
         """Train one member from budget to budget, by the command line, as a user would."""
         run, prepared = RunFolder(self.folder(job)), self.prepared(job.variant).folder
+        main, branch_at = self.variants[0], job.variant.branch_at
+        trunk = self.at_budget(main, job.seed, branch_at).artifact(MONOLITH)
         section = {ROUTER: "router.train", STUDENT: "distill"}.get(job.member, "expert.train")
         for share, steps in zip(job.variant.budgets, job.steps, strict=True):
             kept = self.at_budget(job.variant, job.seed, share).artifact(job.member)
@@ -266,6 +292,7 @@ class Study:
                 continue
             settings = [
                 *job.variant.overrides,
+                *([f"expert.init_from={trunk}"] if branch_at else []),
                 f"seed={job.seed}",
                 f"run_dir={run.root}",
                 f"island.shards={prepared.shards.resolve()}",
@@ -278,7 +305,7 @@ class Study:
                 run.prepared.mkdir(parents=True, exist_ok=True)
                 shutil.copy(prepared.prepared / "manifest.json", run.prepared)
             if job.member == STUDENT and not run.ensemble.exists():
-                teacher = self.at_budget(self.variants[0], job.seed, max(self.variants[0].budgets))
+                teacher = self.at_budget(main, job.seed, max(main.budgets))
                 shutil.copytree(teacher.root / "members", run.root / "members", dirs_exist_ok=True)
                 shutil.copy(teacher.ensemble, run.ensemble)
             start("fit", self.options, *settings, f"member={job.member}").ended()

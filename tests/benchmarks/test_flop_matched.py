@@ -5,22 +5,27 @@ from pathlib import Path
 import flop_matched
 import pytest
 import torch
-from flop_scores import HEADLINE, Point, equal_score_share, figures_of, kid, ratio
+from flop_scores import BEST, HEADLINE, OTHER, Point, equal_score_share, figures_of, kid, ratio
 from flop_training import Study, Variant
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.evaluation.metrics.features import KernelDistance
+from ddm_lightning.members.artifact import read_meta
 from ddm_lightning.members.roles import role_of
+from ddm_lightning.members.run_folder import RunFolder
 
-TINY = str(Path(__file__).parents[2] / "experiments" / "tiny_2x.yaml")
+EXPERIMENTS = Path(__file__).parents[2] / "experiments"
+TINY = str(EXPERIMENTS / "tiny_2x.yaml")
 
 
 def test_every_side_costs_the_same_flops(tiny_run):
     """Within half a step, at every budget and for a monolith of another size and batch."""
     options = Namespace(config=TINY, overrides=[f"run_dir={tiny_run}"])
     wide = ("expert.network.params.width=64", "expert.train.global_batch_size=4")
-    study = Study(options, [Variant("main", budgets=(0.5, 1.0)), Variant("wide", wide, "monolith")])
+    four = Variant("four", ("prepare.partition.num_clusters=4",), "ensemble")
+    study = Study(options, [Variant("main", budgets=(0.5, 1.0)), Variant("wide", wide, "monolith"), four])
     jobs = study.jobs()
+    assert len([job for job in jobs if job.variant == four]) == 5
     for name, share in (("main", 0.5), ("main", 1.0), ("wide", 1.0)):
         (monolith,) = [job for job in jobs if job.member == "monolith" and job.variant.name == name]
         steps = monolith.steps[monolith.variant.budgets.index(share)]
@@ -31,6 +36,35 @@ def test_every_side_costs_the_same_flops(tiny_run):
     assert {job.steps[-1] for job in trained if job.member != "router"} == {study.experiment.expert.train.max_steps}
     per_step = role_of("expert-0").batch_size("expert-0", study.experiment) * study.costs.expert
     assert trained[0].flops == trained[0].steps[-1] * per_step
+
+
+def test_branched_experts_pay_for_the_monolith_that_they_start_from(tiny_run):
+    """Within half a step of all experts."""
+    options = Namespace(config=TINY, overrides=[f"run_dir={tiny_run}"])
+    branched = Variant("branched", train="ensemble", branch_at=0.25)
+    study = Study(options, [Variant("main", budgets=(0.25, 1.0)), branched])
+    jobs = [job for job in study.jobs() if job.variant == branched]
+    of_step = sum(job.flops / job.steps[-1] for job in jobs if job.member != "router")
+    spent = sum(job.flops for job in jobs) + study.costs.partition + study.budget(0.25)
+    assert abs(spent - study.budget(1.0)) <= of_step / 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"branch_at": 0.25},
+            r"branch_at = 0.25 must be below its own budgets and one of the main comparison's \(0.5 1\)",
+        ),
+        ({"branch_at": 0.5, "budgets": (0.5,)}, "branch_at = 0.5 must be below its own"),
+        ({"branch_at": 0.5, "seeds": (0, 2)}, "lacks seed 2"),
+        ({"train": "student", "seeds": (1,)}, "lacks seed 1"),
+    ],
+)
+def test_variants_start_only_from_what_the_main_comparison_trains(tmp_path, changes, message):
+    options = Namespace(config=TINY, overrides=[f"run_dir={tmp_path}"])
+    with pytest.raises(UserError, match=message):
+        Study(options, [Variant("main", budgets=(0.5, 1.0)), Variant("other", **changes)])
 
 
 @pytest.mark.parametrize(
@@ -56,6 +90,8 @@ def test_trainings_that_cannot_be_compared_are_refused(tmp_path, override, messa
         ("a: [", "is not a file of variants"),
         ("a: {budgets: [2]}", r"a: budgets = \[2\]: give shares above 0 and at most 1"),
         ("a: {seeds: [x]}", "whole numbers"),
+        ("a: {branch_at: 2}", "branch_at = 2: give 0 or one of the shares"),
+        ("a: {train: student, branch_at: 0.5}", "train = student has none"),
         ("../a: {}", "its name must be of letters"),
     ],
 )
@@ -66,9 +102,14 @@ def test_bad_variants_are_refused(tmp_path, text, words):
         flop_matched.variants_of([str(path), *(["a"] if text == "b: {}" else [])])
 
 
-def test_all_variants_for_the_mixture_are_valid():
-    path = Path(flop_matched.__file__).with_name("variants_mix.yaml")
-    assert len(flop_matched.variants_of([str(path)])) > 5
+def test_all_variants_for_the_mixtures_are_valid():
+    of_mix, of_mixt = (
+        flop_matched.variants_of([str(Path(flop_matched.__file__).with_name(f"variants_{name}.yaml"))])
+        for name in ("mix", "mixt")
+    )
+    assert len(of_mix) > 5
+    main = Variant("main", budgets=(0.125, 0.25, 0.5, 1.0))
+    Study(Namespace(config=str(EXPERIMENTS / "mixt_4x.yaml"), overrides=[]), [main, *of_mixt])
 
 
 def test_a_ratio_of_equal_sets_is_one_and_its_interval_covers_the_truth():
@@ -98,7 +139,7 @@ def test_too_few_images_are_refused_before_anything_is_trained(tmp_path):
 
 def test_a_comparison_made_in_pieces_gives_the_figures_of_one_made_at_once(tmp_path):
     generator = torch.Generator().manual_seed(0)
-    names = ("efficientnet-lite0", "random-convolutions")
+    names = ("efficientnet-lite0", OTHER.name)
 
     def point(seed, method):
         found = {name: KernelDistance(1.0 + seed, 1 + torch.rand(200, generator=generator)) for name in names}
@@ -109,12 +150,31 @@ def test_a_comparison_made_in_pieces_gives_the_figures_of_one_made_at_once(tmp_p
     assert [one.scores for one in read] == [{"precision": 0.5}] * 4
     whole, pieces = figures_of(points, names[0]), figures_of([*points[4:], *read], names[0])
     assert pieces == pytest.approx(whole, rel=1e-3) and pieces["num_seeds"] == 2
+    for one in read:
+        del one.kid[OTHER.name]  # as points of earlier commits
+    older = figures_of([*points[4:], *read], names[0])
+    assert older == {name: value for name, value in pieces.items() if "other_features" not in name}
     out = tmp_path / "out.json"
     assert flop_matched.earlier(None, "a")["points"] == flop_matched.earlier(out, "a")["points"] == []
     out.write_text(json.dumps({"commit": "c", "points": [1], "settings": "a"}))
     assert flop_matched.earlier(out, "a")["points"] == [1]
     with pytest.raises(UserError, match="holds results of other settings"):
         flop_matched.earlier(out, "b")
+
+
+def test_branching_is_compared_with_the_same_seeds_from_scratch():
+    def point(variant, seed, value, branch_at=0.0, method=BEST):
+        found = {"n": KernelDistance(value, torch.full((200,), value))}
+        return Point(variant, seed, 1.0, 2.0, method, found, 0.1, branch_at=branch_at)
+
+    main = [point("main", seed, 1.0 + seed, method=method) for seed in (0, 1) for method in HEADLINE]
+    quarter = [point("quarter", seed, 0.5 + seed, 0.25) for seed in (0, 1)]
+    figures = figures_of([*main, *quarter, point("half", 0, 0.2, 0.5)], "n")
+    assert figures["half_1_bayes_over_scratch"] == 0.2
+    assert figures["quarter_1_bayes_over_scratch"] == pytest.approx(2 / 3)
+    # One seed says less than two.
+    assert figures["branched_over_scratch"] == figures["quarter_1_bayes_over_scratch"]
+    assert figures["branched_over_scratch_low"] == 0.5 and figures["branched_over_scratch_high"] == 0.75
 
 
 @pytest.mark.slow
@@ -125,6 +185,7 @@ def test_from_nothing_to_results_and_nothing_is_trained_twice(tmp_path):
     variants.write_text(
         "random: {train: ensemble, overrides: [prepare.partition.kind=random]}\n"
         "student: {train: student, budgets: [0.5]}\n"
+        "branched: {train: ensemble, branch_at: 0.5}\n"
     )
     arguments = ["-c", TINY, "--num", "16", "--json", str(out), f"run_dir={run}", "--quick", "--budgets", "0.5", "1"]
     arguments += ["--methods", "sample1", "student", "--variants", str(variants)]
@@ -133,11 +194,15 @@ def test_from_nothing_to_results_and_nothing_is_trained_twice(tmp_path):
     found = json.loads(out.read_text())
     assert found["figures"]["num_budgets"] == 2
     assert {"best_over_monolith", "top1_over_monolith", "flops_for_equal_score"} <= found["figures"].keys()
-    assert {point["variant"] for point in found["points"]} == {"main", "random", "student"}
+    assert {point["variant"] for point in found["points"]} == {"main", "random", "student", "branched"}
     methods = {"monolith", "monolith_ancestral", "bayes", "top1", "sample1", "student"}
     assert {point["method"] for point in found["points"]} == methods
     assert found["figures"]["random_1_bayes_over_monolith"] > 0
     root = run / "quick" / "flop_matched"
+    seed = RunFolder(root / "main" / "seed-0" / "budget-0.5").artifact("monolith")
+    expert = RunFolder(root / "branched" / "seed-0" / "budget-1").artifact("expert-0")
+    assert read_meta(expert).init_sha256 == read_meta(seed).model_sha256
+    assert "over scratch" in out.with_suffix(".md").read_text()
     assert (root / "report" / "report.html").stat().st_size > 50_000
     written = {path: path.stat().st_mtime_ns for path in root.rglob("*") if path.suffix in (".npz", ".safetensors")}
     flop_matched.main(arguments)
