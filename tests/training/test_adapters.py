@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_runs import TINY
+from tiny_runs import TINY, finish, start
 
 from ddm_lightning.cli.parser import main
 from ddm_lightning.use.ensemble import DecentralizedEnsemble
@@ -124,6 +124,22 @@ def test_muon_trains_adapters_and_ema_widths_choose_among_their_averages(run, ti
     assert metrics["ema_width"] == 0.1 and metrics["held_out/loss"] == pytest.approx(float(told[1]), abs=1e-5)
     assert after.keys() == before.keys() and all(".lora_" in name for name in after)
     assert not torch.equal(after[min(after)], before[min(after)])
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_two_ranks_resume_an_adapter_to_the_same_weights(run, tiny_prepared, tmp_path):
+    _, own = run
+    found = []
+    for name, steps in {"resumed": (10, 20), "straight": (20,)}.items():
+        shutil.copytree(tiny_prepared, tmp_path / name / "prepared")
+        for number in steps:
+            ranks = (f"expert.train.max_steps={number}", "island.devices=2", "island.strategy=fsdp")
+            finish(
+                start("fit", tmp_path / name, *QUICK, *own[:-1], *ranks, "member=expert-0", "island.accelerator=cpu")
+            )
+        found.append(load_file(artifact(tmp_path / name, "expert-0")))
+    assert all(torch.equal(found[0][name], value) for name, value in found[1].items())
 
 
 def test_the_monolith_is_an_adapter_too(run, tiny_prepared, tmp_path):
