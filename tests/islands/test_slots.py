@@ -168,7 +168,11 @@ def test_slots_in_many_places_give_the_bits_of_an_undisturbed_training(
         places.append(tmp_path / str(len(places)))
         began, limit = time.monotonic(), f"island.max_minutes={seconds / 60}"
         member = start("fit", places[-1], f"remote={store}", "member=expert-0", limit)
-        _, said = member.communicate(timeout=120)
+        _, said = member.communicate(timeout=seconds + 120)
+        if "the slot was too short: " in said:  # to start in, on a busy machine
+            seconds *= 2
+            places.pop()
+            continue
         assert member.returncode in (0, 130), said
         assert time.monotonic() < began + seconds
     assert len(places) > 2

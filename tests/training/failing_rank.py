@@ -1,6 +1,7 @@
 """The command line, in which one rank fails while a checkpoint is written: ``FAILS`` is its number, how, and the step.
 
-Or it has no memory for sample images, or it is late: to begin with its steps, or to find a checkpoint damaged.
+Or it has no memory for sample images, or it is late: to find a checkpoint damaged, or to begin with its steps. Then it
+makes the file ``LATE`` and waits until that is gone.
 
 A file to be run, because ranks are started by the command line of the first.
 """
@@ -65,23 +66,30 @@ def no_memory_for_images():
     previews.velocity_of = patched
 
 
-def late(place, name):
+def late(place, name, wait):
     before = getattr(place, name)
 
     def patched(*arguments):
-        time.sleep(LATE_SECONDS)
+        wait()
         return before(*arguments)
 
     setattr(place, name, patched)
+
+
+def wait_for_the_test():
+    path = Path(os.environ["LATE"])
+    path.touch()
+    while path.exists():
+        time.sleep(0.02)
 
 
 if __name__ == "__main__":
     rank, how, at_step = os.environ["FAILS"].split()
     if os.environ.get("LOCAL_RANK", "0") == rank:
         if how == "late-steps":
-            late(callbacks.Reporter, "on_train_start")
+            late(callbacks.StopOnRequest, "on_train_start", wait_for_the_test)
         elif how == "late-damage":
-            late(checkpoint, "damage_of")
+            late(checkpoint, "damage_of", lambda: time.sleep(LATE_SECONDS))
         elif how == "images":
             no_memory_for_images()
         else:

@@ -95,13 +95,17 @@ def test_a_rank_killed_at_a_checkpoint_ends_the_other_and_the_one_before_is_resu
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_a_signal_while_rank_one_is_late_stops_both_at_the_same_step(tiny_run):
-    process = start(tiny_run, "island.strategy=fsdp", program=FAILING, FAILS="1 late-steps 0")
+def test_a_signal_while_rank_one_is_late_stops_both_at_the_same_step(tiny_run, tmp_path):
+    late, told = tmp_path / "late", tmp_path / "told"
+    told.mkdir()
+    variables = {"FAILS": "1 late-steps 0", "LATE": str(late), "TMPDIR": str(told)}
+    process = start(tiny_run, "island.strategy=fsdp", program=FAILING, **variables)
     with ended_on_failure(process), within(TRAINS_SECONDS):
-        while read_status(tiny_run, "expert-0").get("state") != "training":
+        while not (late.exists() and list(told.rglob("state"))):  # rank zero waits for the other, and listens
             time.sleep(0.02)
-        time.sleep(0.5)  # it waits for the other
         os.killpg(process.pid, signal.SIGTERM)  # as Ctrl-C, and Lightning would listen to it
+        time.sleep(0.5)
+        late.unlink()
     said = finish(process, 130, TRAINS_SECONDS)[1]
     # Ranks agree every ten steps.
     assert said.splitlines()[3:] == ["expert-0: stopped at step 10; the same command resumes it"]
