@@ -29,8 +29,6 @@ RANDOM = 0.08
 """Tolerance of a held-out loss under other random numbers; on a CPU its standard deviation is 0.02."""
 ROUNDED = 0.003
 """Tolerance under other rounding; on a CPU it takes 0.0005."""
-PRIVATE = 300
-"""Megabytes of a loading process; a copy of the pinned checkpoint would take 510 more."""
 WHOLE = (
     "prepare.partition.num_clusters=3",
     "expert.train.global_batch_size=24",
@@ -95,25 +93,15 @@ class Watched(Child):
             time.sleep(0.01)
         raise RuntimeError(f"ended too early: {self.ended()}")
 
-    def memory(self, checkpoints: Path) -> tuple[float, list[tuple[float, float]]]:
-        """Look at its memory until it ends, in megabytes.
-
-        Returns:
-            The most private memory of a process that it started; its own memory, and all of /dev/shm, just before each
-            new checkpoint.
-        """
-        private, seen = 0.0, {}
+    def memory(self, checkpoints: Path) -> list[float]:
+        """Look at its memory until it ends; return it just before each new checkpoint, in megabytes."""
+        seen: dict[str, float] = {}
         while self.poll() is None:
-            with suppress(OSError, LookupError):  # a process or a checkpoint has gone meanwhile
-                resident = megabytes(self.pid, "status", "VmRSS")
-                shared = os.statvfs("/dev/shm")
+            with suppress(OSError, LookupError):  # it has ended, or a checkpoint has gone meanwhile
                 newest = max((path.name for path in checkpoints.glob("step-*")), default="")
-                seen[newest] = resident, (shared.f_blocks - shared.f_bfree) * shared.f_frsize / 2**20
-                private = max(
-                    [private, *(megabytes(one, "smaps_rollup", "Private_Dirty") for one in started_by(self.pid))]
-                )
+                seen[newest] = megabytes(self.pid, "VmRSS")
             time.sleep(0.02)
-        return private, list(seen.values())
+        return list(seen.values())
 
 
 def started_by(pid: int) -> list[int]:
@@ -123,10 +111,10 @@ def started_by(pid: int) -> list[int]:
     return [one for one in found if "compile_worker" not in Path(f"/proc/{one}/cmdline").read_text()]
 
 
-def megabytes(pid: int, file: str, key: str) -> float:
-    """A field of a process's ``smaps_rollup`` or ``status``."""
+def megabytes(pid: int, key: str) -> float:
+    """A field of a process's ``status``."""
     # An ended one has no such field, which is a LookupError.
-    return int(Path(f"/proc/{pid}/{file}").read_text().partition(f"{key}:")[2].split()[0]) / 1024
+    return int(Path(f"/proc/{pid}/status").read_text().partition(f"{key}:")[2].split()[0]) / 1024
 
 
 @dataclass(frozen=True)
@@ -210,18 +198,16 @@ def tests(place: Place) -> Iterator[Check]:
 
 
 def training(place: Place) -> Iterator[Check]:
-    """Train with four workers, validations, previews and checkpoints; compare with the CPU."""
+    """Train with four threads that load, validations, previews and checkpoints; compare with the CPU."""
     on_cpu = ("island.accelerator=cpu", "island.precision=32-true", "island.compile=false", "island.num_threads=8")
     reference = place.fit("cpu", *on_cpu, "island.checkpoint_every_n_steps=1000")
     child = place.fit("fit", "island.num_workers=4")
-    private, memory = child.memory(place.member("fit") / "checkpoints")
+    memory = child.memory(place.member("fit") / "checkpoints")
     child.ended()
     reference.ended()
     yield near("held-out loss, against the CPU's", place.held_out("fit"), place.held_out("cpu"), RANDOM)
-    yield at_most("private memory of a loading process, MB", private, PRIVATE)
-    (resident, shared), (resident_last, shared_last) = memory[len(memory) // 2], memory[-1]
-    yield at_most("growth of its memory in the second half, MB", resident_last - resident, resident / 10)
-    yield at_most("growth of /dev/shm in the second half, MB", shared_last - shared, 64)
+    middle = memory[len(memory) // 2]
+    yield at_most("growth of its memory in the second half, MB", memory[-1] - middle, middle / 10)
 
 
 def stop_and_resume(place: Place) -> Iterator[Check]:

@@ -32,7 +32,7 @@ STEPS: dict[int, tuple[str, Step]] = {
     2: ("attention kernels", smoke_networks.kernels),
     3: ("pytest -m gpu", smoke_commands.tests),
     4: ("DiT-XL/2 in the Trainer", smoke_networks.training),
-    5: ("fit with workers, validation and checkpoints", smoke_commands.training),
+    5: ("fit with loading threads, validation and checkpoints", smoke_commands.training),
     6: ("SIGTERM and resume", smoke_commands.stop_and_resume),
     7: ("checkpoint of DiT-XL/2", smoke_networks.checkpoint),
     8: ("DDP and FSDP2 with one device", smoke_commands.strategies),

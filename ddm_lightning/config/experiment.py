@@ -274,9 +274,11 @@ class IslandConfig:
     num_threads: int = option(1, low=1, high=1024)
     """Torch threads per process on a CPU."""
     num_workers: int = option(0, low=0)
-    """Data-loading processes per rank."""
+    """Threads per rank that gather batches ahead; 0 gathers each when it is needed."""
     shards: str | None = None
     """URL (``s3://…``, ``file://…``) or folder to read shards from; null for the run's own."""
+    cache_gb: float | None = option(None, low=1e-6)
+    """Disk space per member and node for shards from a URL, in GB; null keeps every shard that was fetched."""
     loggers: list[str] = field(default_factory=lambda: ["tensorboard"])
     """Where curves go: ``tensorboard``, ``csv`` and ``wandb`` (Weights & Biases); images go to all but ``csv``."""
     callbacks: list[PluginConfig] = field(default_factory=list)

@@ -1,34 +1,33 @@
 """Shards of a member: read where they are or, if they are behind a URL or compressed, fetched into the member's cache.
 
-A shard appears in the cache complete and checked, or not at all. Ranks and workers of a node share the cache: a lock
-file per shard lets one process fetch it while the others wait or fetch another one. A training waits for a store that
-is down, or that sends something else.
+A shard appears in the cache complete and checked, or not at all; ``tidy`` renames those of an earlier training, which
+are checked when they are first needed. Ranks of a node share the cache: a lock file per shard lets one process fetch it
+while the others wait. A training waits for a store that is down, or that sends something else.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from threading import Thread
+from threading import Event, Lock
 from typing import Any
 
-import numpy as np
 from filelock import FileLock, Timeout
-from jaxtyping import Int
 
 from ddm_lightning.core import remote
 from ddm_lightning.core.errors import UserError, first_line, note
 from ddm_lightning.core.files import inside, sha256_file
-from ddm_lightning.shards.mds import ShardFile, Shards
 from ddm_lightning.shards.mosaic import decompress
 from ddm_lightning.shards.verify import ShardError, file_problem, read_index, unreadable
 
 PATIENCE_SECONDS = 600.0
 """Time to wait for a store that is down; below the time-out of the ranks that wait for this one."""
 _PAUSE_SECONDS = 3.0
+# Linux reads no more than its read-ahead, by default this, for one request.
+_ADVICE_BYTES = 1 << 17
 
 
 class Origin:
@@ -53,6 +52,8 @@ class Origin:
         is_url = remote.is_url(address)
         self.is_fetched = is_url or any(entry["zip_data"] for entry in read_index(Path(address)))
         self.folder = store if self.is_fetched else Path(address)
+        self._checked: set[Path] = set()
+        self._waiting = Lock()
 
     def entries(self) -> list[dict[str, Any]]:
         """Read ``index.json``; fetch it unless it is in the store.
@@ -72,125 +73,127 @@ class Origin:
                 raise ShardError(
                     f"{self.address}: shards cannot be opened: {first_line(error)}; check key 'island.shards'"
                 ) from error
-            remote.disconnect()  # workers are forked next
+            remote.disconnect()  # the threads that fetch have connections of their own
         if self.index_sha256 is not None and sha256_file(path) != self.index_sha256:
             raise UserError(
                 f"{self.address}/index.json: differs from the manifest's; put the shards of this run's prepare there"
             )
         return read_index(self.folder)
 
-    def fetch(self, entry: dict[str, Any], *, wait: bool) -> bool:
-        """Bring one shard into the store.
+    def holds(self, entry: dict[str, Any]) -> bool:
+        """Whether the cache has a shard, perhaps unchecked."""
+        raw = self._raw(entry)
+        return self.is_fetched and (raw.is_file() or _unchecked(raw).is_file())
+
+    def remove(self, entry: dict[str, Any]) -> None:
+        """Remove a shard from the cache; a process that has mapped it can still read it."""
+        if self.is_fetched:
+            self._raw(entry).unlink(missing_ok=True)
+            _unchecked(self._raw(entry)).unlink(missing_ok=True)
+
+    def bring(self, entry: dict[str, Any], stop: Event) -> None:
+        """Make sure that a shard is in ``folder`` and equals its entry; read it ahead if that is known.
 
         Args:
             entry: entry of the shard in the index.
-            wait: whether to wait for a process that is fetching it, and for a store that is down.
-
-        Returns:
-            Whether the shard is there now.
+            stop: ends the wait for another process and for a store that is down.
 
         Raises:
             ShardError: it cannot be fetched, or differs from the index.
         """
-        raw = self.folder / entry["raw_data"]["basename"]
-        stored = entry["zip_data"] or entry["raw_data"]
-        url = f"{self.address}/{stored['basename']}"
-        if raw.is_file():
-            return True
+        raw = self._raw(entry)
         try:
+            if raw in self._checked or (self.is_fetched and raw.is_file()):
+                read_ahead(raw)
+                return
+            if not self.is_fetched:
+                if problem := file_problem(raw, entry["raw_data"]):
+                    raise ValueError(problem)
+                self._checked.add(raw)
+                return
+            raw.parent.mkdir(parents=True, exist_ok=True)
             lock = Path(f"{raw}.lock")
-            with FileLock(lock, timeout=-1 if wait else 0):
-                if not raw.is_file():
-                    inside(self.folder, stored["basename"], self.folder / "index.json")
-                    partial = Path(f"{raw}.part")
-                    _get(url, partial, stored, PATIENCE_SECONDS if wait and remote.is_url(url) else 0.0)
-                    if entry["zip_data"]:
-                        partial.write_bytes(decompress(entry["compression"], partial.read_bytes()))
-                    os.replace(partial, raw)
-                lock.unlink(missing_ok=True)  # the shard is there, so whoever waits needs no lock
-        except Timeout:
-            return False
+            while not stop.is_set():
+                with suppress(Timeout), FileLock(lock, timeout=_PAUSE_SECONDS):
+                    if not raw.is_file():
+                        self._fetch(entry, raw, stop)
+                    lock.unlink(missing_ok=True)  # the shard is there, so whoever waits needs no lock
+                    return
         except Exception as error:  # each compression has its own
-            if isinstance(error, ConnectionError) and not wait:
-                return False
-            raise unreadable(first_line(error) if url in str(error) else f"{url}: {first_line(error)}") from error
-        return True
+            line = first_line(error)
+            raise unreadable(line if str(self.address) in line else f"{raw}: {line}") from error
 
-
-def _get(url: str, path: Path, stored: dict[str, Any], patience: float) -> None:
-    """Fetch a file of the index; if the store is down or sends something else, try again for ``patience`` seconds."""
-    end, has_said = time.monotonic() + patience, False
-    while True:
-        try:
-            remote.get(url, path)
-            if problem := file_problem(path, stored):
-                raise ConnectionError(f"{url}: arrived damaged: {problem}")
+    def _fetch(self, entry: dict[str, Any], raw: Path, stop: Event) -> None:
+        unchecked = _unchecked(raw)
+        if unchecked.is_file() and not file_problem(unchecked, entry["raw_data"]):
+            os.replace(unchecked, raw)
             return
-        except ConnectionError as error:
-            if time.monotonic() >= end:
-                raise
-            if not has_said:
-                note(f"{first_line(error)}; waits up to {patience / 60:g} minutes")
-                has_said = True
-            time.sleep(_PAUSE_SECONDS)
+        unchecked.unlink(missing_ok=True)
+        stored = entry["zip_data"] or entry["raw_data"]
+        inside(self.folder, stored["basename"], self.folder / "index.json")
+        partial = Path(f"{raw}.part")
+        self._get(f"{self.address}/{stored['basename']}", partial, stored, stop)
+        if entry["zip_data"]:
+            partial.write_bytes(decompress(entry["compression"], partial.read_bytes()))
+        os.replace(partial, raw)
+
+    def _get(self, url: str, path: Path, stored: dict[str, Any], stop: Event) -> None:
+        """Fetch a file of the index; if the store is down or sends something else, try again for ten minutes."""
+        end, has_said = time.monotonic() + PATIENCE_SECONDS * remote.is_url(url), False
+        try:
+            while True:
+                try:
+                    remote.get(url, path)
+                    if problem := file_problem(path, stored):
+                        raise ConnectionError(f"{url}: arrived damaged: {problem}")
+                    return
+                except ConnectionError as error:
+                    if time.monotonic() >= end or stop.is_set():
+                        raise
+                    # One of the threads that wait says so.
+                    if not has_said and (has_said := self._waiting.acquire(blocking=False)):
+                        note(f"{first_line(error)}; waits up to {PATIENCE_SECONDS / 60:g} minutes")
+                    stop.wait(_PAUSE_SECONDS)
+        finally:
+            if has_said:
+                self._waiting.release()
+
+    def _raw(self, entry: dict[str, Any]) -> Path:
+        return self.folder / entry["raw_data"]["basename"]
 
 
-class FetchedShards(Shards):
-    """Shards of some folders; one that is not on this machine is fetched when needed. Nothing is evicted.
+def _unchecked(raw: Path) -> Path:
+    return Path(f"{raw}.unchecked")
+
+
+def tidy(store: Path, index_sha256: str | None) -> None:
+    """Rename the shards that an earlier training left in its cache: they are checked before use.
 
     Args:
-        origins: the folders.
-
-    Raises:
-        ShardError, UserError: see ``Origin.entries`` and ``Shards``.
+        store: folder of the cache.
+        index_sha256: the manifest's hash of ``index.json``; if it differs, the whole folder is removed.
     """
+    index = store / "index.json"
+    if not index.exists():
+        return
+    try:
+        if index_sha256 is not None and sha256_file(index) != index_sha256:
+            raise UserError("of another preparation")
+        raws = [inside(store, entry["raw_data"]["basename"], index) for entry in read_index(store)]
+    except UserError:
+        shutil.rmtree(store)
+        return
+    for leftover in store.rglob(".tmp-*"):  # of a process that was killed
+        leftover.unlink()
+    for raw in raws:
+        if raw.is_file():
+            os.replace(raw, _unchecked(raw))
 
-    def __init__(self, origins: Sequence[Origin]) -> None:
-        self._entries = [(origin, entry) for origin in origins for entry in origin.entries()]
-        super().__init__([ShardFile.of(origin.folder, entry) for origin, entry in self._entries])
-        in_place = [not origin.is_fetched for origin, _ in self._entries]
-        self._is_here = np.array(in_place) | [file.path.is_file() for file in self.files]
-        self._ahead: list[int] = []
 
-    def missing_bytes(self) -> int:
-        """Return the bytes still to be fetched, uncompressed."""
-        return sum(file.num_bytes for file, is_here in zip(self.files, self._is_here, strict=True) if not is_here)
-
-    def missing(self, ids: Int[np.ndarray, "m"]) -> list[int]:
-        """Return the missing shards that the samples at ``ids`` need, in order of first need."""
-        shards = self.shards_of(ids)
-        distinct, first = np.unique(shards[~self._is_here[shards]], return_index=True)
-        return distinct[first.argsort()].tolist()
-
-    def fetch(self, shard: int, *, wait: bool = True) -> None:
-        """Fetch a shard unless it is here; ``wait`` as in ``Origin.fetch``.
-
-        Raises:
-            ShardError: it cannot be fetched.
-        """
-        if not self._is_here[shard]:
-            origin, entry = self._entries[shard]
-            self._is_here[shard] = origin.fetch(entry, wait=wait)
-
-    def fetch_ahead(self, shards: Sequence[int]) -> None:
-        """Fetch ``shards`` in a thread of this process; one that fails is left to those that need it."""
-        self._ahead = ahead = list(shards)
-
-        def run() -> None:
-            with suppress(IndexError, ShardError):  # emptied meanwhile, or damaged
-                while ahead:
-                    self.fetch(ahead.pop(0), wait=False)
-            remote.disconnect()
-
-        if ahead:
-            Thread(target=run, daemon=True).start()
-
-    def stop_fetching(self) -> None:
-        """End the thread of ``fetch_ahead`` after its current shard."""
-        self._ahead.clear()
-
-    def _visit(self, ids: Int[np.ndarray, "m"], visit: Any) -> None:
-        for wait in (False, True):  # first the shards that can be had at once
-            for shard in self.missing(ids):
-                self.fetch(shard, wait=wait)
-        super()._visit(ids, visit)
+def read_ahead(path: Path) -> None:
+    """Ask the system to read a file into memory, where it can be asked."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    with path.open("rb") as file:
+        for start in range(0, path.stat().st_size, _ADVICE_BYTES):
+            os.posix_fadvise(file.fileno(), start, _ADVICE_BYTES, os.POSIX_FADV_WILLNEED)

@@ -29,6 +29,8 @@ _TEXT = ("str", "json")
 # The first column of a batch.
 _ID = "sample_id"
 _IDS_AT_ONCE = 1 << 16
+# Linux allows a process 65,530 maps.
+_MAX_MAPS = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -210,9 +212,6 @@ class Shards:
     def __len__(self) -> int:
         return int(self._starts[-1])
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_maps": {}}  # a spawned worker maps the files itself
-
     def shards_of(self, ids: Int[np.ndarray, "m"]) -> Int[np.ndarray, "m"]:
         """Return the shard of each sample."""
         return np.searchsorted(self._starts, ids, side="right") - 1
@@ -282,9 +281,12 @@ class Shards:
     def _map(self, shard: int) -> _Map:
         if self.files[shard].compression is not None:
             return _Map(self.files[shard])  # not kept: it is in memory
-        if shard not in self._maps:
-            self._maps[shard] = _Map(self.files[shard])
-        return self._maps[shard]
+        found = self._maps.get(shard)
+        if found is None:
+            found = self._maps[shard] = _Map(self.files[shard])
+            for oldest in list(self._maps)[:-_MAX_MAPS]:
+                self._maps.pop(oldest, None)
+        return found
 
 
 def _as_tensor(column: Column, values: np.ndarray) -> Tensor:

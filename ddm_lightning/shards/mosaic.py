@@ -24,7 +24,7 @@ from streaming.base.format.mds.writer import MDSWriter  # noqa: E402
 from streaming.base.shuffle import get_shuffle  # noqa: E402
 from streaming.base.util import merge_index as merge_index_files  # noqa: E402
 
-__all__ = ["decompress", "mds_decode", "merge_index", "open_writer", "shuffled"]
+__all__ = ["decompress", "mds_decode", "merge_index", "open_writer", "shuffled", "window"]
 # Least number of samples in a block of the shuffle, which is fetched before the first step of an epoch. It is at least
 # four times the largest shard, because a shard larger than a block is not mixed with others.
 _MIN_BLOCK = 1 << 18
@@ -51,6 +51,14 @@ def merge_index(folders: Sequence[Path], out: Path) -> None:
 
 def shuffled(shard_sizes: Sequence[int], seed: int, epoch: int) -> Int[np.ndarray, "n"]:
     """Return every sample once, by its position in the concatenated shards, in the order ``py1e``."""
-    sizes = np.asarray(shard_sizes, dtype=np.int64)
     # One canonical node: a permutation of all shards, whatever the number of nodes.
-    return get_shuffle("py1e", sizes, 1, seed, epoch, max(_MIN_BLOCK, 4 * int(sizes.max())))
+    return get_shuffle("py1e", np.asarray(shard_sizes, np.int64), 1, seed, epoch, _block(shard_sizes))
+
+
+def window(shard_sizes: Sequence[int]) -> int:
+    """Return the most samples over which ``shuffled`` scatters a shard."""
+    return 5 * _block(shard_sizes) // 4
+
+
+def _block(shard_sizes: Sequence[int]) -> int:
+    return max(_MIN_BLOCK, 4 * int(max(shard_sizes)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -75,29 +74,6 @@ def verify_shards(folder: Path, hashes: bool = True, *, index_sha256: str | None
     return sum(in_threads(verify, shards))
 
 
-def remove_damaged(folder: Path, *, index_sha256: str | None = None) -> None:
-    """Remove fetched shards that differ from their ``index.json``, so that they are fetched again.
-
-    Args:
-        folder: MDS folder; shards may be missing.
-        index_sha256: the manifest's hash of ``index.json``; if it differs, the whole folder is removed.
-    """
-    index = folder / "index.json"
-    try:
-        if index_sha256 is not None and sha256_file(index) != index_sha256:
-            raise UserError("of another preparation")
-        shards = read_index(folder)
-    except UserError:
-        shutil.rmtree(folder)
-        return
-    for leftover in folder.rglob(".tmp-*"):  # of a process that was killed
-        leftover.unlink()
-    entries = {path: entry for shard in shards for path, entry in _files(folder, shard).items() if path.is_file()}
-    for path, problem in zip(entries, in_threads(file_problem, entries, entries.values()), strict=True):
-        if problem:
-            path.unlink()
-
-
 def _files(folder: Path, shard: dict[str, Any]) -> dict[Path, dict[str, Any]]:
     """Return the possible files of a shard and their entries: uncompressed and, if it is compressed, compressed."""
     entries = [entry for entry in (shard["raw_data"], shard["zip_data"]) if entry is not None]
@@ -117,13 +93,7 @@ def file_problem(path: Path, entry: dict[str, Any], hashes: bool = True) -> str 
 
 
 class ShardError(UserError):
-    """Unreadable shards; its message stays one line when a worker process raises it."""
-
-    def __init__(self, message: str) -> None:
-        # DataLoader re-raises a worker's exception with the worker's traceback as its message; the last line is the
-        # original message.
-        last = message.rstrip().rpartition("\n")[2]
-        super().__init__(last.removeprefix(f"{__name__}.{type(self).__name__}: "))
+    """Unreadable shards."""
 
 
 def unreadable(cause: str) -> ShardError:

@@ -35,8 +35,6 @@ from ddm_lightning.training.objective import Distillation, Objective, build_obje
 from ddm_lightning.training.parallel import BackgroundCheckpoints, choose_strategy, environment
 from ddm_lightning.training.previews import SampleLogger, build_loggers
 
-WORKERS_OUTLIVE_SECONDS = 15.0
-
 
 def fit_member(name: str, run: Run) -> MemberStatus:
     """Train member ``name`` to its last step, from its newest checkpoint if there is one, and write its artifact.
@@ -62,10 +60,8 @@ def fit_member(name: str, run: Run) -> MemberStatus:
     status.max_steps = run.max_steps(name)  # a finished training may be extended
     if not ranks.told_by_rank_zero("finished", run.is_finished(name)):
         folder.mkdir(parents=True, exist_ok=True)
-        # Data-loading processes of a killed training live on for some seconds and hold its lock.
-        seconds = WORKERS_OUTLIVE_SECONDS if island.num_workers else 0.0
         user = f"another process ({status.pid})" if status.runs() else "another process"
-        with lock_member(folder, user, -1 if waits else seconds) if ranks.is_rank_zero() else contextlib.nullcontext():
+        with lock_member(folder, user, -1 if waits else 0.0) if ranks.is_rank_zero() else contextlib.nullcontext():
             if not (waits and run.is_finished(name)):
                 return _train(run.member(name), run, status, console)
     console.print(f"{name} is finished: {run.folder.artifact(name)}")
@@ -172,6 +168,7 @@ def build_data(member: Member, run: Run) -> ClusterDataModule:
         seed=member.seed,
         cache=cache / f"node-{node}" if (node := ranks.node_rank()) else cache,  # of a disk that nodes may share
         num_workers=island.num_workers,
+        max_cache_bytes=island.cache_gb and island.cache_gb * 1e9,
         columns=manifest.columns,
         index_sha256=manifest.index_sha256,
         held_out_clusters=[k for k in clusters if manifest.clusters[k].held_out > 0],

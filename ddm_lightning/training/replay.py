@@ -16,7 +16,6 @@ from ddm_lightning.core.devices import autocast, device_of
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.members.run import Run
 from ddm_lightning.shards.datamodule import ClusterDataModule
-from ddm_lightning.shards.mds import open_shards
 from ddm_lightning.training.checkpoint import checkpoints_in, damage_of, load_tensors, step_of
 from ddm_lightning.training.fit import build_data
 from ddm_lightning.training.guard import SkippedStep, skipped_of
@@ -106,12 +105,12 @@ def _load_nearest(network: nn.Module, checkpoints: Path, step: int) -> str | Non
 
 def _samples(data: ClusterDataModule, skipped: SkippedStep) -> dict[str, Tensor]:
     data.prepare_data()
-    folders = data.training_folders()
-    shards = open_shards(folders)
+    shards = data.training_shards()
     try:
-        return shards.take(shards.find(np.array(skipped.sample_ids)))
+        with shards.reading(np.arange(len(shards)), len(shards)):
+            return shards.take(shards.find(np.array(skipped.sample_ids)))
     except KeyError as error:
-        raise UserError(f"{folders[0]}: sample {error} is missing; replay where the member was trained") from None
+        raise UserError(f"{data.shards}: sample {error} is missing; replay where the member was trained") from None
 
 
 def replay_table(samples: list[ReplayedSample]) -> Table:

@@ -14,7 +14,7 @@ from ddm_lightning.shards.datamodule import ClusterDataModule
 def data_module(rank, num_ranks, settings):
     data = ClusterDataModule(**settings)
     strategy = SimpleNamespace(broadcast=_broadcast)
-    data.trainer = SimpleNamespace(world_size=num_ranks, global_rank=rank, strategy=strategy)
+    data.trainer = SimpleNamespace(world_size=num_ranks, global_rank=rank, local_rank=rank, strategy=strategy)
     if rank == 0:
         data.prepare_data()
     if num_ranks > 1:

@@ -8,9 +8,12 @@ import torch
 from deadline import within
 from shards.mds import COLUMNS, WARNINGS, damage, sample, write_mds
 
+from ddm_lightning.core import remote
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import sha256_file
+from ddm_lightning.shards import mosaic
 from ddm_lightning.shards.datamodule import ClusterDataModule
+from ddm_lightning.shards.fetch import Origin
 from ddm_lightning.shards.verify import ShardError
 
 pytestmark = WARNINGS
@@ -103,12 +106,6 @@ def test_no_held_out_samples_means_no_validation(shards, tmp_path):
     assert module_of(shards, [2], 3, tmp_path).val_dataloader() == []
 
 
-def test_only_training_has_a_thread_that_page_locks_batches(shards, tmp_path):
-    """One that runs while the other loader's workers are forked may leave them a lock that nobody opens."""
-    data = module_of(shards, [0], 7, tmp_path, held_out_clusters=[0], pin_memory=True)
-    assert [data.train_dataloader().pin_memory, data.val_dataloader().pin_memory] == [True, False]
-
-
 def test_the_order_follows_the_seed(shards, tmp_path):
     orders = [ids(module_of(shards, [0, 2], 7, tmp_path, seed=seed).train_dataloader()) for seed in (1, 1, 2)]
     assert orders[0] == orders[1] != orders[2]
@@ -164,12 +161,23 @@ def test_a_shard_removed_during_training_is_an_error(shards, tmp_path, num_worke
         list(data.train_dataloader())
 
 
-@pytest.mark.parametrize(("kind", "split"), [("missing", "train"), ("truncated", "held-out"), ("flipped", "train")])
+@pytest.mark.parametrize(("kind", "split"), [("missing", "train"), ("truncated", "held-out")])
 def test_a_damaged_local_shard_is_named_before_training(shards, tmp_path, kind, split):
     folder = shards / "cluster-0" / split
     name = damage(folder, kind)
     with pytest.raises(UserError, match=f"{folder / name}: shard is (missing|damaged)"):
         module_of(shards, [0], 7, tmp_path, held_out_clusters=[0])
+
+
+def test_a_changed_local_shard_is_named_before_one_of_its_samples_is_used(shards, tmp_path):
+    folder = shards / "cluster-0/train"
+    data = module_of(shards, [0], 1, tmp_path, num_workers=2)
+    name, clean = damage(folder, "flipped"), {*range(34), *range(51, 70)}  # the third shard of seventeen samples
+    seen = []
+    with within(20), pytest.raises(ShardError, match=f"{folder / name}: its SHA-1 differs"):
+        for batch in data.train_dataloader():
+            seen += batch["sample_id"].tolist()
+    assert set(seen) <= clean
 
 
 def test_shards_of_another_preparation_are_refused(shards, tmp_path):
@@ -213,14 +221,6 @@ def test_a_disk_too_small_for_the_fetched_shards(tmp_path, free):
     assert len(list(loader)) == 16
     free[str(cache)] = 0  # nothing is to be fetched any more
     module_of(f"file://{tmp_path}/shards", [0], 6, tmp_path).train_dataloader()
-
-
-def test_shared_memory_too_small(tmp_path, free):
-    write_mds(tmp_path / "shards/cluster-0/train", range(100))
-    free["/dev/shm"] = 2000
-    with pytest.raises(UserError, match=r"/dev/shm: loading needs .* kB of shared memory, but 2.0 kB.*num_workers"):
-        module_of(tmp_path / "shards", [0], 6, tmp_path, num_workers=2).train_dataloader()
-    module_of(tmp_path / "shards", [0], 6, tmp_path, num_workers=0).train_dataloader()
 
 
 # Shards behind a URL.
@@ -298,3 +298,76 @@ def test_columns_must_match_the_manifest(shards, tmp_path):
         data = module_of(shards, [0], 2, tmp_path, columns={**columns, **wrong})
         with pytest.raises(UserError, match="are not the manifest's"):
             data.train_dataloader()
+
+
+# A cache smaller than the shards.
+
+
+@pytest.mark.parametrize(("num_workers", "compression"), [(0, None), (2, "zstd:3")])
+def test_a_cache_of_a_tenth_gives_the_same_batches(tmp_path, monkeypatch, num_workers, compression):
+    """Over two epochs and a resumed one; each epoch fetches a shard once at most, and the cache never grows beyond."""
+    monkeypatch.setattr(mosaic, "_MIN_BLOCK", 64)
+    write_mds(tmp_path / "shards/cluster-0/train", range(1600), compression=compression)
+    whole = module_of(tmp_path / "shards", [0], 16, tmp_path / "whole").train_dataloader()
+    expected = [list(whole) for _ in range(3)]
+    sizes = {file.path.name: file.num_bytes for file in whole.shards.files}
+    limit, peak, held, fetched = sum(sizes.values()) // 10, 0, set(), []
+    get, remove = remote.get, Origin.remove
+
+    def counting_get(url, path):
+        nonlocal peak
+        if ".mds" in url:
+            fetched.append(url)
+            held.add(url.rpartition("/")[2].partition(".zstd")[0])
+            peak = max(peak, sum(sizes[name] for name in held))
+        get(url, path)
+
+    def counting_remove(origin, entry):
+        remove(origin, entry)
+        held.discard(entry["raw_data"]["basename"])
+
+    def compare(batches, wanted):
+        for batch, other in zip(batches, wanted, strict=True):
+            assert all(torch.equal(batch[name], other[name]) for name in other)
+            assert len(loader.shards._maps) < 30
+        assert {path.name for path in (tmp_path / "cache").rglob("*.mds")} <= held
+
+    monkeypatch.setattr(remote, "get", counting_get)
+    monkeypatch.setattr(Origin, "remove", counting_remove)
+    settings = {"num_workers": num_workers, "max_cache_bytes": limit}
+    loader = module_of(f"file://{tmp_path}/shards", [0], 16, tmp_path, **settings).train_dataloader()
+    with within(120):
+        compare(loader, expected[0])
+        assert len(fetched) == len(set(fetched)) == len(sizes)
+        iterator = iter(loader)
+        compare((next(iterator) for _ in range(40)), expected[1][:40])
+        state = loader.state_dict()
+        loader.close()
+        loader = module_of(f"file://{tmp_path}/shards", [0], 16, tmp_path, **settings).train_dataloader()
+        loader.load_state_dict(state)
+        compare(loader, expected[1][40:])
+        compare(loader, expected[2])
+    assert limit / 2 < peak <= limit
+
+
+def test_a_cache_smaller_than_what_is_shuffled_together_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(mosaic, "_MIN_BLOCK", 64)
+    write_mds(tmp_path / "shards/cluster-0/train", range(1000))
+    write_mds(tmp_path / "shards/cluster-0/held-out", range(1000, 1100))
+
+    def loader(limit, **settings):
+        settings["max_cache_bytes"] = limit
+        return module_of(f"file://{tmp_path}/shards", [0], 6, tmp_path, **settings).train_dataloader()
+
+    shards = loader(None).shards
+    window = 5 * max(64, 4 * max(shards.sizes)) // 4
+    least = window * shards.num_bytes.sum() / 1000 + 2 * shards.num_bytes.max()
+    with pytest.raises(
+        UserError, match=r"key 'island\.cache_gb': 1e-06 GB are too few .*cluster-0/train.*; set 1\.\d\de-05"
+    ):
+        loader(1000)
+    with pytest.raises(UserError, match=r"island\.cache_gb"):
+        loader(least - 1)
+    loader(least + 1)
+    with pytest.raises(UserError, match=r"island\.cache_gb"):  # a quarter is left to held-out samples
+        loader(least + 1, held_out_clusters=[0])

@@ -1,19 +1,23 @@
-import multiprocessing
 import threading
 import time
+from concurrent.futures import CancelledError
 from pathlib import Path
 
 import numpy as np
 import pytest
-from deadline import no_process_left, within
+from deadline import within
 from fsspec.implementations.local import LocalFileSystem
 from shards.mds import WARNINGS, damage, write_mds
 
 from ddm_lightning.core import remote
-from ddm_lightning.shards import fetch
+from ddm_lightning.shards import ahead, fetch
+from ddm_lightning.shards.ahead import FetchedShards
 from ddm_lightning.shards.datamodule import ShardLoader
-from ddm_lightning.shards.fetch import FetchedShards, Origin
+from ddm_lightning.shards.fetch import Origin
+from ddm_lightning.shards.mosaic import shuffled
 from ddm_lightning.shards.verify import ShardError
+
+from streaming.base.util import merge_index  # isort: skip (after the shim)
 
 pytestmark = WARNINGS
 NUM_SAMPLES = 100
@@ -36,13 +40,15 @@ def ids(batches):
     return [i for batch in batches for i in batch["sample_id"].tolist()]
 
 
-def test_missing_shards_are_listed_in_the_order_of_first_need(folder, tmp_path):
-    shards = FetchedShards([Origin(f"file://{folder}", tmp_path / "cache")])
-    starts = np.cumsum([0, *shards.sizes[:-1]])
-    need = starts[[4, 0, 4, 2]] + 1
-    assert shards.missing(need) == [4, 0, 2]
-    shards.fetch(0)
-    assert shards.missing(need) == [4, 2]
+def test_shards_are_fetched_in_the_order_of_first_need(folder, tmp_path, monkeypatch):
+    loader, asked, get = loader_of(folder, tmp_path / "cache", 0, batch_size=1), [], remote.get
+    monkeypatch.setattr(ahead, "_NUM_THREADS", 1)
+    monkeypatch.setattr(remote, "get", lambda url, path: (asked.append(url.rpartition("/")[2]), get(url, path)))
+    order = shuffled(loader.shards.sizes, 3, 0)
+    assert sorted(ids(loader)) == list(range(NUM_SAMPLES))
+    assert asked == list(
+        dict.fromkeys(loader.shards.files[shard].path.name for shard in loader.shards.shards_of(order))
+    )
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -75,12 +81,42 @@ def test_a_store_that_sends_something_else_is_asked_again(folder, tmp_path, monk
     assert len(list(loader)) > 0 and len(answers) > 4
 
 
-def test_an_error_ends_all_workers(folder, tmp_path):
+def ended(threads):
+    """Whether all threads but these end within seconds."""
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(20)
+    return set(threading.enumerate()) <= threads
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_interrupted_wait_for_a_store_ends_all_threads(folder, tmp_path, monkeypatch, num_workers):
+    """As by Ctrl-C: an exception comes while the first batch waits for a store that is down, for ten minutes."""
+    loader, threads = loader_of(folder, tmp_path / "cache", num_workers), set(threading.enumerate())
+
+    def fail(url, path):
+        raise ConnectionError(f"{url}: down")
+
+    monkeypatch.setattr(remote, "get", fail)
+    with pytest.raises(TimeoutError), within(1):
+        next(iter(loader))
+    assert ended(threads)
+
+
+def test_a_batch_that_is_begun_after_the_end_of_an_epoch_does_not_wait_for_ever(folder, tmp_path):
+    """As a thread of the loader may do, between an error and the end of the threads."""
+    shards = loader_of(folder, tmp_path / "cache", 0).shards
+    with shards.reading(np.arange(NUM_SAMPLES), 5):
+        pass
+    with within(20), pytest.raises(CancelledError):
+        shards.take(np.arange(5))
+
+
+def test_an_error_ends_all_threads(folder, tmp_path):
     damage(folder, "missing")
-    loader = loader_of(folder, tmp_path / "cache", 2)
-    with no_process_left(), within(60), pytest.raises(ShardError) as caught:
+    loader, threads = loader_of(folder, tmp_path / "cache", 2), set(threading.enumerate())
+    with within(60), pytest.raises(ShardError):
         list(loader)
-    assert caught.tb is not None  # and with it everything that the error's frames hold
+    assert ended(threads)
 
 
 def test_a_shard_is_fetched_once_however_many_workers_need_it(folder, tmp_path, monkeypatch):
@@ -111,36 +147,25 @@ def test_an_abandoned_epoch_fetches_no_more(folder, tmp_path, monkeypatch):
             assert left.wait(60)
         download(self, remote, local)
 
+    monkeypatch.setattr(ahead, "_NUM_THREADS", 1)
     monkeypatch.setattr(LocalFileSystem, "get_file", wait)
     iterator = iter(loader_of(folder, tmp_path / "cache", 0, training=False))
     next(iterator)
     assert under_way.wait(60)
     iterator.close()
     left.set()
-    for thread in set(threading.enumerate()) - threads:
-        thread.join(60)
+    assert ended(threads)
     assert len(list((tmp_path / "cache").glob("*.mds"))) == 2
 
 
-def _wait_for_ever(folder, cache):
-    LocalFileSystem.get_file = lambda *_: time.sleep(3600)
-    list(loader_of(folder, cache, 2))
-
-
-def _children(pid):
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def test_waiting_workers_end_with_their_parent(folder, tmp_path):
-    loader_of(folder, tmp_path / "cache", 0)  # fetches the index
-    process = multiprocessing.get_context("fork").Process(target=_wait_for_ever, args=(folder, tmp_path / "cache"))
-    process.start()
-    with within(120):
-        while len(workers := _children(process.pid)) < 2:
-            time.sleep(0.05)
-        time.sleep(1)
-        assert process.is_alive()
-        process.kill()
-        process.join()
-        while any(Path(f"/proc/{worker}").exists() for worker in workers):
-            time.sleep(0.05)
+def test_shards_in_folders_of_their_own(folder, tmp_path):
+    """As Streaming merges the indices of several writers."""
+    write_mds(tmp_path / "merged/a", range(40))
+    write_mds(tmp_path / "merged/b", range(40, NUM_SAMPLES))
+    merge_index(str(tmp_path / "merged"), keep_local=True)
+    for _ in range(2):  # fetched, then checked
+        loader = loader_of(tmp_path / "merged", tmp_path / "cache", 2)
+        assert sorted(ids(loader)) == list(range(NUM_SAMPLES))
+        assert len(list((tmp_path / "cache").rglob("*.mds"))) == len(loader.shards.files)
+        fetch.tidy(tmp_path / "cache", None)
+        assert not list((tmp_path / "cache").rglob("*.mds"))

@@ -1,5 +1,4 @@
 import json
-import pickle
 
 import numpy as np
 import pytest
@@ -70,13 +69,6 @@ def test_several_folders_are_concatenated(tmp_path):
     assert batch["sample_id"].tolist() == [29, 100, 0, 139]
     for row, number in enumerate(batch["sample_id"].tolist()):
         np.testing.assert_array_equal(batch["x_0"][row].numpy(), sample(number, 0)["x_0"])
-
-
-def test_shards_can_be_pickled(tmp_path):
-    shards = open_shards([write_mds(tmp_path, range(30))])
-    before = shards.take(np.arange(30))["x_0"]
-    again = pickle.loads(pickle.dumps(shards))
-    assert torch.equal(again.take(np.arange(30))["x_0"], before)
 
 
 def test_no_file_stays_open(tmp_path):

@@ -12,7 +12,6 @@ from ddm_lightning.cli.parser import main
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.members.load import load_network
 from ddm_lightning.members.run import Run
-from ddm_lightning.shards.mds import open_shards
 from ddm_lightning.training.checkpoint import load_tensors
 from ddm_lightning.training.fit import build_data
 from ddm_lightning.training.guard import SkippedStep
@@ -23,13 +22,19 @@ from ddm_lightning.training.replay import replay_step
 pytestmark = WARNINGS
 
 
+def first_samples(data):
+    shards = data.training_shards()
+    with shards.reading(np.arange(3), 3):
+        return shards.take(np.arange(3))
+
+
 def left_out(run, step, name="expert-0"):
     """As if three samples of ``step`` had been left out, step 5 before it, and step 19 by another rank."""
     experiment = load_experiment(TINY, [f"run_dir={run}", *SHORT])
     opened = Run(experiment)
     folder = opened.folder
     data = build_data(opened.member(name), opened)
-    ids = open_shards(data.training_folders()).take(np.arange(3))["sample_id"].tolist()
+    ids = first_samples(data)["sample_id"].tolist()
     folder.member(name).mkdir(parents=True, exist_ok=True)
     records = [SkippedStep(at, rank, ids, [0.5] * 3, [1.0] * 3) for at, rank in ((step, 0), (5, 0), (19, 1))]
     lines = "".join(record.line() + "\n" for record in records)
@@ -51,7 +56,7 @@ def test_each_sample_has_its_own_loss_and_gradient_at_the_nearest_weights(finish
     objective = build_objective(opened.member("expert-0"), opened)
     module = MemberModule(objective)
     load_tensors(nearest, module)
-    batch = open_shards(data.training_folders()).take(np.arange(3))
+    batch = first_samples(data)
     noised = objective.noisy_batch(batch, Position(17))
     for row, sample in enumerate(samples):
         one = noised.rows(slice(row, row + 1))
@@ -73,6 +78,6 @@ def test_before_the_first_checkpoint_it_takes_the_weights_that_the_member_starte
     assert loaded == "the initial weights"
     objective = build_objective(opened.member("expert-0"), opened)
     _, network = load_network(member(finished, "artifact"))
-    one = objective.noisy_batch(open_shards(data.training_folders()).take(np.arange(3)), Position(3)).rows(slice(0, 1))
+    one = objective.noisy_batch(first_samples(data), Position(3)).rows(slice(0, 1))
     loss = functional.mse_loss(network(one.x_t, one.t, one.condition), one.noise - one.x_0)
     assert samples[0].loss == pytest.approx(float(loss.detach()), rel=1e-5)
