@@ -86,7 +86,7 @@ def main(url, folder):
     set_sizes()
     draw, start = random.Random(0), time.monotonic()
     first = trial(f"{url}/first", folder / "first", random.Random(1), 0)
-    seconds = time.monotonic() - start
+    seconds = (time.monotonic() - start) / 2  # of which the replaced machine took a half
     trials = [trial(f"{url}/{number}", folder / f"{number}", draw, seconds) for number in range(NUM_KILLS)]
     print(json.dumps([first, *trials]))
 

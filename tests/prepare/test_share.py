@@ -178,4 +178,4 @@ def test_machines_killed_at_random_are_replaced_and_change_no_byte(tmp_path, mon
     wanted = sha256_json(json.loads((tmp_path / "alone" / "prepared" / "manifest.json").read_text()))
     assert len(trials) == 1 + share_work.NUM_KILLS
     assert all(trial["codes"] == [0, 0] and trial["manifest"] == wanted for trial in trials)
-    assert sum(trial["died"] == -signal.SIGKILL for trial in trials) >= 15
+    assert sum(trial["died"] == -signal.SIGKILL for trial in trials) >= 10, "killed while it worked"
