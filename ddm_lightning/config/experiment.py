@@ -87,6 +87,16 @@ class ShardsConfig:
 
 
 @dataclass
+class CaptionConfig:
+    """One of several captions of each image."""
+
+    column: str = MISSING
+    """Column of the source."""
+    weight: float = option(1.0, low=0)
+    """Share of the steps that train on this caption, over the sum of the weights of those that an image has."""
+
+
+@dataclass
 class PrepareConfig:
     """From a source of images to one folder of shards per cluster."""
 
@@ -98,6 +108,9 @@ class PrepareConfig:
     """Encoder from images to the tensors that the experts model, and back."""
     caption_encoder: PluginConfig | None = None
     """Encoder of captions; null if nothing is conditioned on text."""
+    captions: list[CaptionConfig] = field(default_factory=list)
+    """Columns with captions, all of which are encoded, in place of the source's ``caption_column``; each step draws
+    one per image. Held-out figures use the first one that an image has."""
     features: PluginConfig = field(default_factory=PluginConfig)
     """Network whose features are clustered."""
     filters: dict[str, Any] = field(default_factory=dict)

@@ -30,7 +30,7 @@ TRAINER_FLAGS = (
 )
 """Flags of Lightning's Trainer that ``island.trainer`` takes; other keys set the rest."""
 # Columns that the shards have already.
-_COLUMNS = r"x_0|x_0_flipped|label|sample_id|cluster|(text|caption).*"
+_COLUMNS = r"x_0|x_0_flipped|label|sample_id|cluster|has_caption|(text|caption).*"
 # All of Streaming's except gz, which writes the time into the shards.
 _COMPRESSIONS = r"br(:(\d|1[01]))?|bz2(:[1-9])?|snappy|zstd(:([1-9]|1\d|2[0-2]))?"
 
@@ -166,6 +166,10 @@ def _rules_of_columns(experiment: Experiment) -> Iterator[Rule]:
         is_least = name == "min_side" and checks.is_number(condition)
         is_right = condition is None or is_least or checks.COMPARISON[0](condition)
         yield not is_right, "prepare.filters", f"{name!r} must be {checks.COMPARISON[1]}"
+    columns = [caption.column for caption in prepare.captions]
+    yield len({*columns}) < len(columns), "prepare.captions", "names a column twice; remove one of them"
+    is_weighted = not columns or any(caption.weight > 0 for caption in prepare.captions)
+    yield not is_weighted, "prepare.captions", "has no weight above 0; raise one"
     taken = [name for name in prepare.keep if re.fullmatch(_COLUMNS, name) or prepare.keep.count(name) > 1]
     problem = f"{next(iter(taken), None)!r} is listed twice, or is the name of another column of the shards; remove it"
     yield bool(taken), "prepare.keep", problem

@@ -98,6 +98,43 @@ def _per_channel(values: tuple[float, ...], device: torch.device, dtype: torch.d
     return torch.tensor(values, dtype=dtype).reshape(-1, 1, 1).to(device)
 
 
+def numbered(name: str, number: int) -> str:
+    """Return the name of the column of an image's caption ``number``: ``text``, ``text_2``, ``text_3`` …"""
+    return f"{name}_{number + 1}" if number else name
+
+
+class SeveralCaptions:
+    """Several captions per image in the shards, of which each training step draws one.
+
+    The column ``has_caption`` [b n] tells which of the n captions an image has; its first one stands in for those that
+    it lacks.
+
+    Args:
+        weights: share of the steps of each caption, over the sum of those that an image has.
+    """
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        self.weights = weights
+
+    def draw(self, batch: Mapping[str, Tensor], uniform: Float[Tensor, " b"]) -> dict[str, Tensor]:
+        """Return the batch with the columns of one caption per image.
+
+        Args:
+            batch: columns of the shards.
+            uniform: random numbers in [0, 1).
+        """
+        weights = [batch["has_caption"][:, number] * weight for number, weight in enumerate(self.weights)]
+        ends = torch.stack(weights, 1).cumsum(1)
+        chosen = (ends <= uniform[:, None] * ends[:, -1:]).sum(1)
+        drawn = dict(batch)
+        for number in range(1, len(self.weights)):
+            is_chosen = chosen == number
+            for name in batch:
+                if name.startswith("text") and (other := batch.get(numbered(name, number))) is not None:
+                    drawn[name] = torch.where(is_chosen.view(-1, *(1 for _ in other.shape[1:])), other, drawn[name])
+        return drawn
+
+
 @runtime_checkable
 class CaptionEncoder(Provenance, Protocol):
     """Captions to the columns that the shards store, and to one vector with entries of unit variance.

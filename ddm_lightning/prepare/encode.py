@@ -21,9 +21,11 @@ import torch
 from jaxtyping import Bool, Shaped, UInt8, UInt64
 from PIL import Image
 
+from ddm_lightning.config.experiment import PrepareConfig
 from ddm_lightning.core.devices import tf32
 from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.files import atomic_files, atomic_write_json, sha256_file
+from ddm_lightning.encoders.interfaces import numbered
 from ddm_lightning.partition.columns import GrowingArray, PackedStrings, packed_strings
 from ddm_lightning.prepare.engine import run_jobs
 from ddm_lightning.prepare.reading import Plugins, Reading, one_ahead
@@ -226,7 +228,7 @@ def is_sampled(key_hash: UInt64[np.ndarray, "n"], fraction: float) -> Bool[np.nd
 
 
 def _encode_images(job: PartJob, names: list[str], ledger: Ledger, plugins: Plugins, on_progress: OnProgress) -> None:
-    reading, texts = Reading(job.part, plugins), _Records(job.num_parts)
+    reading, texts = Reading(job.part, plugins), _Records(job.num_parts, num_captions(plugins.config))
     size = 0
     with _writing(job.folder, *names) as groups:
         for num_read, records, images in one_ahead(reading.chunks()):
@@ -234,6 +236,9 @@ def _encode_images(job: PartJob, names: list[str], ledger: Ledger, plugins: Plug
             size = images.shape[1]
             if RECORDS in names:
                 texts.add(records, images)
+                if num_captions(plugins.config) > 1:
+                    present = [[*map(bool, record.captions)] for record in records]
+                    groups[RECORDS].add("has_caption", np.array(present, np.uint8))
                 for number, name in enumerate(plugins.config.keep):
                     groups[RECORDS].add(f"kept-{number}", np.array([record.values[name] for record in records]))
             if LATENTS in names:
@@ -264,16 +269,23 @@ def latent_rows(plugins: Plugins, images: UInt8[np.ndarray, "n h w 3"]) -> dict[
     return rows
 
 
+def num_captions(config: PrepareConfig) -> int:
+    """Return the number of captions of each sample."""
+    return max(1, len(config.captions))
+
+
 def _encode_captions(job: PartJob, ledger: Ledger, plugins: Plugins, on_progress: OnProgress) -> None:
     encoder = plugins.caption_encoder
     assert encoder is not None
-    captions = PackedStrings(job.folder / TEXTS_FILE, "captions", ledger.records[RECORDS]["num_rows"])[:].tolist()
+    num, num_rows = num_captions(plugins.config), ledger.records[RECORDS]["num_rows"]
     with _writing(job.folder, CAPTIONS) as groups:
-        for first in range(0, len(captions), _CAPTIONS_AT_ONCE):
-            rows = encoder.encode(captions[first : first + _CAPTIONS_AT_ONCE])
-            for name in encoder.columns:
-                groups[CAPTIONS].add(name, rows[name], "encoded caption is not finite")
-            on_progress(min(first + _CAPTIONS_AT_ONCE, len(captions)))
+        for number in range(num):
+            captions = PackedStrings(job.folder / TEXTS_FILE, numbered("captions", number), num_rows)[:].tolist()
+            for first in range(0, num_rows, _CAPTIONS_AT_ONCE):
+                rows = encoder.encode(captions[first : first + _CAPTIONS_AT_ONCE])
+                for name in encoder.columns:
+                    groups[CAPTIONS].add(numbered(name, number), rows[name], "encoded caption is not finite")
+                on_progress((number * num_rows + min(first + _CAPTIONS_AT_ONCE, num_rows)) // num)
     written = groups[CAPTIONS].written(job.folder)
     ledger.record(CAPTIONS, job.wanted[CAPTIONS], written, unfit=groups[CAPTIONS].unfit)
     ledger.save()
@@ -327,9 +339,10 @@ class _Group(ExitStack):
 class _Records:
     """Keys, captions, labels, hashes and thumbnails of one part, written at its end."""
 
-    def __init__(self, num_parts: int) -> None:
-        self._records: list[tuple[str, str, int, int, int]] = []
-        """Key, caption, label, hash of the key, hash that decides the split."""
+    def __init__(self, num_parts: int, num_captions: int) -> None:
+        self._records: list[tuple[str, int, int, int]] = []
+        """Key, label, hash of the key, hash that decides the split."""
+        self._captions: list[list[str]] = [[] for _ in range(num_captions)]
         # Twice the share of a part, for those of many samples; of few parts, each may have all of them.
         self._budget = 2 * MAX_THUMBNAILS / num_parts
         self._max_thumbnails = min(MAX_THUMBNAILS, round(2 * self._budget) + 16)
@@ -341,9 +354,12 @@ class _Records:
         first_row = len(self._records)
         hashes = [key_hash(record.key) for record in records]
         self._records += [
-            (record.key, record.caption, record.label, own, key_hash(record.group) if record.group else own)
+            (record.key, record.label, own, key_hash(record.group) if record.group else own)
             for record, own in zip(records, hashes, strict=True)
         ]
+        for number, captions in enumerate(self._captions):
+            # In place of a caption that a sample lacks comes one that it has.
+            captions += [(record.captions and record.captions[number]) or record.caption for record in records]
         new = [(own, first_row + i, images[i]) for i, own in enumerate(hashes)]
         lowest = sorted([*self._thumbnails, *new], key=lambda one: one[:2])[: self._max_thumbnails]
         self._thumbnails = [
@@ -352,9 +368,7 @@ class _Records:
 
     def write(self, folder: Path, broken: list[BrokenSample]) -> list[Path]:
         """Write both files; thumbnails in the order of their rows."""
-        keys, captions, labels, key_hashes, split_hashes = (
-            zip(*self._records, strict=True) if self._records else [()] * 5
-        )
+        keys, labels, key_hashes, split_hashes = zip(*self._records, strict=True) if self._records else [()] * 4
         # Parts of equal size share the budget by the lowest hashes, as if they were one.
         limit = self._budget / max(1, len(keys)) * 2.0**64
         shown = {row: image for rank, row, image in self._thumbnails if rank < limit}
@@ -365,12 +379,13 @@ class _Records:
             key_hash=np.array(key_hashes, np.uint64),
             split_hash=np.array(split_hashes, np.uint64),
             label=np.array(labels, np.int32),
-            has_caption=np.array([bool(caption) for caption in captions], bool),
+            has_caption=np.array([bool(caption) for caption in self._captions[0]], bool),
         )
+        texts = {numbered("captions", number): captions for number, captions in enumerate(self._captions)}
         np.savez(
             paths[1],
             **packed_strings("keys", keys),
-            **packed_strings("captions", captions),
+            **{name: array for texts_of in texts.items() for name, array in packed_strings(*texts_of).items()},
             **packed_strings("broken", [json.dumps(asdict(one), ensure_ascii=False) for one in broken]),
             thumbnails=images,
             thumbnail_rows=np.array(sorted(shown), np.int64),

@@ -21,6 +21,7 @@ from ddm_lightning.core.files import sha256_file
 
 PROPERTIES = ("image_height", "image_width", "min_side", "crop_top", "crop_left")
 """Values that every sample has, whatever its source."""
+CAPTIONS_KEY = "prepare.captions"
 _OPERATORS = {
     "<": operator.lt,
     "<=": operator.le,
@@ -32,10 +33,11 @@ _OPERATORS = {
 
 
 def extra_columns(config: PrepareConfig) -> dict[str, str]:
-    """Return the columns to read for ``prepare.filters`` and ``prepare.keep``, each with the key that asks for it."""
+    """Return the further columns to read, each with the key that asks for it."""
     filtered = {name: f"prepare.filters.{name}" for name, text in config.filters.items() if text is not None}
     wanted = dict.fromkeys(config.keep, "prepare.keep") | filtered
-    return {name: key for name, key in wanted.items() if name not in PROPERTIES}
+    wanted = {name: key for name, key in wanted.items() if name not in PROPERTIES}
+    return wanted | {caption.column: CAPTIONS_KEY for caption in config.captions}
 
 
 def properties(image: UInt8[np.ndarray, "h w 3"], images: ImagesConfig) -> dict[str, int]:

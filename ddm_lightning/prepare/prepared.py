@@ -145,7 +145,7 @@ class Prepared:
         return Rows(self._facts(column), None if unusable else self.kept)[:]
 
     def texts(self, name: str, unusable: bool = False) -> Rows:
-        """Return ``keys`` or ``captions`` of all usable samples; with ``unusable``, of all samples."""
+        """Return ``keys``, ``captions``, ``captions_2`` … of all usable samples; with ``unusable``, of all samples."""
         return Rows(self._texts(name), None if unusable else self.kept)
 
     def _facts(self, column: str) -> list[PackedArray]:

@@ -27,6 +27,7 @@ from ddm_lightning.core.registry import CAPTION_ENCODERS, FEATURES, IMAGE_ENCODE
 from ddm_lightning.encoders.interfaces import CaptionEncoder, Features, ImageEncoder
 from ddm_lightning.prepare.filters import PROPERTIES, Filters, extra_columns, number_in, properties
 from ddm_lightning.prepare.records import BrokenSample, Part, Record, Source
+from ddm_lightning.prepare.sources.decode import caption_in
 
 Item = TypeVar("Item")
 
@@ -145,7 +146,7 @@ class Reading:
 
     def _samples(self) -> Iterator[tuple[Record, UInt8[np.ndarray, "h w 3"]]]:
         first: UInt8[np.ndarray, "h w 3"] | None = None
-        for found in map(_with_plain_text, self.plugins.source.read(self.part)):
+        for found in map(_with_plain_text, map(self._with_captions, self.plugins.source.read(self.part))):
             self.num_read += 1
             if isinstance(found, BrokenSample):
                 self.broken.append(found)
@@ -160,12 +161,25 @@ class Reading:
             found, image = self._with_kept(found, values), self._square(found)
             self.content.update(repr((found.key, found.caption, found.label, found.group, image.shape)).encode())
             self.content.update(image.tobytes())
-            if found.values:
-                self.content.update(repr(found.values).encode())
+            if found.values or found.captions:
+                self.content.update(repr((found.values, found.captions)).encode())
             first = image if first is None else first
             if image.shape != first.shape:
                 raise self._error(found, f"has {_size(image)} pixels, others have {_size(first)}", _SET_SIZE)
             yield found, image
+
+    def _with_captions(self, found: Record | BrokenSample) -> Record | BrokenSample:
+        """Return the sample with the captions of ``prepare.captions``; its own becomes the first that is not empty."""
+        columns = [caption.column for caption in self.plugins.config.captions]
+        if isinstance(found, BrokenSample) or not columns:
+            return found
+        captions = list[str]()
+        for column in columns:
+            caption = caption_in(found.values[column], found.key)
+            if isinstance(caption, BrokenSample):
+                return caption
+            captions.append(caption)
+        return replace(found, captions=tuple(captions), caption=next(filter(None, captions), ""))
 
     def _check(self, record: Record) -> None:
         image, num_classes = record.image, self.plugins.source.num_classes
@@ -200,7 +214,9 @@ def _size(image: UInt8[np.ndarray, "h w 3"]) -> str:
 
 def _with_plain_text(found: Record | BrokenSample) -> Record | BrokenSample:
     """Return the sample, or a ``BrokenSample`` if UTF-8 cannot store its text."""
-    texts = [found.key] if isinstance(found, BrokenSample) else [found.key, found.group or "", found.caption]
+    texts = [found.key]
+    if isinstance(found, Record):
+        texts += [found.group or "", found.caption, *found.captions]
     try:
         "".join(texts).encode()
     except UnicodeEncodeError as error:

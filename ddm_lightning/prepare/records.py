@@ -24,6 +24,8 @@ class Record:
     """Class, from 0 to the source's ``num_classes`` - 1."""
     group: str | None = None
     """Samples of one group are held out together (overlapping tiles, frames of a film); None for no group."""
+    captions: tuple[str, ...] = ()
+    """Set by ``prepare``: one caption per entry of ``prepare.captions``, empty if the sample has none."""
     values: Mapping[str, Any] = field(default_factory=dict)
     """Values of the source's ``extra_columns``."""
 

@@ -254,6 +254,8 @@ class Preparation:
         }
         if (fraction := config.partition.fit_fraction) < 1:
             keys[SAMPLE] = [keys[FEATURES], fraction]
+        if config.captions:  # not their weights
+            base["captions"] = [caption.column for caption in config.captions]
         if config.caption_encoder is not None:
             keys[CAPTIONS] = [base, asdict(config.caption_encoder)]
         return keys

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,11 @@ from jaxtyping import Bool, Float64, Int, UInt64
 
 from ddm_lightning.config.experiment import ShardsConfig
 from ddm_lightning.core.files import atomic_files, read_json, sha256_file
-from ddm_lightning.encoders.interfaces import StoredForm, array_encoding, parse_encoding
+from ddm_lightning.encoders.interfaces import StoredForm, array_encoding, numbered, parse_encoding
 from ddm_lightning.partition.columns import Rows, packed_strings
 from ddm_lightning.partition.partition import Partition
 from ddm_lightning.partition.partition import Samples as Assignable
-from ddm_lightning.prepare.encode import CAPTIONS, FEATURES, LATENTS, MAX_THUMBNAILS, RECORDS, Ledger
+from ddm_lightning.prepare.encode import CAPTIONS, FEATURES, LATENTS, MAX_THUMBNAILS, RECORDS, Ledger, num_captions
 from ddm_lightning.prepare.prepared import Prepared
 from ddm_lightning.prepare.reading import Plugins
 from ddm_lightning.prepare.records import Part
@@ -90,7 +91,8 @@ class Samples:
     """``x_0``, ``label``, the caption encoder's columns and those of ``prepare.keep``; ``x_0_flipped`` if stored."""
     encodings: Mapping[str, str]
     """MDS encoding of each column; its rows are cast to it."""
-    captions: Rows
+    captions: Mapping[str, Rows]
+    """``caption``, then ``caption_2`` and so on."""
     first_id: int
     """``sample_id`` of the first row."""
     form: StoredForm
@@ -121,7 +123,7 @@ def write_split(
 ) -> Float64[np.ndarray, "3 c"]:
     """Write the shards of one cluster and split.
 
-    Columns: those of ``samples``, ``sample_id`` (the sample's row in the whole data set), ``cluster`` and ``caption``.
+    Columns: those of ``samples``, ``sample_id`` (the sample's row in the whole data set), ``cluster`` and the captions.
 
     Args:
         folder: the MDS folder.
@@ -136,10 +138,10 @@ def write_split(
     """
     moments: list[Float64[np.ndarray, "3 c"]] = []
     types = {name: parse_encoding(encoding)[0] for name, encoding in samples.encodings.items()}
-    encodings = {**samples.encodings, "sample_id": "int64", "cluster": "int32", "caption": "str"}
+    encodings = {**samples.encodings, "sample_id": "int64", "cluster": "int32"} | dict.fromkeys(samples.captions, "str")
     columns = {name: rows.take(order).astype(types[name], copy=False) for name, rows in samples.columns.items()}
     columns |= {"sample_id": order + samples.first_id, "cluster": np.full(len(order), cluster, np.int32)}
-    columns["caption"] = samples.captions.take(order)
+    columns |= {name: captions.take(order) for name, captions in samples.captions.items()}
     with open_writer(folder, encodings, config.compression, config.max_bytes) as writer:
         for start in range(0, len(order), _SAMPLES_AT_ONCE):
             block = {name: values[start : start + _SAMPLES_AT_ONCE] for name, values in columns.items()}
@@ -242,7 +244,7 @@ def _write_group(
         hashes = prepared.facts("key_hash")[rows]
         lowest = np.sort(hashes.argsort(kind="stable")[:MAX_THUMBNAILS])
         shown = {"images": images[lowest], "key_hash": hashes[lowest], "clusters": clusters[rows[lowest]]}
-        shown |= packed_strings("captions", samples.captions.take(rows[lowest]).tolist())
+        shown |= packed_strings("captions", samples.captions["caption"].take(rows[lowest]).tolist())
     with atomic_files(thumbnails.parent) as temporary:
         np.savez(temporary / thumbnails.name, **shown)
     ledger.record(GROUP, job.key, paths, folders=folders, columns=columns, class_counts=cells.tolist())
@@ -256,14 +258,19 @@ def samples_of(prepared: Prepared, plugins: Plugins, labels: Int[np.ndarray, "n"
     columns = {name: prepared.rows(LATENTS, name) for name in latents}
     encodings = {name: array_encoding(encoder.dtype, rows.row_shape) for name, rows in columns.items()}
     columns["label"], encodings["label"] = Rows([labels]), "int32"
-    for name, encoding in (captions.columns if captions else {}).items():
-        columns[name], encodings[name] = prepared.rows(CAPTIONS, name), encoding
+    num = num_captions(plugins.config)
+    for number, (name, encoding) in product(range(num), captions.columns.items() if captions else ()):
+        column = numbered(name, number)
+        columns[column], encodings[column] = prepared.rows(CAPTIONS, column), encoding
+    if num > 1:
+        columns["has_caption"] = prepared.rows(RECORDS, "has_caption")
+        encodings["has_caption"] = array_encoding("uint8", [num])
     for number, name in enumerate(plugins.config.keep):
         columns[name], encodings[name] = prepared.rows(RECORDS, f"kept-{number}"), "float64"
     return Samples(
         columns,
         encodings,
-        prepared.texts("captions"),
+        {numbered("caption", number): prepared.texts(numbered("captions", number)) for number in range(num)},
         prepared.first_row,
         StoredForm(encoder.stores, encoder.normalisation),
     )

@@ -16,6 +16,8 @@ TRAIN, HELD_OUT = "train", "held-out"
 _REMEDY = "run prepare first, with the same FILE and settings, or copy it from where that was done"
 
 _COUNT = checks.integer(0)
+_WEIGHT: checks.Check = (lambda value: checks.is_number(value) and value >= 0, "a number of at least 0")
+_CAPTIONS = checks.list_of(checks.object_of({"column": checks.TEXT, "weight": _WEIGHT}))
 _TOKENS = checks.optional((lambda value: checks.is_shape(value, 2), "a list of tokens and their size"))
 
 
@@ -106,6 +108,8 @@ class Manifest:
     """Samples of each class in each cluster, held-out ones included, [K][num_classes]; empty in older manifests."""
     filtered: dict[str, int] = field(default_factory=dict)
     """Samples taken out by each filter; empty in older manifests."""
+    captions: Annotated[list[dict[str, Any]], _CAPTIONS] = field(default_factory=list)
+    """Column and weight of each of several captions; empty if the source itself names the caption."""
     format_version: int = FORMAT_VERSION
 
     @property
@@ -127,8 +131,8 @@ class Manifest:
         path = manifest_path(run_dir)
         stored = read_json(path, "the manifest of the prepared shards", _REMEDY)
         if isinstance(stored, dict):
-            for name, default in (("class_counts", []), ("filtered", {})):  # older manifests have none
-                stored.setdefault(name, default)
+            # Older manifests lack these.
+            stored = {"class_counts": [], "filtered": {}, "captions": [], **stored}
         if problem := _problem_with(stored):
             raise UserError(f"{path}: {problem}; delete it and {_REMEDY}")
         return cls(

@@ -81,7 +81,7 @@ def extend_router(
                 batch = {name: values.to(device) for name, values in next(batches[side]).items()}
                 if side:
                     batch["cluster"] = torch.full_like(batch["cluster"], meta.num_clusters)
-                noisy = objective.noisy_batch(batch, Position(step, rank=side))
+                noisy = objective.noisy_batch(batch, Position(step, rank=side, num_ranks=2))
                 (weight * objective.compute_losses(noisy, batch)["loss"].mean()).backward()
             optimizer.step()
             optimizer.zero_grad()

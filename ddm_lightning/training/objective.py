@@ -19,7 +19,7 @@ from ddm_lightning.core.devices import device_of
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import CAPTION_ENCODERS, STRATEGIES
 from ddm_lightning.core.weights import check_memory
-from ddm_lightning.encoders.interfaces import CaptionEncoder, StoredForm
+from ddm_lightning.encoders.interfaces import CaptionEncoder, SeveralCaptions, StoredForm
 from ddm_lightning.ensemble.load import load_ensemble
 from ddm_lightning.ensemble.manifest import read_ensemble
 from ddm_lightning.ensemble.routing import Strategy
@@ -121,6 +121,7 @@ class Objective(ABC):
         member: its role, clusters and training settings.
         stored: how the shards hold ``x_0``.
         caption_encoder: encodes captions during training; None if the shards hold the result.
+        captions: draws one of several captions; None if there is only one.
         num_held_out: held-out samples of its clusters; None to count every row of a held-out batch.
     """
 
@@ -134,12 +135,14 @@ class Objective(ABC):
         stored: StoredForm,
         *,
         caption_encoder: CaptionEncoder | None = None,
+        captions: SeveralCaptions | None = None,
         num_held_out: int | None = None,
     ) -> None:
         self.network = network
         self.member = member
         self.stored = stored
         self.caption_encoder = caption_encoder
+        self.captions = captions
         self.num_held_out = num_held_out
         low, high = times_on_path(member.interval, member.path)
         self.interval = low, high
@@ -178,7 +181,7 @@ class Objective(ABC):
             torch.cuda.manual_seed(seed)
 
     def noisy_batch(self, batch: dict[str, Tensor], at: Position) -> NoisyBatch:
-        """Sample timesteps, noise and dropped conditions for a batch."""
+        """Sample timesteps, noise, captions and dropped conditions for a batch."""
         config, device = self.member.timesteps, batch["x_0"].device
         generator = keyed_generator(self.member.seed, *self._key("noise", at), device=device)
         stored = batch["x_0"]
@@ -192,11 +195,20 @@ class Objective(ABC):
             len(x_0), config.density, config.mean, config.std, config.shift, generator, device, self.interval
         )
         noise = torch.randn(x_0.shape, generator=generator, device=device)
-        condition = self.condition(batch)
+        condition = self.condition(self._with_one_caption(batch, at))
         if condition is not None:
             dropped = torch.rand(len(x_0), generator=generator, device=device) < self.member.condition_dropout
             condition = condition.dropped(dropped)
         return NoisyBatch(interpolate(x_0, noise, t, self.member.path), t, noise, x_0, condition)
+
+    def _with_one_caption(self, batch: dict[str, Tensor], at: Position) -> dict[str, Tensor]:
+        """Draw captions for the samples of all ranks, which alternate, so that their number changes no caption."""
+        if self.captions is None or "has_caption" not in batch:
+            return batch
+        key = (self.member.name, "caption", at.step, at.part)
+        generator = keyed_generator(self.member.seed, *key, device=batch["x_0"].device)
+        uniform = torch.rand(len(batch["x_0"]) * at.num_ranks, generator=generator, device=batch["x_0"].device)
+        return self.captions.draw(batch, uniform[at.rank :: at.num_ranks])
 
     @abstractmethod
     def compute_losses(self, noisy: NoisyBatch, batch: dict[str, Tensor]) -> dict[str, Float[Tensor, " b"]]:
@@ -407,6 +419,7 @@ def build_objective(member: Member, run: Run) -> Objective:
     column = {"text": "text", "tokens": "text_tokens"}.get(member.condition.kind)
     # Captions are encoded during training unless the shards hold the result.
     coder = None if column is None or column in manifest.columns else member.caption_encoder
+    several = len(manifest.captions) > 1 and column is not None
     planned = member.plan_network()
     check_memory([*planned.parameters(), *planned.buffers()], member.name)
     network, initial = member.build_network(), run.initial(member)
@@ -417,6 +430,7 @@ def build_objective(member: Member, run: Run) -> Objective:
         member,
         StoredForm(manifest.stores, manifest.normalisation),
         caption_encoder=CAPTION_ENCODERS.build(coder.name, coder.params) if coder else None,
+        captions=SeveralCaptions([one["weight"] for one in manifest.captions]) if several else None,
         num_held_out=sum(manifest.clusters[k].held_out for k in member.clusters),
     )
 

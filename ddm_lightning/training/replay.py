@@ -64,7 +64,7 @@ def replay_step(name: str, run: Run, step: int | None, rank: int) -> tuple[Skipp
     device = device_of(island.accelerator)
     network.to(device)
     batch = {name: values.to(device) for name, values in _samples(build_data(member, run), skipped).items()}
-    at = Position(skipped.step, skipped.rank)
+    at = Position(skipped.step, skipped.rank, member.batch_size // len(skipped.sample_ids))
     noisy = objective.noisy_batch(batch, at)
     found = []
     for row, sample_id in enumerate(skipped.sample_ids):

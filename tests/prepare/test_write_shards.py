@@ -38,7 +38,8 @@ def columns():
 def samples(columns):
     encodings = {"x_0": "ndarray:uint8:3,6,6", "label": "int32", "text": "ndarray:float16:4"}
     halves = {name: Rows([rows[:20], rows[20:]]) for name, rows in columns.items()}
-    return Samples(halves, encodings, Rows([np.array([f"caption {i}, Åland" for i in range(NUM)], object)]), 0, PIXELS)
+    captions = {"caption": Rows([np.array([f"caption {i}, Åland" for i in range(NUM)], object)])}
+    return Samples(halves, encodings, captions, 0, PIXELS)
 
 
 CLUSTERS = np.random.default_rng(1).integers(0, K, NUM)

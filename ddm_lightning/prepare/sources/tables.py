@@ -16,6 +16,7 @@ from PIL import Image
 from ddm_lightning.core import remote
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import SOURCES, require
+from ddm_lightning.prepare.filters import CAPTIONS_KEY
 from ddm_lightning.prepare.records import BrokenSample, Part, Record, block_size_of
 from ddm_lightning.prepare.sources.decode import caption_in, decode, one_line, rgb
 from ddm_lightning.prepare.sources.urls import Files
@@ -61,8 +62,6 @@ class TableSource:
     attribution: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
-        captions = [self.caption_column] if isinstance(self.caption_column, str) else self.caption_column or ()
-        self.captions = list(captions)
         self.extra_columns: dict[str, str] = {}
         if not all(isinstance(name, str) for name in self.captions):
             raise ValueError("caption_column must be a name, a list of names or null")
@@ -89,6 +88,13 @@ class TableSource:
     def stored_class_names(self) -> list[str] | None:
         """Names of the classes in the files; None if the files do not name them."""
         return None
+
+    @property
+    def captions(self) -> list[str]:
+        """Columns of which the first non-empty one is the caption; none if ``prepare.captions`` replaces them."""
+        if CAPTIONS_KEY in self.extra_columns.values():
+            return []
+        return [self.caption_column] if isinstance(self.caption_column, str) else list(self.caption_column or ())
 
     @property
     def roles(self) -> list[tuple[str, str]]:
@@ -131,7 +137,7 @@ class TableSource:
         caption = caption_in(next((row[name] for name in self.captions if row[name]), None), key)
         bad = next((one for one in (image, label, caption) if isinstance(one, BrokenSample)), None)
         values = {name: row[name] for name in self.extra_columns}
-        return bad or Record(key, image, caption, label, group, values)  # type: ignore[arg-type]
+        return bad or Record(key, image, caption, label, group, values=values)  # type: ignore[arg-type]
 
     def _label(self, value: Any, key: str) -> int | BrokenSample:
         """Return the class of a cell: a number, a class name, or either of them as text or bytes."""
