@@ -35,6 +35,7 @@ _SPECS = {
     "class": ConditionSpec("class", 5),
     "text": ConditionSpec("text", 6),
     "tokens": ConditionSpec("tokens", 6, length=3),
+    "tokens+text": ConditionSpec("tokens+text", 6, length=3, vector_size=5),
 }
 _NUM_ROWS, _NUM_KEPT, _NUM_CLUSTERS = 4, 3, 3
 
@@ -144,7 +145,8 @@ def _condition(spec: ConditionSpec) -> Condition | None:
         return None
     is_class = spec.kind == "class"
     values = torch.randint(spec.size, (_NUM_ROWS,)) if is_class else torch.randn(_NUM_ROWS, *spec.row_shape)
-    return Condition(values, torch.arange(_NUM_ROWS) < _NUM_KEPT)
+    vectors = torch.randn(_NUM_ROWS, spec.vector_size) if spec.vector_size else None
+    return Condition(values, torch.arange(_NUM_ROWS) < _NUM_KEPT, vectors)
 
 
 def _check_outputs(

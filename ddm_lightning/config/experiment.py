@@ -141,8 +141,9 @@ class PrepareConfig:
 class ConditionConfig:
     """Condition of the experts."""
 
-    kind: str = option("none", choices=("text", "tokens", "class", "none"))
-    """``text`` (pooled caption vector), ``tokens`` (one vector per token), ``class`` (label) or ``none``."""
+    kind: str = option("none", choices=("text", "tokens", "tokens+text", "class", "none"))
+    """``text`` (pooled caption vector), ``tokens`` (one vector per token), ``tokens+text`` (both), ``class`` (label)
+    or ``none``."""
     dropout: float = option(0.1, low=0, high=1)
     """Probability of replacing a sample's condition with the learned null, for guidance."""
 

@@ -234,7 +234,7 @@ def _rules_of_widths(widths: Sequence[float]) -> Iterator[tuple[bool, str]]:
 
 def _rules_of_sampling(experiment: Experiment) -> Iterator[Rule]:
     sample, condition = experiment.sample, experiment.condition
-    reads_text = condition.kind in ("text", "tokens")
+    reads_text = condition.kind not in ("class", "none")
     times = sample.guidance_interval
     yield from [
         (sample.strategy not in STRATEGIES.names(), "sample.strategy", f"is unknown; {STRATEGIES.known()}"),
@@ -247,7 +247,7 @@ def _rules_of_sampling(experiment: Experiment) -> Iterator[Rule]:
         (
             bool(sample.prompts) and not reads_text,
             "condition.kind",
-            "sample.prompts need condition.kind text or tokens; remove them, or change it",
+            "sample.prompts need condition.kind text, tokens or tokens+text; remove them, or change it",
         ),
         (
             sample.guidance_scale != 1 and (condition.kind == "none" or condition.dropout == 0),

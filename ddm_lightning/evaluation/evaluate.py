@@ -83,7 +83,7 @@ class Evaluation:
             if isinstance(metric, FeatureMetric):
                 metric.check_nums(name, self.generated.num, self.reference.num)
                 _ = metric.provenance  # looks for the weights
-            elif hasattr(metric, "captioned") and (images or experiment.condition.kind not in ("text", "tokens")):
+            elif hasattr(metric, "captioned") and (images or experiment.condition.kind in ("class", "none")):
                 raise UserError(f"metric {name!r} needs captions, and these images have none; use kid")
         self.by_features = [metric for _, metric in self.metrics if isinstance(metric, FeatureMetric)]
         self.known: list[ShardImages] = []

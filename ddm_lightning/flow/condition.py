@@ -1,16 +1,16 @@
-"""Conditions of a velocity field: per row a pooled text vector, text tokens, a class, or the learned null."""
+"""Conditions of a velocity field: per row a pooled text vector, text tokens, both, a class, or the learned null."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-KINDS = ("text", "tokens", "class", "none")
+KINDS = ("text", "tokens", "tokens+text", "class", "none")
 
 
 @dataclass(frozen=True)
@@ -18,24 +18,31 @@ class ConditionSpec:
     """Kind and size of a network's condition, as recorded in artifacts.
 
     Raises:
-        ValueError: unknown ``kind``, or a ``size`` or ``length`` that does not fit it or is no whole number.
+        ValueError: unknown ``kind``, or a number that does not fit it or is not whole.
     """
 
     kind: str
-    """``text``, ``tokens``, ``class`` or ``none``."""
+    """``text``, ``tokens``, ``tokens+text``, ``class`` or ``none``."""
     size: int
-    """Entries of the text vector or of one text token, or number of classes; 0 for ``none``."""
+    """Entries of one text token, else of the text vector, or number of classes; 0 for ``none``."""
     length: int = 0
-    """Text tokens per row; 0 for the other kinds."""
+    """Text tokens per row; 0 for kinds without tokens."""
+    vector_size: int = 0
+    """Entries of the text vector of ``tokens+text``; 0 for the other kinds."""
 
     def __post_init__(self) -> None:
-        numbers = ((self.size, self.kind != "none"), (self.length, self.kind == "tokens"))
+        numbers = (
+            (self.size, self.kind != "none"),
+            (self.length, self.kind in ("tokens", "tokens+text")),
+            (self.vector_size, self.kind == "tokens+text"),
+        )
         # Compared by ``type``, because JSON's true is an int to isinstance.
         fits = all(type(number) is int and number >= 0 and (number > 0) == needed for number, needed in numbers)
         if self.kind not in KINDS or not fits:
             raise ValueError(
-                f"a condition of kind {self.kind!r} with size {self.size!r} and length {self.length!r}: kinds are "
-                f"{', '.join(KINDS)}; all but none have a size of at least 1, and tokens alone a length of at least 1"
+                f"a condition of kind {self.kind!r} with size {self.size!r}, length {self.length!r} and vector_size "
+                f"{self.vector_size!r}: kinds are {', '.join(KINDS)}; all but none have a size of at least 1, those "
+                "with tokens a length of at least 1, and tokens+text alone a vector_size of at least 1"
             )
 
     @property
@@ -43,11 +50,17 @@ class ConditionSpec:
         """Shape of one row's value: () for a class, otherwise (size,), or (length, size) for tokens."""
         if self.kind == "class":
             return ()
-        return (self.length, self.size) if self.kind == "tokens" else (self.size,)
+        return (self.length, self.size) if self.length else (self.size,)
+
+    @property
+    def pooled(self) -> ConditionSpec:
+        """Spec of ``Condition.pooled``."""
+        return ConditionSpec("text", self.vector_size) if self.vector_size else self
 
     def to_dict(self) -> dict[str, Any]:
-        """Arguments of the constructor as JSON values; ``length`` for ``tokens`` only."""
-        return {"kind": self.kind, "size": self.size} | ({"length": self.length} if self.length else {})
+        """Arguments of the constructor as JSON values, without those that its kind does not have."""
+        found = {"length": self.length, "vector_size": self.vector_size}
+        return {"kind": self.kind, "size": self.size} | {name: number for name, number in found.items() if number}
 
 
 # Tensors have no truth value, so a generated __eq__ would raise.
@@ -59,29 +72,49 @@ class Condition:
     """Text vectors, text tokens, or classes (int64)."""
     keep: Bool[Tensor, " b"]
     """False where the network's learned null replaces the value."""
+    vectors: Float[Tensor, "b vector_size"] | None = None
+    """Text vectors beside text tokens; None for other kinds than ``tokens+text``."""
 
     @classmethod
-    def of(cls, values: Float[Tensor, "b size"] | Float[Tensor, "b m size"] | Int[Tensor, " b"]) -> Condition:
+    def of(
+        cls,
+        values: Float[Tensor, "b size"] | Float[Tensor, "b m size"] | Int[Tensor, " b"],
+        vectors: Float[Tensor, "b vector_size"] | None = None,
+    ) -> Condition:
         """A condition that keeps all rows."""
-        return cls(values, torch.ones(len(values), dtype=torch.bool, device=values.device))
+        return cls(values, torch.ones(len(values), dtype=torch.bool, device=values.device), vectors)
 
     @classmethod
     def cat(cls, conditions: Sequence[Condition]) -> Condition:
         """The rows of all ``conditions``, in order."""
-        return cls(torch.cat([c.values for c in conditions]), torch.cat([c.keep for c in conditions]))
+        vectors = [c.vectors for c in conditions if c.vectors is not None]
+        return cls(
+            torch.cat([c.values for c in conditions]),
+            torch.cat([c.keep for c in conditions]),
+            torch.cat(vectors) if vectors else None,
+        )
+
+    @property
+    def pooled(self) -> Condition:
+        """The text vectors that come with tokens, as a condition; the condition itself without such vectors."""
+        return self if self.vectors is None else Condition(self.vectors, self.keep)
 
     def dropped(self, mask: Bool[Tensor, " b"]) -> Condition:
         """Set the rows in ``mask`` to null; null rows stay null."""
-        return Condition(self.values, self.keep & ~mask)
+        return replace(self, keep=self.keep & ~mask)
 
     def null(self) -> Condition:
         """Every row null, for the unconditional branch of guidance (Ho and Salimans, 2207.12598)."""
-        return Condition(self.values, torch.zeros_like(self.keep))
+        return replace(self, keep=torch.zeros_like(self.keep))
 
     def rows(self, index: Int[Tensor, " n"] | Bool[Tensor, " b"] | slice) -> Condition:
         """The chosen rows, in the order of ``index``."""
-        return Condition(self.values[index], self.keep[index])
+        return self._each(lambda tensor: tensor[index])
 
     def to(self, device: torch.device | str) -> Condition:
         """The same condition on ``device``."""
-        return Condition(self.values.to(device), self.keep.to(device))
+        return self._each(lambda tensor: tensor.to(device))
+
+    def _each(self, function: Callable[[Tensor], Tensor]) -> Condition:
+        vectors = None if self.vectors is None else function(self.vectors)
+        return Condition(function(self.values), function(self.keep), vectors)

@@ -57,7 +57,8 @@ def _is_lora(value: Any) -> bool:
 def _is_condition(value: Any) -> bool:
     try:
         spec = ConditionSpec(**value)
-        return checks.is_shape([max(spec.size, 1), max(spec.length, 1)], 2)
+        vector = [max(spec.vector_size, 1)]
+        return checks.is_shape([max(spec.size, 1), max(spec.length, 1)], 2) and checks.is_shape(vector, 1)
     except (ValueError, TypeError, AttributeError):  # the last for anything but an object
         return False
 

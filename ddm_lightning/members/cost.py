@@ -55,7 +55,8 @@ def _example(
     rows = None
     if condition.kind != "none":
         dtype = torch.int64 if condition.kind == "class" else torch.float32
-        rows = Condition.of(torch.zeros(num, *condition.row_shape, dtype=dtype, device=device))
+        vectors = torch.zeros(num, condition.vector_size, device=device) if condition.vector_size else None
+        rows = Condition.of(torch.zeros(num, *condition.row_shape, dtype=dtype, device=device), vectors)
     return torch.zeros(num, *x_shape, device=device), torch.zeros(num, device=device), rows
 
 

@@ -207,9 +207,11 @@ def condition_spec(experiment: Experiment, sizes: Manifest | DataSizes) -> Condi
         UserError: the condition is tokens and the shards hold none.
     """
     kind = experiment.condition.kind
-    if kind == "tokens":
+    if "tokens" in kind:
         if sizes.token_shape is None:
-            raise UserError("key 'condition.kind' = 'tokens': the caption encoder makes none; use clip-text or t5-text")
+            raise UserError(
+                f"key 'condition.kind' = {kind!r}: the caption encoder makes no tokens; use clip-text, t5-text or pair"
+            )
         length, size = sizes.token_shape
-        return ConditionSpec(kind, size, length)
+        return ConditionSpec(kind, size, length, sizes.text_size if "text" in kind else 0)
     return ConditionSpec(kind, {"text": sizes.text_size, "class": sizes.num_classes, "none": 0}[kind])

@@ -105,7 +105,7 @@ class Trunk(PatchTransformer):
     ) -> None:
         super().__init__(x_shape, options)
         depth, width, num_heads = options.sizes()
-        reads_tokens = condition.kind == "tokens"
+        reads_tokens = condition.length > 0
         self.add_condition(condition, width)
         self.shared_modulation = nn.Linear(width, 6 * width) if options.modulation == "single" else None
         self.blocks = nn.ModuleList(DiTBlock(width, num_heads, options, reads_tokens) for _ in range(depth))

@@ -144,19 +144,19 @@ class ConditionEmbedding(nn.Module):
 
 
 class Conditioned(nn.Module):
-    """Base of networks that are modulated by the time and, if it is one vector, by the condition."""
+    """Base of networks that are modulated by the time and by a condition of one vector, such as a class."""
 
     time_embedding: TimestepEmbedding
 
     def add_condition(self, spec: ConditionSpec, width: int) -> None:
-        """Make the embedding of a text vector or class, or that of text tokens."""
-        is_vector = spec.kind in ("text", "class")
-        self.condition_embedding = ConditionEmbedding(spec, width) if is_vector else None
-        self.token_embedding = ConditionEmbedding(spec, width, keep_tokens=True) if spec.kind == "tokens" else None
+        """Make the embeddings of a text vector or class, and of text tokens."""
+        is_vector = spec.pooled.kind in ("text", "class")
+        self.condition_embedding = ConditionEmbedding(spec.pooled, width) if is_vector else None
+        self.token_embedding = ConditionEmbedding(spec, width, keep_tokens=True) if spec.length else None
 
     def conditioning(self, t: Times, condition: Condition | None) -> Float[Tensor, "b d"]:
         """The vector that modulates all blocks, after the SiLU that they share; other conditions have no effect."""
         summed: Tensor = self.time_embedding(t)
         if self.condition_embedding is not None:
-            summed = summed + self.condition_embedding(condition, len(t))
+            summed = summed + self.condition_embedding(condition and condition.pooled, len(t))
         return functional.silu(summed)

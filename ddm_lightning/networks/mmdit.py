@@ -100,17 +100,17 @@ class JointBlock(nn.Module):
 
 @EXPERTS.register("mmdit")
 class MMDiT(PatchTransformer):
-    """Predicts the velocity of ``x_t`` under a condition of kind ``tokens``.
+    """Predicts the velocity of ``x_t`` under a condition of kind ``tokens`` or ``tokens+text``.
 
-    Stable Diffusion 3 modulates by the time and a pooled text vector; here the mean of the embedded tokens replaces the
-    latter. Fixed positions are added to the patches; text tokens keep those of their encoder.
+    Stable Diffusion 3 modulates by the time and a pooled text vector. Of ``tokens``, the mean of the embedded tokens
+    replaces the latter. Fixed positions are added to the patches; text tokens keep those of their encoder.
 
     Width 1792, depth 26, num_heads 28, patch_size 2 has 3.0 billion parameters: the size of the largest experts in
     Decentralized Diffusion Models (2501.05450), whose ensemble of eight has 24 billion.
 
     Args:
         x_shape: (channels, height, width) of ``x_t``; height and width in pixels or latent cells.
-        condition: size and number of the text tokens.
+        condition: size and number of the text tokens, and size of the text vector.
         width: features of a token, in both streams.
         depth: number of blocks.
         num_heads: attention heads of a block.
@@ -137,13 +137,14 @@ class MMDiT(PatchTransformer):
         mlp_ratio: float = 4.0,
         qk_norm: bool = False,
     ) -> None:
-        if condition.kind != "tokens":
-            raise ValueError(f"the text stream needs condition.kind=tokens, not {condition.kind}")
+        if not condition.length:
+            raise ValueError(f"the text stream needs condition.kind=tokens or tokens+text, not {condition.kind}")
         options = Architecture(
             width=width, depth=depth, num_heads=num_heads, patch_size=patch_size, mlp_ratio=mlp_ratio
         )
         super().__init__(x_shape, options)
         self.token_embedding = ConditionEmbedding(condition, width, keep_tokens=True)
+        self.vector_embedding = ConditionEmbedding(condition.pooled, width) if condition.vector_size else None
         self.pooled_text = TwoLayers(width, width)
         self.blocks = nn.ModuleList(
             JointBlock(width, num_heads, mlp_ratio, qk_norm, is_last=index == depth - 1) for index in range(depth)
@@ -156,7 +157,9 @@ class MMDiT(PatchTransformer):
         x = self.tokens(x_t)
         # In float32 under autocast, like the patches: FSDP2 may gather the embedding and its null in bfloat16.
         text = self.token_embedding(condition, len(x_t)).to(x.dtype)
-        conditioning = functional.silu(self.time_embedding(t) + self.pooled_text(text.mean(1)))
+        embed = self.vector_embedding
+        pooled = text.mean(1) if embed is None else embed(condition and condition.pooled, len(x_t)).to(x.dtype)
+        conditioning = functional.silu(self.time_embedding(t) + self.pooled_text(pooled))
         for block in self.blocks:
             x, text = block(x, text, conditioning)
         return unpatchify(self.final(x, conditioning), self.x_shape, self.patch_size).to(x_t.dtype)

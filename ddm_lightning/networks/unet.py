@@ -148,7 +148,7 @@ class UNet(Conditioned):
             resample = "down" if level > before else "up" if level < before else ""
             heads = num_heads if level in attention or 0 <= index - self.num_down < 2 else 0
             skip = sizes[level] if index >= self.num_down + 2 else 0
-            reads_tokens = condition.kind == "tokens" and heads > 0
+            reads_tokens = condition.length > 0 and heads > 0
             blocks.append(UNetBlock(sizes[before], skip, sizes[level], features, resample, heads, reads_tokens))
         self.blocks = nn.ModuleList(blocks)
         self.stem = nn.Conv2d(x_shape[0], sizes[0], 3, padding=1)

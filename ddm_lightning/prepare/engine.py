@@ -57,7 +57,9 @@ def num_processes_for(config: PrepareConfig, num_jobs: int, num_samples: int | N
 def devices_of(config: PrepareConfig) -> set[str]:
     """Return the devices that the encoders name."""
     plugins = (config.image_encoder, config.caption_encoder, config.features)
-    return {str(plugin.params.get("device")) for plugin in plugins if plugin is not None}
+    params = [plugin.params for plugin in plugins if plugin is not None]
+    params += [one.get("params", {}) for given in params for one in given.values() if isinstance(one, dict)]
+    return {str(given.get("device")) for given in params}
 
 
 def num_gpus_for(config: PrepareConfig) -> int:

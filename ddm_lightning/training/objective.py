@@ -41,6 +41,8 @@ from ddm_lightning.members.status import CONDITIONAL, TEMPERATURE
 from ddm_lightning.networks.calibration import Calibration
 
 NUM_VALIDATION_TIMESTEPS = 8
+_COLUMNS = {"class": "label", "tokens": "text_tokens", "text": "text"}
+"""Column of the shards by kind of condition."""
 ECE = "held_out/calibration_error"
 
 
@@ -166,9 +168,9 @@ class Objective(ABC):
         if kind == "none":
             return None
         if encoder is None:
-            return Condition.of(batch[{"class": "label", "tokens": "text_tokens", "text": "text"}[kind]])
-        encode = encoder.tokens_of_stored if kind == "tokens" else encoder.vectors_of_stored
-        return Condition.of(encode(batch))
+            return Condition.of(*(batch[_COLUMNS[one]] for one in kind.split("+")))
+        methods = [{"text": "vectors_of_stored", "tokens": "tokens_of_stored"}[one] for one in kind.split("+")]
+        return Condition.of(*(getattr(encoder, method)(batch) for method in methods))
 
     # Training.
 
@@ -416,10 +418,12 @@ def build_objective(member: Member, run: Run) -> Objective:
             f"key '{member.role.section}.train.horizontal_flip': the shards hold no latents of mirrored images; "
             "prepare with prepare.horizontal_flips=true, or set it to false"
         )
-    column = {"text": "text", "tokens": "text_tokens"}.get(member.condition.kind)
+    kinds = member.condition.kind.split("+")
+    is_text = not {"class", "none"} & {*kinds}
     # Captions are encoded during training unless the shards hold the result.
-    coder = None if column is None or column in manifest.columns else member.caption_encoder
-    several = len(manifest.captions) > 1 and column is not None
+    has_result = not is_text or {_COLUMNS[kind] for kind in kinds} <= manifest.columns.keys()
+    coder = None if has_result else member.caption_encoder
+    several = len(manifest.captions) > 1 and is_text
     planned = member.plan_network()
     check_memory([*planned.parameters(), *planned.buffers()], member.name)
     network, initial = member.build_network(), run.initial(member)

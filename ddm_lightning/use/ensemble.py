@@ -51,12 +51,12 @@ def built_encoder(registry: Registry, plugin: PluginConfig) -> Any:
 
 
 def text_condition(texts: Sequence[str], experiment: Experiment) -> Condition:
-    """Encode ``texts`` as vectors or tokens with the experiment's caption encoder."""
+    """Encode ``texts`` as vectors, tokens or both with the experiment's caption encoder."""
     plugin = experiment.prepare.caption_encoder
     assert plugin is not None, "check_experiment asks for one"
     encoder = built_encoder(CAPTION_ENCODERS, plugin)
-    encode = encoder.tokens if experiment.condition.kind == "tokens" else encoder.vectors
-    return Condition.of(torch.from_numpy(encode(list(texts))))
+    methods = [{"text": "vectors", "tokens": "tokens"}[kind] for kind in experiment.condition.kind.split("+")]
+    return Condition.of(*(torch.from_numpy(getattr(encoder, method)(list(texts))) for method in methods))
 
 
 class DecentralizedEnsemble:
@@ -236,7 +236,10 @@ class DecentralizedEnsemble:
             UserError: not this ensemble's kind of condition, an empty prompt, or a class that does not exist.
         """
         kind, name = self.experiment.condition.kind, self.experiment.name
-        for option, given, kinds in (("--prompt", prompts, ("text", "tokens")), ("--class", classes, ("class",))):
+        for option, given, kinds in (
+            ("--prompt", prompts, ("text", "tokens", "tokens+text")),
+            ("--class", classes, ("class",)),
+        ):
             if given and kind not in kinds:
                 raise UserError(f"{option}: {name} is conditioned on {kind!r}, not on {kinds[0]}; leave {option} out")
         if not all(prompt.strip() for prompt in prompts):

@@ -165,7 +165,7 @@ def page(ensemble: DecentralizedEnsemble, captions: Sequence[str] = ()) -> gr.Bl
         gr.Markdown(f"# {ensemble.about.name}\n" + ensemble.credit_line)
         with gr.Row():
             with gr.Column(scale=1, min_width=260):
-                if kind in ("text", "tokens"):
+                if kind not in ("class", "none"):
                     condition: Any = gr.Textbox(next(iter(defaults.prompts), ""), label="Prompt", lines=2)
                     examples = gr.Dataset(
                         components=[condition],

@@ -11,6 +11,7 @@ from ddm_lightning.flow.condition import Condition, ConditionSpec
     [
         ConditionSpec("text", 512),
         ConditionSpec("tokens", 768, length=77),
+        ConditionSpec("tokens+text", 4096, length=77, vector_size=2048),
         ConditionSpec("class", 10),
         ConditionSpec("none", 0),
     ],
@@ -97,6 +98,21 @@ def test_rows_of_tokens_stay_whole():
     assert torch.equal(joined.values, torch.arange(24.0).reshape(3, 4, 2)[[2, 1, 0]])
     assert joined.keep.tolist() == [True, False, False]
     assert joined.to("meta").values.shape == (3, 4, 2)
+
+
+def test_vectors_stay_beside_their_tokens():
+    both = Condition.of(torch.arange(24.0).reshape(3, 4, 2), torch.arange(15.0).reshape(3, 5))
+    picked = both.dropped(torch.tensor([False, True, False])).rows(torch.tensor([2, 1]))
+    joined = Condition.cat([picked, both.null().rows(slice(0, 1))]).to("cpu")
+    assert joined.pooled.values.tolist() == torch.arange(15.0).reshape(3, 5)[[2, 1, 0]].tolist()
+    assert joined.keep.tolist() == joined.pooled.keep.tolist() == [True, False, False]
+    text = Condition.of(torch.zeros(2, 3))
+    assert text.pooled is text
+    assert ConditionSpec("tokens+text", 2, 4, 5).pooled == ConditionSpec("text", 5)
+    with pytest.raises(ValueError, match="vector_size"):
+        ConditionSpec("tokens", 2, 4, 5)
+    with pytest.raises(ValueError, match="vector_size"):
+        ConditionSpec("tokens+text", 2, 4)
 
 
 def test_moving_takes_values_and_flags():

@@ -90,10 +90,12 @@ def vp_time(step):
     return (-0.05 + math.sqrt(0.05**2 + 19.9 * decay)) / (19.9 / 2)
 
 
-@pytest.mark.parametrize("kind", [DIT, PIXART, SD3])
-def test_it_answers_as_diffusers_does(kind, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "spec"), [(DIT, CLASSES), (PIXART, TOKENS), (SD3, TOKENS), (SD3, ConditionSpec("tokens+text", 6, 3, 10))]
+)
+def test_it_answers_as_diffusers_does(kind, spec, tmp_path):
     model = saved(kind, tmp_path)
-    network = built(CLASSES if kind == DIT else TOKENS, folder=tmp_path).eval()
+    network = built(spec, folder=tmp_path).eval()
     assert (network.prediction, network.path) == (("velocity", "linear") if kind == SD3 else ("epsilon", "vp"))
     x_t, steps = torch.randn(4, *SHAPE), [0, 17, 500, 990]
     t = torch.tensor([step / 1000 if kind == SD3 else vp_time(step) for step in steps])
@@ -102,10 +104,13 @@ def test_it_answers_as_diffusers_does(kind, tmp_path):
         condition = Condition(torch.tensor([0, 1, 2, 4]), keep)
         given, null = {"class_labels": torch.tensor([0, 1, 5, 4])}, {"class_labels": torch.full((4,), 5)}
     else:
-        condition = Condition(torch.randn(4, 3, 6).half(), keep)
+        vectors = torch.randn(4, 10) if spec.vector_size else None
+        condition = Condition(torch.randn(4, 3, 6).half(), keep, vectors)
         given = {"encoder_hidden_states": condition.values.float() * keep[:, None, None]}
         pooled = {"pooled_projections": torch.zeros(4, 10)} if kind == SD3 else {}
         given, null = given | pooled, {"encoder_hidden_states": torch.zeros(4, 3, 6)} | pooled
+        if vectors is not None:
+            given["pooled_projections"] = vectors * keep[:, None]
     for ours, theirs in ((condition, given), (None, null)):
         with torch.no_grad():
             expected = model(x_t, timestep=torch.tensor(steps), **theirs).sample[:, :4]
@@ -233,12 +238,16 @@ def test_a_member_becomes_a_folder_that_its_class_loads(kind, tmp_path):
 @pytest.mark.parametrize("kind", MODELS)
 def test_it_keeps_the_contract_of_experts(kind):
     def factory(**context):
-        network = EXPERTS.get("diffusers")(**context, config={"_class_name": kind} | MODELS[kind])
+        config = {"_class_name": kind} | MODELS[kind]
+        if vector := context["condition"].vector_size:
+            config["pooled_projection_dim"] = vector
+        network = EXPERTS.get("diffusers")(**context, config=config)
         if kind == SD3:  # whose last block computes queries of the text for nothing
             network.blocks[-1].attn.add_q_proj.requires_grad_(False)
         return network
 
-    check_expert(factory, x_shape=SHAPE, kinds=("none", "class") if kind == DIT else ("tokens",))
+    kinds = {DIT: ("none", "class"), SD3: ("tokens", "tokens+text")}.get(kind, ("tokens",))
+    check_expert(factory, x_shape=SHAPE, kinds=kinds)
 
 
 @pytest.mark.slow

@@ -14,6 +14,9 @@ SMALL = {"width": 16, "depth": 2, "num_heads": 2, "patch_size": 2}
 TOKENS = ConditionSpec("tokens", 6, length=3)
 
 
+KINDS = ("tokens", "tokens+text")
+
+
 def perturbed(**changes):
     torch.manual_seed(0)
     return moved(MMDiT(**({"x_shape": (3, 8, 8), "condition": TOKENS} | SMALL | changes)))
@@ -22,7 +25,7 @@ def perturbed(**changes):
 @pytest.mark.parametrize("x_shape", [(3, 8, 8), (4, 4, 10)])
 @pytest.mark.parametrize(("qk_norm", "depth"), [(False, 2), (True, 3), (True, 1)])
 def test_keeps_the_contract_of_experts(x_shape, qk_norm, depth):
-    check_expert(partial(MMDiT, **(SMALL | {"depth": depth}), qk_norm=qk_norm), x_shape=x_shape, kinds=("tokens",))
+    check_expert(partial(MMDiT, **(SMALL | {"depth": depth}), qk_norm=qk_norm), x_shape=x_shape, kinds=KINDS)
 
 
 def test_the_setting_of_the_docstring_has_three_billion_parameters():
@@ -155,7 +158,7 @@ def test_mixed_precision_answers_in_the_type_of_x_t():
 
 @pytest.mark.parametrize("spec", [ConditionSpec("none", 0), ConditionSpec("text", 6), ConditionSpec("class", 3)])
 def test_another_condition_is_one_clear_line(spec):
-    with pytest.raises(UserError, match=rf"expert 'mmdit'.*needs condition\.kind=tokens, not {spec.kind}"):
+    with pytest.raises(UserError, match=rf"mmdit.*needs condition\.kind=tokens or tokens\+text, not {spec.kind}"):
         EXPERTS.build("mmdit", SMALL, x_shape=(3, 8, 8), condition=spec)
 
 

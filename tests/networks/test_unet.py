@@ -22,7 +22,7 @@ NONE, CLASSES = ConditionSpec("none", 0), ConditionSpec("class", 4)
 def test_keeps_the_contract_of_experts() -> None:
     check_expert(partial(UNet, width=8, num_heads=2, num_blocks=1, multipliers=[1, 2]))
     deep = partial(UNet, width=8, num_heads=2, num_blocks=2, multipliers=[1, 2, 3], attention=[1], prediction="x_0")
-    check_expert(deep, x_shape=(4, 8, 12), kinds=("tokens",))
+    check_expert(deep, x_shape=(4, 8, 12), kinds=("tokens", "tokens+text"))
 
 
 def test_parts_are_where_they_are_said_to_be() -> None:

@@ -203,7 +203,7 @@ def test_an_expert_reads_tokens(tmp_path):
 def test_tokens_that_the_shards_do_not_have_are_asked_for_before_anything_is_written(tmp_path, capsys):
     arguments = ["prepare", "-c", str(TINY), f"run_dir={tmp_path / 'run'}", "condition.kind=tokens"]
     assert main(arguments) == 2
-    assert "key 'condition.kind' = 'tokens': the caption encoder makes none" in refusal(capsys)
+    assert "key 'condition.kind' = 'tokens': the caption encoder makes no tokens" in refusal(capsys)
     assert not (tmp_path / "run").exists()
 
 

@@ -32,8 +32,8 @@ class DiffusersTransformer(nn.Module):
     path ``linear``.
 
     A dropped class is DiT's own null class. Dropped text is learned, 0 at the start: one token, or for SD3, which has
-    no mask, a token in each place. SD3's pooled text vector, which our conditions lack, is a learned projection of the
-    mean token, 0 at the start.
+    no mask, a token in each place. SD3's pooled text vector is that of a condition ``tokens+text``, also learned where
+    it is dropped; for ``tokens`` it is a learned projection of the mean token, 0 at the start.
 
     Args:
         x_shape: (channels, height, width) of ``x_t``.
@@ -79,7 +79,8 @@ class DiffusersTransformer(nn.Module):
         num_null = 1 if self.family.mask else condition.length
         self.null = nn.Parameter(torch.zeros(num_null, condition.size)) if self.family.text else None
         pooled = self.family.pooled
-        self.pooled = nn.Linear(condition.size, settings[pooled]) if pooled else None
+        self.null_vector = nn.Parameter(torch.zeros(condition.vector_size)) if condition.vector_size else None
+        self.pooled = nn.Linear(condition.size, settings[pooled]) if pooled and self.null_vector is None else None
         for parameter in () if self.pooled is None else self.pooled.parameters():
             nn.init.zeros_(parameter)
         for part in self.model.modules():
@@ -139,6 +140,11 @@ class DiffusersTransformer(nn.Module):
         given = {"encoder_hidden_states": tokens}
         if self.family.mask:
             given[self.family.mask] = is_token
+        if self.null_vector is not None:
+            vectors = self.null_vector.expand(num_rows, -1)
+            if condition is not None and condition.vectors is not None:
+                vectors = torch.where(condition.keep[:, None], condition.vectors.to(null.dtype), vectors)
+            given["pooled_projections"] = vectors
         if self.pooled is not None:
             given["pooled_projections"] = self.pooled(tokens.mean(1))
         return given

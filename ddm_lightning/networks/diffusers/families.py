@@ -109,15 +109,17 @@ class Family:
                 next(settings[key] for key in self.text if settings[key] is not None),
                 self.most_tokens(settings),
             )
-            fits = condition.kind == "tokens" and condition.size == size and condition.length <= most
+            vector = settings[self.pooled] if self.pooled else 0
+            fits = condition.size == size and 0 < condition.length <= most and condition.vector_size in (0, vector)
             wanted = f"'tokens' of size {size}" + (f", at most {most}" if most < math.inf else "")
+            wanted += f", or 'tokens+text' with a vector of size {vector}" if vector else ""
         else:
             size = settings["num_embeds_ada_norm"]
             fits = condition.kind == "none" or (condition.kind == "class" and condition.size <= size)
             wanted = f"'class' of at most {size}, or 'none'"
         if not fits:
-            length = f", length {condition.length}" if condition.length else ""
-            given = f"kind {condition.kind!r}, size {condition.size}{length}"
+            numbers = {**condition.to_dict(), "kind": repr(condition.kind)}
+            given = ", ".join(f"{name} {number}" for name, number in numbers.items())
             raise ValueError(f"the model takes conditions of kind {wanted}, not {given}")
 
 
