@@ -23,7 +23,7 @@ class Good(nn.Module):
         self.time = nn.Parameter(torch.zeros(channels))
         if condition.kind != "none":
             self.null = nn.Parameter(torch.randn(channels))
-        if condition.kind in ("text", "tokens"):
+        if condition.kind in ("text", "tokens", "tokens+text"):
             self.embed = nn.Linear(condition.size, channels)
         elif condition.kind == "class":
             self.embed = nn.Embedding(condition.size, channels)
