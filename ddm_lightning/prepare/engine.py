@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 import multiprocessing
-import os
 import pickle
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -213,7 +212,9 @@ def _begin() -> None:
     torch.set_num_threads(1)
     if num_gpus := torch.cuda.device_count():
         torch.cuda.set_device(gpu_of(multiprocessing.current_process()._identity, num_gpus))
-    on_orphaned(os.getppid())
+    parent = multiprocessing.parent_process()
+    assert parent is not None and parent.pid is not None
+    on_orphaned(parent.pid)  # not os.getppid(): the parent may have died while this process started
 
 
 class Reporter:

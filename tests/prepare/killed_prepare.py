@@ -56,6 +56,7 @@ class DeadlyAtStage(Reporter):
     """Kills itself, or all its processes, when a stage has some of its samples done."""
 
     def __init__(self, stage, kill):
+        super().__init__()
         self.stage, self.kill = stage, kill
 
     def advance(self, stage, done, total):
