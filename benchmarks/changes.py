@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import torch
 from common import Report, call, console, load, parse, parser, run, use_all_threads
-from flop_scores import OTHER, Judge, kid
+from flop_scores import OTHER, PLAIN, Judge, kid
 from split import encoder_of
 
 from ddm_lightning.config.experiment import SampleConfig
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None) -> None:
         call("fit", options)
     use_all_threads()
     manifest, encoder = original.manifest, encoder_of(original)
-    judge = Judge(original, [OTHER], folder.root / "benchmarks" / "features")
+    judge = Judge(original, [OTHER, PLAIN], folder.root / "benchmarks" / "features")
     real = judge.real[OTHER.name]
     whole = manifest_with_about(folder.root, experiment)
     leaving = original.member(options.expert).clusters[0]

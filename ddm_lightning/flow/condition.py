@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -109,12 +109,10 @@ class Condition:
 
     def rows(self, index: Int[Tensor, " n"] | Bool[Tensor, " b"] | slice) -> Condition:
         """The chosen rows, in the order of ``index``."""
-        return self._each(lambda tensor: tensor[index])
+        vectors = None if self.vectors is None else self.vectors[index]
+        return Condition(self.values[index], self.keep[index], vectors)
 
     def to(self, device: torch.device | str) -> Condition:
         """The same condition on ``device``."""
-        return self._each(lambda tensor: tensor.to(device))
-
-    def _each(self, function: Callable[[Tensor], Tensor]) -> Condition:
-        vectors = None if self.vectors is None else function(self.vectors)
-        return Condition(function(self.values), function(self.keep), vectors)
+        vectors = None if self.vectors is None else self.vectors.to(device)
+        return Condition(self.values.to(device), self.keep.to(device), vectors)
