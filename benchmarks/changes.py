@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import torch
 from common import Report, call, console, load, parse, parser, run, use_all_threads
-from flop_scores import OTHER, PLAIN, Judge, kid
+from flop_scores import PLAIN, Judge, kid
 from split import encoder_of
 
 from ddm_lightning.config.experiment import SampleConfig
@@ -43,8 +43,8 @@ def main(arguments: Sequence[str] | None) -> None:
         call("fit", options)
     use_all_threads()
     manifest, encoder = original.manifest, encoder_of(original)
-    judge = Judge(original, [OTHER, PLAIN], folder.root / "benchmarks" / "features")
-    real = judge.real[OTHER.name]
+    judge = Judge(original, [PLAIN], folder.root / "benchmarks" / "features")
+    real = judge.real[PLAIN.name]
     whole = manifest_with_about(folder.root, experiment)
     leaving = original.member(options.expert).clusters[0]
     without = removed(whole, options.expert)
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None) -> None:
     ways += [(full, "before", whole), (full, "removed", without), (full, "added", known)]
     for settings, name, ensemble in ways:
         x_0 = sampled(ensemble, settings, num, experiment.seed)
-        found, wanted = judge.features(encoder.decode(x_0))[OTHER.name], judge.priors
+        found, wanted = judge.features(encoder.decode(x_0))[PLAIN.name], judge.priors
         if name == "removed":
             wanted = wanted.index_fill(0, torch.tensor([leaving]), 0)
         own = judge.classifier.shares(found)
