@@ -16,7 +16,7 @@ from rich.console import Console
 
 from ddm_lightning.cli.islands import command_line, launch_members, print_skipped, show_plan, show_status, table_of
 from ddm_lightning.config.experiment import Experiment
-from ddm_lightning.core import processes
+from ddm_lightning.core import processes, remote
 from ddm_lightning.core.devices import check_devices, configure_torch
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.formatting import Bars
@@ -68,7 +68,7 @@ def _prepare(experiment: Experiment, options: argparse.Namespace) -> None:
 
 def _print_prepared(run: Run, options: argparse.Namespace) -> None:
     prepared = run.folder.prepared
-    print(f"shards: {run.folder.shards}")
+    print(f"shards: {remote.shown(run.shards)}")
     print(f"report: {prepared / 'report' / 'report.html'}, {prepared / 'clusters.png'}")
     print(f"next: {command_line('fit', options)}")
 
@@ -116,12 +116,14 @@ def _prepare_share(experiment: Experiment, options: argparse.Namespace) -> None:
         manifest = prepare_share(experiment, RunFolder.of(experiment).root, share, reporter, check)
         if manifest is None:
             reporter.say(f"share {options.parts}: done")
-            return
-        run = Run.open(experiment, create=True)
-        sign_manifest(run)
-        publish_prepared(run, lambda done, total: reporter.advance("publish", done, total))
-        shutil.rmtree(run.folder.shards)  # only indices, which would stand for the shards at the URL
-    _print_prepared(run, options)
+        else:
+            run = Run.open(experiment, create=True)
+            sign_manifest(run)
+            publish_prepared(run, lambda done, total: reporter.advance("publish", done, total))
+    # Only indices or empty folders, which would stand for the shards at the URL.
+    shutil.rmtree(RunFolder.of(experiment).shards, ignore_errors=True)
+    if manifest is not None:
+        _print_prepared(Run.open(experiment), options)
 
 
 def _one_member(experiment: Experiment, options: argparse.Namespace) -> str:

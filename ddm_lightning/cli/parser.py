@@ -96,7 +96,7 @@ def _commands() -> dict[str, tuple[str, _Options]]:
                 "--dry-run": _option("print stages, samples, bytes and hours; write nothing", action="store_true"),
                 "--prune": _option("remove encoded parts that the source no longer lists", action="store_true"),
                 "--parts": _option(
-                    "do the share of machine I of N, which have nothing in common but remote; start it on each of them",
+                    "prepare as machine I of N; run it on each machine with the same remote",
                     metavar="I/N",
                 ),
             },

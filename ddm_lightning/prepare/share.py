@@ -65,6 +65,7 @@ class SharedPreparation(Preparation):
     """
 
     store: Store
+    waits_for_others = False  # which would wait for this machine's share
 
     def __init__(self, experiment: Experiment, run_dir: Path, reporter: Reporter, share: Share) -> None:
         super().__init__(experiment, run_dir, reporter)

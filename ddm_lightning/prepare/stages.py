@@ -102,6 +102,9 @@ class Stage:
 class Preparation:
     """One call of ``prepare``. Plug-ins are built only when a stage needs them."""
 
+    waits_for_others = True
+    """Whether to wait while another process prepares the same folder."""
+
     store: Store | None = None
     """Where parts and groups are published, if several machines share the work."""
 
@@ -330,6 +333,10 @@ class Preparation:
         try:
             acquired = lock.acquire(blocking=False)
         except Timeout:
+            if not self.waits_for_others:
+                raise UserError(
+                    f"{self.folder}: another process prepares here; give each machine a run_dir of its own"
+                ) from None
             self.reporter.say(f"{self.folder}: another process is preparing this run; waiting for it")
             acquired = lock.acquire()
             self._read_records()

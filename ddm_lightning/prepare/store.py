@@ -119,15 +119,12 @@ class Store:
         with remote.reaching():
             for path, entry in _files_of(work).items():
                 target, address = inside(folder, path, Path(f"{name}.json")), self._object(name, path, entry)
-                if not wanted(path) or (target.is_file() and target.stat().st_size == entry["bytes"]):
+                if not wanted(path) or _is_there(target, entry):
                     continue
                 with suppress(FileNotFoundError):
                     remote.get(address, target)
                 found.append(target)
-                if not target.is_file() or [target.stat().st_size, sha256_file(target)] != [
-                    entry["bytes"],
-                    entry["sha256"],
-                ]:
+                if not _is_there(target, entry):
                     target.unlink(missing_ok=True)
                     raise UserError(
                         f"{remote.shown(address)}: is missing, or differs from its record in size or content; remove "
@@ -140,6 +137,10 @@ class Store:
             return f"{self.url}/{path}"
         file = PurePosixPath(path)
         return f"{self.url}/{name}/{file.stem}-{entry['sha256'][:16]}{file.suffix}"
+
+
+def _is_there(path: Path, entry: Mapping[str, Any]) -> bool:
+    return path.is_file() and path.stat().st_size == entry["bytes"] and sha256_file(path) == entry["sha256"]
 
 
 def _files_of(work: Records) -> dict[str, Any]:

@@ -186,9 +186,11 @@ def write_group(job: GroupJob, plugins: Plugins, on_progress: Callable[[int], No
         ledgers = [Ledger(job.folder, records=records) for records in job.records]
         prepared = Prepared(job.folder, job.parts, job.first, ledgers, job.store)
         fetched = prepared.fetch(range(len(job.parts)))
-        _write_group(job, prepared, ledger, plugins, on_progress)
-        for path in fetched:
-            path.unlink()
+        try:
+            _write_group(job, prepared, ledger, plugins, on_progress)
+        finally:
+            for path in fetched:
+                path.unlink()
     if job.store is not None:
         job.store.publish(f"groups/{ledger.file.stem}", job.folder, ledger.records)
         for name in ledger.files(GROUP):

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from prepare import share_work
 from prepare.listed import Listed, experiment_of, hashes, plug_in, records
 from prepare.share_work import experiment_at, machine, together
@@ -144,6 +145,12 @@ def test_a_record_that_lies_is_refused(tmp_path, change, problem):
         record.write_text(change(record.read_text()))
 
     assert problem in broken_store(tmp_path, damage)
+
+
+def test_two_machines_in_one_folder_are_refused(tmp_path):
+    (tmp_path / "a" / "prepared").mkdir(parents=True)
+    with FileLock(tmp_path / "a" / "prepared" / ".lock"), pytest.raises(UserError, match="a run_dir of its own"):
+        machine(experiment_at(f"file://{tmp_path}/remote"), tmp_path / "a", 2, 2)
 
 
 def test_a_machine_that_finds_other_parts_is_refused(tmp_path):

@@ -74,6 +74,9 @@ def test_work_is_published_once_and_pulled_elsewhere(place, work, puts, tmp_path
     assert [path.name for path in found] == ["a.npz", "shard.00000.mds"]
     assert [path.name for path in store.pull("parts/one", elsewhere, records)] == ["x_0.npy"]
     assert hashes(elsewhere) == hashes(folder) and store.pull("parts/one", elsewhere, records) == []
+    stale = elsewhere / "x_0.npy"
+    stale.write_bytes(bytes(stale.stat().st_size))  # of another preparation
+    assert store.pull("parts/one", elsewhere, records) == [stale] and hashes(elsewhere) == hashes(folder)
 
 
 def test_a_broken_connection_is_one_line_and_what_had_arrived_is_not_sent_again(place, work, puts):
