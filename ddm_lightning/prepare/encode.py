@@ -358,7 +358,7 @@ class _Records:
             for record, own in zip(records, hashes, strict=True)
         ]
         for number, captions in enumerate(self._captions):
-            # In place of a caption that a sample lacks comes one that it has.
+            # A missing caption is replaced by the sample's first one.
             captions += [(record.captions and record.captions[number]) or record.caption for record in records]
         new = [(own, first_row + i, images[i]) for i, own in enumerate(hashes)]
         lowest = sorted([*self._thumbnails, *new], key=lambda one: one[:2])[: self._max_thumbnails]

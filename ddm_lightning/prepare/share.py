@@ -1,4 +1,4 @@
-"""One machine's share of ``prepare``: its parts and groups of parts; the first machine also does the reductions.
+"""One machine's share of ``prepare``: its parts and groups; machine 1 also fits the clusters and merges.
 
 Machines share nothing but the run's URL. Each publishes what it has made, waits for what it needs of others, and can be
 replaced by one with an empty folder.
