@@ -246,7 +246,7 @@ class RouterConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     """Optimisation."""
     conditional: bool = True
-    """Whether the router sees the condition: no in DDM, Paris and HDDM, yes in Paris 2.0 and TPUGPU."""
+    """Whether the router sees the condition: no in DDM, Paris and HDDM, yes in Paris 2.0 (2605.26064)."""
     condition_dropout: float = option(0.5, low=0, high=1)
     """Probability of the learned null in training; the router has to work with and without a condition."""
 
