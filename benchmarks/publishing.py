@@ -1,8 +1,9 @@
 """Time of a training that publishes its checkpoints, over one that does not, in turn.
 
 An expert of 7.4 million parameters trains without and with ``remote`` on an S3 server on loopback, several times in
-alternating order. Both write a checkpoint (118 MB) every 7.4 seconds; one publishes it. A DiT-XL/2 publishes as many
-bytes per second: 9.7 GB (605 million parameters, 16 bytes each) every ten minutes, 16 MB/s.
+alternating order. Both write a checkpoint (118 MB) every 7.4 seconds; one publishes it. The expert of
+``paris_8x.yaml`` publishes as many bytes per second: 9.7 GB (608 million parameters, 16 bytes each) every ten minutes,
+16 MB/s.
 
 ``publish_over_plain`` is the median over rounds of the time from the first step to the last. ``cpu_publish_over_plain``
 compares the processor time of the whole process, start included, which other processes disturb less. The store runs on

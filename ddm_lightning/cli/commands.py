@@ -83,7 +83,7 @@ def _check(experiment: Experiment, options: argparse.Namespace, members: Sequenc
 def _networks_check(
     experiment: Experiment, options: argparse.Namespace, *, initial: bool = False
 ) -> Callable[[DataSizes | Manifest], None]:
-    """Build a check of the networks, perhaps of their initial weights, too, against the sizes of the data."""
+    """Build a check of the networks (with ``initial``, of their initial weights, too) against the sizes of the data."""
     return lambda sizes: check_networks(experiment, sizes, options.config, options.overrides, initial=initial)
 
 
@@ -120,7 +120,7 @@ def _prepare_share(experiment: Experiment, options: argparse.Namespace) -> None:
             run = Run.open(experiment, create=True)
             sign_manifest(run)
             publish_prepared(run, lambda done, total: reporter.advance("publish", done, total))
-    # Only indices or empty folders, which would stand for the shards at the URL.
+    # What is left holds no shards, but would be taken for the run's shards.
     shutil.rmtree(RunFolder.of(experiment).shards, ignore_errors=True)
     if manifest is not None:
         _print_prepared(Run.open(experiment), options)

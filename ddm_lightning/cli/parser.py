@@ -144,7 +144,7 @@ def _commands() -> dict[str, tuple[str, _Options]]:
             },
         ),
         "diagnose": (
-            "Measure experts by cluster, the router by time and the clusters' shares among samples (minutes on a CPU).",
+            "Measure experts by cluster, the router by noise level and the clusters' shares in samples; takes minutes.",
             {
                 "--strategy": _option("strategy whose samples are classified; repeat for more", action="append"),
                 "--num": _option("images per strategy (default: 256)", type=int, default=256),
@@ -177,7 +177,7 @@ def _commands() -> dict[str, tuple[str, _Options]]:
                 "--licence": _option("licence of the weights, for the model card", metavar="TEXT"),
             },
         ),
-        "ensemble": ("Write an ensemble with other experts, without training.", {}),
+        "ensemble": ("Add, remove or replace an expert; writes a new ensemble.", {}),
         "launch": (
             "Start each member on an island of its own, unless it runs or is finished.",
             {
@@ -201,7 +201,7 @@ def _commands() -> dict[str, tuple[str, _Options]]:
         "status": (
             "Show the progress of each member, on all islands if the experiment has a remote.",
             {
-                "--watch": _option("show it anew every few seconds, until all are done", action="store_true"),
+                "--watch": _option("refresh every few seconds until all members are done", action="store_true"),
                 "--json": _option("print one JSON object per member instead", action="store_true"),
                 "--html": _option("write a page with the table and all curves instead", metavar="FILE"),
             },
@@ -221,7 +221,7 @@ def _changes() -> dict[str, tuple[str, _Options]]:
     images = _option("images in its cluster, for its prior", type=int, metavar="N")
     trust = _option("public key that must have signed ARTIFACT; repeat it for more", action="append", metavar="KEY")
     out = {"--out": _option("new folder, a saved ensemble", required=True, metavar="OUT")}
-    tune = "extend the router: run folders with the shards of its own clusters, and with those of the new one"
+    tune = "train the router on the new cluster, too: run folders with the old clusters' shards and with the new one's"
     return {
         "add": (
             "Add an expert; one of other data needs the strategy bayes, or --tune-router.",

@@ -56,8 +56,8 @@ class PartitionConfig:
 
     kind: str = option("kmeans", choices=("kmeans", "flat", "random", "labels", "existing"))
     """``kmeans`` (two-stage, balanced, on the features), ``flat`` (one stage, balances single samples), ``random`` (the
-    paper's ablation), ``labels`` (whole classes per cluster) or
-    ``existing`` (the clusters of another run, for new data)."""
+    paper's ablation), ``labels`` (whole classes per cluster) or ``existing`` (the clusters of another run, for new
+    data)."""
     num_clusters: int = option(MISSING, low=1)
     """K: number of clusters, hence of experts."""
     path: str | None = None
@@ -65,7 +65,7 @@ class PartitionConfig:
     metric: str = option("spherical", choices=("spherical", "euclidean"))
     """``spherical`` (k-means on L2-normalised features) or ``euclidean``."""
     num_fine_centroids: int = option(1024, low=1)
-    """Of ``kmeans``: centroids of the first stage; the second stage groups them into K clusters."""
+    """For ``kmeans``: centroids of the first stage; the second stage groups them into K clusters."""
     fit_fraction: float = option(1.0, low=1e-6, high=1)
     """Fraction of the samples on which k-means is fitted."""
     device: str = "cpu"
@@ -115,11 +115,11 @@ class PrepareConfig:
     """Network whose features are clustered."""
     filters: dict[str, Any] = field(default_factory=dict)
     """Samples to keep: conditions on columns of the source and on the image, such as ``{min_side: 256, aesthetic:
-    ">= 5"}``; a sample must fulfil all. Without a value for a column it is taken out."""
+    ">= 5"}``; a sample must fulfil all, and one without a value for a column is skipped."""
     drop_keys: str | None = None
-    """File with the keys of samples to leave out, one per line; null for none."""
+    """File with the keys of samples to skip, one per line; null for none."""
     keep: list[str] = field(default_factory=list)
-    """Columns of numbers to store with each sample: of the source or, of the image before it is resized,
+    """Numeric columns to store with each sample: columns of the source or, for the image before resizing,
     ``image_height``, ``image_width``, ``min_side``, ``crop_top`` and ``crop_left``."""
     partition: PartitionConfig = field(default_factory=PartitionConfig)
     """Clustering of the features."""
@@ -132,9 +132,9 @@ class PrepareConfig:
     shards: ShardsConfig = field(default_factory=ShardsConfig)
     """Size and compression of the shards."""
     engine: str = option("local", choices=("local", "ray"), changeable=True)
-    """Workers for the parts of the source: ``local`` (processes here) or ``ray`` (Ray's actors, on many machines)."""
+    """Workers for the parts of the source: ``local`` (processes here) or ``ray`` (Ray actors on many machines)."""
     num_processes: int = option(0, low=0, changeable=True)
-    """Processes or Ray's actors, over all GPUs; 0 means four per GPU with encoders, else one per core."""
+    """Processes or Ray actors in all; 0 means four per GPU with encoders, else one per core."""
 
 
 @dataclass
@@ -171,7 +171,7 @@ class TrainConfig:
     global_batch_size: int = option(MISSING, low=1)
     """Samples per step. For experts, the monolith's batch; each of M experts takes 1/M of it."""
     optimizer: str = option("adamw", choices=("adamw", "muon"))
-    """``adamw``, or ``muon`` for the blocks' matrices (AdamW for adaLN and the rest); ``muon`` excludes FSDP2."""
+    """``adamw``, or ``muon`` for the blocks' matrices (AdamW for adaLN and the rest); ``muon`` not with FSDP2."""
     learning_rate: float = option(1e-4, low=1e-12)
     """Peak learning rate."""
     weight_decay: float = option(0.0, low=0)
@@ -196,7 +196,7 @@ class TrainConfig:
 
 @dataclass
 class InitConfig:
-    """Weights to start from; a text alone stands for its ``source``."""
+    """Weights to start from; a string alone is their ``source``."""
 
     source: str = MISSING
     """Path or URL of an artifact, a run, a model of diffusers, or a ``.safetensors`` file."""
@@ -228,7 +228,7 @@ class ExpertConfig:
     cluster: int | None = option(None, low=0)
     """Only in ``overrides``: cluster on which the expert trains; null for its number modulo K."""
     interval: list[float] = field(default_factory=lambda: [0.0, 1.0])
-    """Only in ``overrides``: t of the expert, from low to below high, on the linear path and after the shift."""
+    """Only in ``overrides``: the expert's t in [low, high), on the linear path and after the shift."""
     overrides: dict[str, Any] = field(default_factory=dict)
     """Keys of this section that differ for some experts, as in ``{expert-1: {path: cosine}}``."""
 
@@ -240,7 +240,7 @@ class RouterConfig:
     network: PluginConfig = field(default_factory=PluginConfig)
     """Network, by its name in the registry of routers."""
     init_from: Any = None
-    """Weights to start from, as in ``expert.init_from``; of a run, its router's."""
+    """Weights to start from, as in ``expert.init_from``; a run stands for its router."""
     timesteps: TimestepsConfig = field(default_factory=lambda: TimestepsConfig(density="uniform"))
     """Training timesteps."""
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -319,7 +319,7 @@ class IslandConfig:
     """Public keys that must have signed what others hand over: ``{prepare: a.pub, expert: [b.pub, c.pub]}``, or
     ``{all: a.pub}``; empty to check no signatures."""
     max_minutes: float | None = option(None, low=0.01)
-    """Minutes from the start of ``fit`` in which a member stops, saves and publishes; null for no limit."""
+    """Minutes from the start of ``fit`` within which a member stops, saves and publishes; null for no limit."""
     lease_file: str | None = None
     """File in which the machine's lender writes the end of the slot, in ISO 8601 or Unix seconds; null for none."""
 
@@ -364,7 +364,7 @@ class SampleConfig:
     router_temperature: float = option(1.0, low=1e-3)
     """Divisor of the router's calibrated logits; below 1 makes it more confident."""
     compile: bool = False
-    """Whether to compile the transformer blocks; takes a minute and pays for many images."""
+    """Whether to compile the transformer blocks; takes a minute and pays off for many images."""
     precision: str = option("auto", choices=("auto", "32-true", "bf16-mixed"))
     """Precision within the networks: ``32-true``, ``bf16-mixed`` or ``auto``, which is ``bf16-mixed`` on a GPU only."""
     resident_experts: int | None = option(None, low=2)

@@ -31,7 +31,7 @@ def _flush(path: Path) -> None:
 
 @contextmanager
 def _naming(path: Path, temporary: Path) -> Iterator[None]:
-    """Let an ``OSError`` of the block name ``path`` if it names no file, or one in ``temporary``."""
+    """Make an ``OSError`` that names no file, or one in ``temporary``, name ``path``."""
     try:
         yield
     except OSError as error:
@@ -63,7 +63,7 @@ def create_file(path: Path, content: bytes) -> None:
     """Write a file, whole or not at all, unless it exists.
 
     Raises:
-        FileExistsError: it exists; of several processes, one writes it.
+        FileExistsError: it exists; if several processes try, one succeeds.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(prefix=".tmp-", dir=path.parent) as temporary:
@@ -133,7 +133,7 @@ def move_folder(temporary: Path, path: Path) -> None:
 
 
 def check_file(path: Path, *, link: bool = False) -> int:
-    """Size in bytes of an untrusted file. Call it before opening one.
+    """Check an untrusted file before it is opened, and return its size in bytes.
 
     Args:
         path: the file.

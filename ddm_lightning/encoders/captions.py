@@ -102,8 +102,8 @@ class _TextModel(Pretrained):
 
     Args:
         path: see ``Pretrained``.
-        tokenizer: the tokenizer's folder inside ``path``; None is the model's own, or in a pipeline the one that
-            belongs to ``subfolder``: ``tokenizer_2`` to ``text_encoder_2``.
+        tokenizer: the tokenizer's folder inside ``path``; None is the model's own or, in a pipeline, the one of
+            ``subfolder``: ``tokenizer_2`` for ``text_encoder_2``.
         store: ``pooled``, ``tokens`` or ``ids``.
         max_tokens: tokens per caption, begin and end included; longer captions are cut.
         params: see ``Pretrained``. In a pipeline, ``subfolder`` is ``text_encoder`` or the like.
@@ -265,13 +265,13 @@ class _TextModel(Pretrained):
 
     @torch.no_grad()
     def tokens_of_stored(self, stored: Mapping[str, Tensor]) -> Float[Tensor, "n m width"]:
-        """Turn stored columns into states, float32, on their device; stored ids move the model there."""
+        """Turn stored columns into states, float32, on their device, to which the model moves if ids are stored."""
         is_stored = "text_tokens" in stored
         return stored["text_tokens"].float() if is_stored else self._run(stored["text_ids"], stored["text_length"])[0]
 
     @torch.no_grad()
     def vectors_of_stored(self, stored: Mapping[str, Tensor]) -> Float[Tensor, "n size"]:
-        """Turn stored columns into vectors, float32, on their device; stored ids move the model there."""
+        """Turn stored columns into vectors, float32, on their device, to which the model moves if ids are stored."""
         return stored["text"].float() if "text" in stored else self._run(stored["text_ids"], stored["text_length"])[1]
 
 

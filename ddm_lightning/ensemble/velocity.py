@@ -59,7 +59,8 @@ class Ensemble:
     """The experts of K clusters and an optional router; one expert without a router is a single model.
 
     ``u(x_t, t | c) = Σ_k p(k | x_t, t, c) · u_k(x_t, t | c)`` (DDM, 2501.05450), where u_k is the expert of cluster k
-    whose interval holds t. So weights, and all else that is [b, K], belong to clusters. Gradients are off.
+    whose interval holds t. So the columns of weights and of every other [b, K] are clusters, not experts. Gradients are
+    off.
 
     Args:
         experts: networks with ``forward(x_t, t, condition)`` and a declared ``prediction``, all on one device.
@@ -68,14 +69,14 @@ class Ensemble:
         priors: share of the data in each cluster, [K], positive, summing to 1.
         names: of the experts, for messages and charts; empty for ``expert-0`` and so on.
         expert_clusters: cluster of each expert; empty if each has its own.
-        intervals: lowest t of each expert, and the t below which it ends; those of one cluster cover [0, 1]. Empty if
-            each is for all t.
+        intervals: low and high of each expert, which serves t in [low, high); those of one cluster cover [0, 1]. Empty
+            if each is for all t.
         router_conditional: whether the router takes a condition; those of DDM and Paris see x_t and t only.
         paths: path of each expert, in ``flow.path.PATHS``; empty if all are linear.
         temperatures: divisors of the router's logits for rows without and with a condition, by equal parts of t; see
             ``networks.calibration``. An empty one is 1.
-        clusters: number of each of the K clusters, which is that of the router's logit; other logits are left out, and
-            the rest renormalises exactly. Empty for 0 to K-1.
+        clusters: index of each cluster's logit in the router's output; other logits are skipped, and the softmax over
+            the rest is exact. Empty for 0 to K-1.
         class_counts: images of each class in each cluster, [K][num_classes]; empty if unknown.
     """
 
@@ -306,7 +307,7 @@ class Ensemble:
     def _of_active(
         self, x_t: Samples, t: Times, condition: Condition | None, active: Bool[Tensor, "b K"]
     ) -> Iterator[tuple[int, Int[Tensor, " r"], Float[Tensor, "r *shape"]]]:
-        """The cluster of each expert with rows, these rows and its velocity there."""
+        """Yield the cluster, rows and velocity of each expert that has rows."""
         held = active
         if self.expert_clusters != list(range(self.num_clusters)):
             # Half-open, so that each t has one expert of a cluster; the last one has t = 1, too.

@@ -1,4 +1,4 @@
-"""Compare generated with real images: resumable, split over ranks, with every choice written down."""
+"""Compare generated with real images: resumable, split over ranks, with every setting recorded."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ class Evaluation:
     """One comparison of generated with reference images, checked before anything is generated.
 
     Args:
-        run: one with prepared shards and, unless ``images`` is given, an ensemble; or a saved ensemble. Of its
+        run: a run with prepared shards and, unless ``images`` is given, an ensemble; or a saved ensemble. Of its
             experiment, only the sections ``sample`` and ``evaluate`` and the key ``island.accelerator`` are used.
         images: folder or ``.npz`` file to evaluate instead of new samples.
-        out: results folder; None names one in the run folder after the settings.
+        out: results folder; None for one in the run folder, named after strategy or member and a hash of the settings.
 
     Raises:
-        UserError: a file or weights are missing, too few images for a metric, images of two sizes, a metric that needs
-            captions without any, or a results folder of other settings.
+        UserError: a file or weights are missing, too few images for a metric, images of two sizes, no captions for a
+            metric that needs them, or a results folder of other settings.
     """
 
     def __init__(self, run: Run, images: Path | None, out: Path | None) -> None:
@@ -253,7 +253,7 @@ def evaluate(
         evaluation = Evaluation(run, images, out)
         evaluation.compute_parts(0, 1, show_progress)
         return evaluation.write()
-    # Of CPUs, because ranks only wait for each other's files.
+    # On CPUs, because ranks only wait for each other's files.
     distributed.init_process_group("gloo", timeout=timedelta(days=7))
     try:
         if rank:

@@ -35,17 +35,17 @@ from ddm_lightning.training.checkpoint import FILES, TEMPORARY, damage_of, newes
 FINAL_SECONDS = 600.0
 """Time to try to publish the artifact of a finished training."""
 STOP_SECONDS = 20.0
-"""The same after a stop, as a scheduler kills what takes longer."""
+"""Time to try to publish after a stop; a scheduler kills what takes longer."""
 _KEPT = 2
 _EARLY_SECONDS = 2.0
-# Useless elsewhere, or perhaps half-written.
+# Not sent as they are: useless elsewhere, perhaps half-written, or published with a last file.
 _PRIVATE = (ACCEPTED_FILE, "artifact", "cache", "checkpoints", "experiment.yaml", "log.txt", "status.json")
 _CHECKPOINT = re.compile(r"(step-(\d{8,})\.ckpt)\.(\d+)")
 
 
 @contextmanager
 def published(name: str, run: Run) -> Iterator[Publisher | None]:
-    """Hold the member's lease, bring what is published of it here, and publish what the block trains.
+    """Hold the member's lease, fetch what is published of it, and publish what the block trains.
 
     Does nothing if the experiment has no ``remote``, and on all but the first of several nodes.
 
@@ -71,7 +71,7 @@ def published(name: str, run: Run) -> Iterator[Publisher | None]:
 
 
 class Publisher:
-    """Sends what a member's folder gains to the run's URL.
+    """Sends new and changed files of a member's folder to the run's URL.
 
     Args:
         name: the member.
@@ -96,7 +96,7 @@ class Publisher:
     # At the start.
 
     def pull(self) -> None:
-        """Bring the artifact, or the newest published checkpoint if it is ahead of this folder's.
+        """Fetch the artifact, or the newest published checkpoint if it is ahead of this folder's.
 
         Raises:
             OSError: the store cannot be read.
@@ -115,7 +115,7 @@ class Publisher:
                 break
 
     def _checkpoints(self, *, whole: bool = True) -> list[tuple[int, int, str]]:
-        """Step, generation and name of each published checkpoint, by step; also of those that were not sent whole."""
+        """Step, generation and name of each published checkpoint, by step; incomplete ones only if not ``whole``."""
         paths = map(Path, remote.files(f"{self.url}/checkpoints"))
         names = {path.parts[0] for path in paths if path.name == FILES or not whole}
         found = [(match, name) for name in names if (match := _CHECKPOINT.fullmatch(name))]
@@ -141,7 +141,7 @@ class Publisher:
         return True
 
     def _pull_rest(self) -> None:
-        """Bring curves, records of skipped steps and snapshots of averages, which the checkpoint does not hold."""
+        """Fetch curves, records of skipped steps and snapshots of averages, which the checkpoint does not hold."""
         for name in remote.files(self.url):
             if Path(name).parts[0] not in (*_PRIVATE, "lease"):
                 remote.get(f"{self.url}/{name}", inside(self.folder, name, Path(self.url)))
@@ -182,7 +182,7 @@ class Publisher:
         self.held.beat(asdict(self.run.status(self.name)), released=released)
 
     def publish(self) -> None:
-        """Send what is new; what makes the rest count goes last.
+        """Send what is new; the file that makes a folder count goes last.
 
         Raises:
             LostLeaseError: another process has taken the member over.
@@ -206,7 +206,7 @@ class Publisher:
 
     @contextmanager
     def _kept(self, checkpoint: Path) -> Iterator[Path]:
-        """Keep a checkpoint's files within the block: training may remove it before a slow line has taken it."""
+        """Link a checkpoint's files for the block, as training may remove it before a slow upload ends."""
         copy = self.folder / ".publishing"
         shutil.rmtree(copy, ignore_errors=True)  # of a killed process
         copy.mkdir()
@@ -218,7 +218,7 @@ class Publisher:
             shutil.rmtree(copy, ignore_errors=True)
 
     def _remove_old_checkpoints(self) -> None:
-        """Remove all but the newest, and what processes that were killed have sent of theirs."""
+        """Remove all but the newest checkpoints at the URL, and incomplete ones of killed processes."""
         kept = self._checkpoints()[-_KEPT:]
         for found in self._checkpoints(whole=False):
             if found not in kept and found[1] <= self.held.generation:

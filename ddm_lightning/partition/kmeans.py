@@ -39,7 +39,7 @@ def balanced_kmeans(
         x: samples; distances are Euclidean.
         num_clusters: K.
         generator: random numbers of the start; the same state gives the same result.
-        num_iterations: most Lloyd iterations; ends earlier once no sample moves.
+        num_iterations: maximum number of Lloyd iterations; ends earlier once no sample moves.
         max_largest_over_mean: largest cluster allowed, as a multiple of the mean weight.
         weights: weight of each sample, such as a count; None is 1 each.
         num_restarts: independent starts; the one with the least cost wins.
@@ -127,7 +127,7 @@ def balanced_assignment(cost: Float[Tensor, "n k"], weights: Float[Tensor, "n"],
 
 
 def balanced_prices(cost: Float[Tensor, "n k"], limit: float) -> Float[Tensor, "k"]:
-    """Return prices at which no cluster has the least cost plus price of more than ``limit`` samples.
+    """Return prices at which no cluster is the cheapest (cost plus price) for more than ``limit`` samples.
 
     The auction of ``balanced_assignment`` for samples of weight 1, but at each rise every sample takes its cheapest
     cluster. So the prices alone say where a new sample belongs. Deterministic. Many equal samples, or a limit just

@@ -31,7 +31,7 @@ _END = (-1, -1)
 class FetchedShards(Shards):
     """Shards of some folders; those behind a URL, and compressed ones, go through the cache.
 
-    Within ``reading``, ``take`` waits until the shards that it needs are here. Several threads may call it.
+    Within ``reading``, ``take`` waits until the shards that it needs are on this machine. Several threads may call it.
 
     Args:
         origins: the folders.
@@ -57,7 +57,7 @@ class FetchedShards(Shards):
         self._ready: dict[int, Future[None]] = {}
 
     def least_bytes(self, num_samples: int) -> float:
-        """Return the size of a cache for ``num_samples`` samples and two shards more."""
+        """Return the size of a cache that holds ``num_samples`` samples and two shards more."""
         some = num_samples * self.num_bytes.sum() / len(self) + 2 * self.num_bytes.max()
         return min(self._cached_bytes, float(some))
 
@@ -67,7 +67,7 @@ class FetchedShards(Shards):
 
     @contextmanager
     def reading(self, order: Int[np.ndarray, "n"], step_size: int) -> Iterator[None]:
-        """Bring the shards of an epoch ahead of their first step, in threads that end with the block.
+        """Fetch the shards of an epoch ahead of their first step, in threads that end with the block.
 
         Args:
             order: samples of the rest of the epoch, of all ranks.
@@ -80,7 +80,7 @@ class FetchedShards(Shards):
         # Of several values for one shard, the last one stays.
         self._first[shards[::-1]] = step[::-1]
         self._last[shards] = step
-        self._wanted = -1
+        self._wanted = -1  # latest step that has asked for a shard
         by_need = self._first.argsort(kind="stable")
         self._drop_from_cache(by_need[self.num_bytes[by_need].cumsum() > self._max_bytes])
         is_held = self._in_cache()
@@ -124,7 +124,7 @@ class FetchedShards(Shards):
         shards = np.unique(self.shards_of(ids)).tolist()
         with self._lock:
             if self._stop.is_set():
-                raise CancelledError  # nobody brings shards any more
+                raise CancelledError  # no thread fetches shards any more
             self._wanted = max(self._wanted, *self._first[shards])
             self._open_ahead()
             for shard in shards:

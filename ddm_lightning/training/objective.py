@@ -51,7 +51,7 @@ class Position:
     """Place of a batch in a training; keys its randomness."""
 
     step: int
-    """Optimizer steps taken before."""
+    """Optimizer steps taken before this batch."""
     rank: int = 0
     num_ranks: int = 1
     part: int = 0
@@ -89,7 +89,7 @@ class Averages:
         """Add values, unless they are not finite.
 
         Args:
-            name: of the average; ends in ``_by_time`` for a row of averages, one per timestep.
+            name: name of the average; ends in ``_by_time`` for one average per timestep.
             value: the sum of the values, or one sum per timestep.
             count: number of values in a sum.
         """
@@ -175,7 +175,7 @@ class Objective(ABC):
     # Training.
 
     def seed_network(self, at: Position, device: torch.device) -> None:
-        """Key the global generators, which a network's own dropout uses."""
+        """Seed the global generators, which a network's own dropout uses."""
         seed = keyed_seed(self.member.seed, *self._key("network", at))
         # Only those in use: ``torch.manual_seed`` takes a millisecond per kind of idle device.
         torch.default_generator.manual_seed(seed)
@@ -204,7 +204,7 @@ class Objective(ABC):
         return NoisyBatch(interpolate(x_0, noise, t, self.member.path), t, noise, x_0, condition)
 
     def _with_one_caption(self, batch: dict[str, Tensor], at: Position) -> dict[str, Tensor]:
-        """Draw captions for the samples of all ranks, which alternate, so that their number changes no caption."""
+        """Draw captions as if for the samples of all ranks, so that the number of ranks changes no caption."""
         if self.captions is None or "has_caption" not in batch:
             return batch
         key = (self.member.name, "caption", at.step, at.part)
@@ -237,7 +237,7 @@ class Objective(ABC):
         """Add a held-out batch to the figures, at fixed ``timesteps``, so that curves of runs are comparable."""
 
     def held_out_figures(self, num_ranks: int = 1) -> dict[str, float]:
-        """Return the averages since ``start_validation``, over all ranks; a collective of them."""
+        """Return the averages since ``start_validation``, over all ranks; a collective: every rank calls it."""
         return self.held_out.drain(num_ranks)
 
     def noisy_validation_batch(self, batch: dict[str, Tensor], batch_idx: int, index: int, at: Position) -> NoisyBatch:

@@ -63,7 +63,7 @@ class DecentralizedEnsemble:
     """Experts, router, caption encoder and image decoder, ready to sample; or one member, as an ensemble of one.
 
     Args:
-        manifest: members and the field ``about``; from ``manifest_with_about``.
+        manifest: members and the field ``about``, as ``manifest_with_about`` returns it.
         experiment: settings of sampling, seed and encoders; None takes those of the manifest.
         device: where to sample.
     """
@@ -273,7 +273,7 @@ class DecentralizedEnsemble:
         """Generate ``num`` images per row, in batches that bound the memory.
 
         Args:
-            rows: from ``rows``.
+            rows: output of ``rows``.
             num: images per row.
             progress: called with the number of finished images, fractional.
             trace: keeps the sampling trajectory of its samples, by (noise key, index).
@@ -317,7 +317,7 @@ class DecentralizedEnsemble:
             num: images per prompt or class; None is the experiment's.
             seed: seed of the noise; None is the experiment's.
             trace: keeps the sampling trajectory, such as the weights of the experts.
-            factors: multiply the experts' weights, one per expert; 0 switches it off. None leaves them as they are.
+            factors: multiply the clusters' weights, one per cluster; 0 switches its experts off. None changes nothing.
             settings: other keys of the experiment's ``sample`` section, such as ``num_steps=20``.
 
         Returns:
