@@ -59,8 +59,7 @@ class Ensemble:
     """The experts of K clusters and an optional router; one expert without a router is a single model.
 
     ``u(x_t, t | c) = Σ_k p(k | x_t, t, c) · u_k(x_t, t | c)`` (DDM, 2501.05450), where u_k is the expert of cluster k
-    whose interval holds t. So the columns of weights and of every other [b, K] are clusters, not experts. Gradients are
-    off.
+    whose interval holds t. So in every [b, K], such as weights, columns are clusters, not experts. Gradients are off.
 
     Args:
         experts: networks with ``forward(x_t, t, condition)`` and a declared ``prediction``, all on one device.
