@@ -56,8 +56,8 @@ class PartitionConfig:
 
     kind: str = option("kmeans", choices=("kmeans", "flat", "random", "labels", "existing"))
     """``kmeans`` (two-stage, balanced, on the features), ``flat`` (one stage, balances single samples), ``random`` (the
-    paper's ablation), ``labels`` (whole classes per cluster) or ``existing`` (the clusters of another run, for new
-    data)."""
+    paper's ablation), ``labels`` (whole classes per cluster) or
+    ``existing`` (the clusters of another run, for new data)."""
     num_clusters: int = option(MISSING, low=1)
     """K: number of clusters, hence of experts."""
     path: str | None = None
