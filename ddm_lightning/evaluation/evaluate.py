@@ -77,7 +77,7 @@ class Evaluation:
             sizes = " and ".join("{} × {}".format(*one.shape) for one in (self.reference, self.generated))
             raise UserError(
                 f"key 'evaluate.reference' = {wanted!r}: its images and the generated ones have {sizes} pixels; "
-                "give a reference of the second size"
+                "give a reference of the generated images' size"
             )
         for name, metric in self.metrics:
             if isinstance(metric, FeatureMetric):
