@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from ddm_lightning.config.experiment import IslandConfig
@@ -60,10 +59,19 @@ def _example(
     return torch.zeros(num, *x_shape, device=device), torch.zeros(num, device=device), rows
 
 
+def _tensors(value: object) -> Iterator[Tensor]:
+    """Tensors in nested lists, tuples and dictionaries."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, dict)):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(part)
+
+
 def _empty_copy(network: nn.Module, device: str, dtype: torch.dtype | None = None) -> nn.Module:
     """A copy with empty tensors on ``device``; ``dtype`` is that of its parameters, by default their own."""
     # Tensors that are neither, such as tables of positions, are shared: fake ones cannot be copied.
-    plain = (value for module in network.modules() for value in tree_leaves(vars(module)) if isinstance(value, Tensor))
+    plain = (value for module in network.modules() for value in _tensors(vars(module)))
     memo: dict[int, Tensor] = {id(value): value for value in plain}
     memo |= {
         id(parameter): nn.Parameter(torch.empty_like(parameter, device=device, dtype=dtype), parameter.requires_grad)
@@ -284,7 +292,7 @@ class MemberCost:
                 network.zero_grad()
                 network.blocks = blocks
             kept = 0
-            with _Held([*network.parameters(), *network.buffers(), *tree_leaves(inputs)]) as held:
+            with _Held(_tensors([*network.parameters(), *network.buffers(), *inputs])) as held:
                 for _ in range(1 + accumulates):
                     before = held.now
                     value = loss()
@@ -307,10 +315,10 @@ class _Held(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, known: Iterable[Any]) -> None:
+    def __init__(self, known: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.most = 0
-        storages = [value.untyped_storage() for value in known if isinstance(value, Tensor)]
+        storages = [tensor.untyped_storage() for tensor in known]
         self._alive: dict[int, object] = {id(storage): storage for storage in storages}
 
     @classmethod
@@ -326,9 +334,8 @@ class _Held(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         output = function(*args, **(kwargs or {}))
-        for value in tree_leaves(output):
-            if isinstance(value, Tensor):
-                self._add(value.untyped_storage())
+        for tensor in _tensors(output):
+            self._add(tensor.untyped_storage())
         return output
 
     def _add(self, storage: torch.UntypedStorage) -> None:
