@@ -17,7 +17,7 @@ from ddm_lightning.config.load import load_experiment
 from ddm_lightning.members.roles import island_of
 
 pytestmark = [*WARNINGS, pytest.mark.slow]
-LONG = ("expert.train.max_steps=2500", "island.checkpoint_every_n_steps=1000")
+LONG = ("expert.train.max_steps=1200", "island.checkpoint_every_n_steps=1000")
 
 
 @pytest.fixture
