@@ -104,10 +104,13 @@ def main(arguments: Sequence[str] | None) -> None:
     show_plan(study, options.jobs)
     if options.plan:
         return
+    described = [asdict(study.experiment)[key] for key in _SETTINGS]
+    settings = sha256_json([*described, study.experiment.sample.num_steps, options.num, options.guidance])
+    before = earlier(options.json, settings)
     if options.only != "score":
         study.train(options.jobs)
     if options.only != "train":
-        score(study, options)
+        score(study, options, settings, before)
 
 
 def are_shares(budgets: Sequence[Any]) -> bool:
@@ -200,11 +203,8 @@ def measured_rate(study: Study, seconds: float = 2.0) -> float:
     return (steps - 1) * num * study.costs.expert / (time.monotonic() - start)
 
 
-def score(study: Study, options: Namespace) -> None:
-    """Sample from everything that is trained, score the images and write the results."""
-    described = [asdict(study.experiment)[key] for key in _SETTINGS]
-    settings = sha256_json([*described, study.experiment.sample.num_steps, options.num, options.guidance])
-    before = earlier(options.json, settings)
+def score(study: Study, options: Namespace, settings: str, before: dict[str, Any]) -> None:
+    """Sample from everything that is trained, score the images and write the results, with those ``before``."""
     points, images, floors = collect(study, options)
     ours = {(point.variant, point.seed, point.share, point.method) for point in points}
     kept = [Point.from_dict(one) for one in before["points"]]
