@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int, Int32, Int64
+from jaxtyping import Float, Int, Int32, Int64, Shaped
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -65,14 +65,14 @@ def check_sizes(config: PartitionConfig, num_samples: int) -> None:
     Raises:
         UserError: too many clusters or fine centroids, or too small a part to fit them on.
     """
-    num_fine = config.num_fine_centroids if config.kind == "kmeans" else 1
-    for key, number in (("num_clusters", config.num_clusters), ("num_fine_centroids", num_fine)):
+    num_fitted = max(1, round(config.fit_fraction * num_samples))
+    for key in ("num_clusters", "num_fine_centroids") if config.kind == "kmeans" else ("num_clusters",):
+        number, name = getattr(config, key), key.removeprefix("num_").replace("_", " ")
         if number > num_samples:
             raise _refusal(config, key, f"the source has only {num_samples} samples; use fewer")
-    if num_fine > (fitted := _num_fitted(config, num_samples)):
-        raise _refusal(
-            config, "fit_fraction", f"leaves {fitted} of {num_samples} samples for {num_fine} fine centroids; raise it"
-        )
+        if number > num_fitted:
+            problem = f"leaves {num_fitted} of {num_samples} samples for {number} {name}; raise it"
+            raise _refusal(config, "fit_fraction", problem)
 
 
 def fit_partition(
@@ -107,7 +107,7 @@ def fit_partition(
     """
     check_sizes(config, round(len(rows) / config.fit_fraction))
     if config.kind == "kmeans":
-        rule, clusters = _two_stages(_in_memory(rows, config), config, seed, features, on_progress, kept_fine)
+        rule, clusters = _two_stages(Rows([_in_memory(rows, config)]), config, seed, features, on_progress, kept_fine)
     else:
         samples = Samples(rows, labels, keys)
         rule = _rule(samples, config, seed, features)
@@ -117,12 +117,16 @@ def fit_partition(
     return Partition(rule, counts), clusters.astype(np.int32)
 
 
-def _in_memory(rows: Rows, config: PartitionConfig) -> Rows:
-    num_bytes = len(rows) * rows.row_shape[0] * rows.dtype.itemsize
-    if num_bytes > 0.7 * (memory := os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")):
-        size, most = format_bytes(num_bytes), format_bytes(memory)
-        raise _refusal(config, "fit_fraction", f"takes {size} of features, and this machine has {most}; lower it")
-    return Rows([rows[:]])
+def _in_memory(rows: Rows, config: PartitionConfig) -> Shaped[np.ndarray, "n d"]:
+    """Read all features, if the fit has memory for them."""
+    row_bytes = rows.row_shape[0] * rows.dtype.itemsize
+    if config.kind == "flat":  # four copies in float32, and twice the distances from all centroids
+        row_bytes = 16 * rows.row_shape[0] + 8 * config.num_clusters
+    needed, memory = len(rows) * row_bytes, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > 0.7 * memory:
+        size, most = format_bytes(needed), format_bytes(memory)
+        raise _refusal(config, "fit_fraction", f"takes {size} of memory, and this machine has {most}; lower it")
+    return rows[:]
 
 
 def displaced_fractions(
@@ -218,7 +222,7 @@ def fit_flat(rows: Rows, config: PartitionConfig, generator: torch.Generator, fe
     room = 3 * (config.num_clusters / len(rows)) ** 0.5 if config.fit_fraction < 1 else 0.0
     largest_over_mean = max(1.0, config.max_largest_over_mean - room)
     with one_thread(), _refusing(config, "num_clusters", "use fewer, or remove duplicates from the source"):
-        x = prepared(_in_memory(rows, config)[:], config.metric)
+        x = prepared(_in_memory(rows, config), config.metric)
         mean = x.mean(0)
         x -= mean
         centroids, clusters = balanced_kmeans(
@@ -246,11 +250,6 @@ def _refusing(config: PartitionConfig, key: str, remedy: str) -> Iterator[None]:
         yield
     except ValueError as error:
         raise _refusal(config, key, f"{error}; {remedy}") from None
-
-
-def _num_fitted(config: PartitionConfig, num_samples: int) -> int:
-    """Return the number of samples on which the fine centroids are fitted."""
-    return max(1, round(config.fit_fraction * num_samples))
 
 
 def _two_stages(

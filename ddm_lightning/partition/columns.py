@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jaxtyping import Int, Shaped
-
-_ROWS_AT_ONCE = 4096
 
 
 class GrowingArray:
@@ -70,7 +65,7 @@ def save_array(path: Path, array: Shaped[np.ndarray, "n ..."]) -> None:
 class StoredArray:
     """``.npy`` file whose rows are read when asked for; between reads it is neither open nor mapped.
 
-    A process may therefore use any number of them, and their rows do not count as its memory.
+    A process may therefore use any number of them.
     """
 
     path: Path
@@ -82,76 +77,46 @@ class StoredArray:
     @classmethod
     def of(cls, path: Path) -> StoredArray:
         """Read the header of a file."""
-        with path.open("rb") as file:
-            np.lib.format.read_magic(file)  # type: ignore[no-untyped-call]
-            shape, _, dtype = np.lib.format.read_array_header_1_0(file)  # type: ignore[no-untyped-call]
-            return cls(path, dtype, shape, file.tell())
+        stored = np.load(path, mmap_mode="r")
+        return cls(path, stored.dtype, stored.shape, stored.offset)
 
     def __len__(self) -> int:
         return self.shape[0]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all rows."""
-        return prod(self.shape) * self.dtype.itemsize
-
     def __getitem__(self, which: slice | Int[np.ndarray, "m"]) -> Shaped[np.ndarray, "m ..."]:
-        """Return a copy of these rows; consecutive ones are read at once.
+        """Return a copy of these rows.
 
         Raises:
-            OSError: the file has become shorter.
+            ValueError: the file has become shorter.
         """
-        rows = _numbers(which, len(self))
-        out = np.empty((len(rows), *self.shape[1:]), self.dtype)
-        cuts = (np.flatnonzero(np.diff(rows) != 1) + 1).tolist()
-        file = os.open(self.path, os.O_RDONLY)  # making a file object takes longer than reading a row
-        try:
-            for first, last in pairwise([0, *cuts, len(rows)] if len(rows) else []):
-                run = out[first:last].data
-                if os.preadv(file, [run], self.offset + int(rows[first]) * out.strides[0]) != run.nbytes:
-                    raise OSError(f"{self.path}: is shorter than it was; run prepare again")
-        finally:
-            os.close(file)
-        return out
+        stored = np.memmap(self.path, self.dtype, "r", self.offset, self.shape)
+        return np.asarray(stored)[_numbers(which, len(self))]
 
 
-class PackedArray:
-    """Array in an ``.npz`` file, which is read whole whenever rows are asked for.
+class PackedStrings:
+    """Strings in an ``.npz`` file, by ``packed_strings``; it is read whole whenever rows are asked for.
 
     Args:
         path: the file.
-        name: name of the array in it.
-        num_rows: its length.
-        dtype: its type.
+        name: name of the strings in it.
+        num_rows: their number.
     """
 
-    def __init__(self, path: Path, name: str, num_rows: int, dtype: np.dtype) -> None:
-        self.path, self.name, self.dtype, self.shape = path, name, dtype, (num_rows,)
+    dtype = np.dtype(object)
+
+    def __init__(self, path: Path, name: str, num_rows: int) -> None:
+        self.path, self.name, self.shape = path, name, (num_rows,)
 
     def __len__(self) -> int:
         return self.shape[0]
-
-    def __getitem__(self, which: slice | Int[np.ndarray, "m"]) -> Shaped[np.ndarray, "m"]:
-        """Return a copy of these rows."""
-        with np.load(self.path) as arrays:
-            return arrays[self.name][which].copy()
-
-
-class PackedStrings(PackedArray):
-    """Strings in an ``.npz`` file, by ``packed_strings``."""
-
-    def __init__(self, path: Path, name: str, num_rows: int) -> None:
-        super().__init__(path, name, num_rows, np.dtype(object))
 
     def __getitem__(self, which: slice | Int[np.ndarray, "m"]) -> Shaped[np.ndarray, "m"]:
         """Return these strings, as objects."""
         with np.load(self.path) as arrays:
             text, ends = arrays[self.name].tobytes(), arrays[f"{self.name}_ends"]
-        rows = _numbers(which, len(self))
-        out = np.empty(len(rows), object)
-        starts = np.concatenate([[0], ends[:-1]])
-        out[:] = [text[start:end].decode() for start, end in zip(starts[rows], ends[rows], strict=True)]
-        return out
+        bounds = np.concatenate([[0], ends])
+        spans = zip(bounds[:-1][which], bounds[1:][which], strict=True)
+        return np.array([text[start:end].decode() for start, end in spans], object)
 
 
 def packed_strings(name: str, values: Sequence[str]) -> dict[str, Shaped[np.ndarray, "_"]]:
@@ -182,7 +147,7 @@ class Rows(Sequence[Any]):
 
     def __init__(
         self,
-        arrays: Sequence[Shaped[np.ndarray, "n ..."] | StoredArray | PackedArray],
+        arrays: Sequence[Shaped[np.ndarray, "n ..."] | StoredArray | PackedStrings],
         kept: Sequence[Int[np.ndarray, "m"] | None] | None = None,
     ) -> None:
         if not arrays or len({(array.dtype, array.shape[1:]) for array in arrays}) != 1:
@@ -218,7 +183,3 @@ class Rows(Sequence[Any]):
     def __getitem__(self, which: Any) -> Any:
         """Return a copy of one row by its number, or of the rows of a slice."""
         return self.take(_numbers(which, len(self))) if isinstance(which, slice) else self.take(np.array([which]))[0]
-
-    def __iter__(self) -> Iterator[Any]:
-        for start in range(0, len(self), _ROWS_AT_ONCE):
-            yield from self[start : start + _ROWS_AT_ONCE]

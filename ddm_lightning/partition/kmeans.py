@@ -57,7 +57,7 @@ def balanced_kmeans(
     limit = capacity(float(weights.sum()), num_clusters, max_largest_over_mean)
     found = []
     for _ in range(num_restarts):
-        centroids = _plus_plus(x, num_clusters, weights, generator)
+        centroids = plus_plus(x, num_clusters, weights, generator)
         assignment = torch.full((len(x),), -1)
         for _ in range(num_iterations):
             previous = assignment
@@ -211,10 +211,14 @@ def _cheapest_swap(
     return [(int(members[row]), int(home[column])), (int(others[column]), crowded)]
 
 
-def _plus_plus(
+def plus_plus(
     x: Float[Tensor, "n d"], num_clusters: int, weights: Float[Tensor, "n"], generator: torch.Generator
 ) -> Float[Tensor, "k d"]:
-    """Choose starting centroids by k-means++ (Arthur and Vassilvitskii, 2007), weighted."""
+    """Choose starting centroids by k-means++ (Arthur and Vassilvitskii, 2007), weighted.
+
+    Raises:
+        ValueError: fewer distinct samples than clusters.
+    """
     chosen: list[int] = []
     nearest = torch.full((len(x),), math.inf, dtype=x.dtype)
     odds = weights.double()

@@ -7,7 +7,6 @@ split the most crowded cell.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -16,13 +15,11 @@ from torch import Tensor
 
 from ddm_lightning.config.experiment import PartitionConfig
 from ddm_lightning.partition.columns import Rows
-from ddm_lightning.partition.kmeans import means
+from ddm_lightning.partition.kmeans import means, plus_plus
 from ddm_lightning.partition.nearest import in_order, one_thread, prepared, rows_at_once
 
-# Sampled rows per starting centroid, at first and if that sample has too many duplicates.
-_START_ROWS, _MORE_START_ROWS = 8, 64
-# Up to this many starting centroids are sampled one at a time, and more in this many batches.
-_DRAWS = 64
+# Rows from which the starting centroids are drawn: per centroid, and at least.
+_ROWS_PER_CENTROID, _LEAST_START_ROWS = 8, 8192
 # Cells above this multiple of the mean are split while far smaller ones can be given up. Otherwise a pile of
 # near-duplicates could fill one cell that no grouping can balance.
 LARGEST_OVER_MEAN = 2.0
@@ -63,51 +60,20 @@ def lloyd_kmeans(
 
 
 def _start(
-    rows: Rows, config: PartitionConfig, generator: torch.Generator, rows_per_centroid: int = _START_ROWS
+    rows: Rows, config: PartitionConfig, generator: torch.Generator
 ) -> tuple[Float[Tensor, "k d"], Float[Tensor, "d"] | None]:
     """Return starting centroids relative to a centre, and that centre; None is the origin."""
     num_clusters = config.num_fine_centroids
-    numbers = torch.randperm(len(rows), generator=generator)[: rows_per_centroid * num_clusters]
-    sample = prepared(rows.take(numbers.numpy()), config.metric, config.device)
+    num_rows = max(_ROWS_PER_CENTROID * num_clusters, _LEAST_START_ROWS)
+    numbers = torch.randperm(len(rows), generator=generator)[:num_rows]
+    sample = prepared(rows.take(numbers.numpy()), config.metric)
     # Centred, because |x|² + |c|² - 2xc loses digits if the mean is large against the spread. The mean of unit
     # vectors never is.
     centre = sample.mean(0) if config.metric == "euclidean" else None
-    try:
-        with one_thread():
-            return plus_plus(sample if centre is None else sample - centre, num_clusters, generator), centre
-    except ValueError:
-        if len(sample) == len(rows) or rows_per_centroid == _MORE_START_ROWS:
-            raise
-    return _start(rows, config, generator, _MORE_START_ROWS)
-
-
-def plus_plus(x: Float[Tensor, "n d"], num_clusters: int, generator: torch.Generator) -> Float[Tensor, "k d"]:
-    """Choose starting centroids by k-means++ (Arthur and Vassilvitskii, 2007), in batches.
-
-    Centroids of one batch do not repel one another, but no two are equal.
-
-    Raises:
-        ValueError: fewer distinct samples than clusters.
-    """
-    chosen = x[:0]
-    norms = x.square().sum(1)
-    nearest = torch.full_like(norms, math.inf)
-    # Smaller float32 distances are rounding errors: such samples count as equal.
-    noise = 8 * torch.finfo(x.dtype).eps * float(norms.max())
-    while len(chosen) < num_clusters:
-        first = len(chosen) == 0
-        odds = torch.ones(len(x)) if first else torch.where(nearest > noise, nearest, 0).cpu()
-        at_once = 1 if first else math.ceil(num_clusters / _DRAWS)
-        wanted = min(at_once, num_clusters - len(chosen), int((odds > 0).sum()))
-        if wanted == 0:
-            raise ValueError(f"only {len(chosen)} distinct samples among {len(x)} for {num_clusters} clusters")
-        drawn = x[torch.multinomial(odds, wanted, generator=generator).to(x.device)]
-        gaps = (drawn.unsqueeze(1) - drawn).square().sum(2) > noise
-        drawn = drawn[(gaps | ~torch.ones_like(gaps).tril(-1)).all(1)]
-        chosen = torch.cat([chosen, drawn])
-        distances = norms.unsqueeze(1) + drawn.square().sum(1) - 2 * x @ drawn.T
-        nearest = torch.minimum(nearest, distances.amin(1))
-    return chosen
+    with one_thread():
+        x = sample if centre is None else sample - centre
+        start = plus_plus(x, num_clusters, x.new_ones(len(x)), generator)
+    return start.to(config.device), None if centre is None else centre.to(config.device)
 
 
 def _pass(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -54,7 +53,7 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(num_threads)
 
 
-def in_order(work: Callable[[int], T], items: Iterable[int], device: str) -> Iterator[T]:
+def in_order(work: Callable[[int], T], items: Sequence[int], device: str) -> Iterator[T]:
     """Yield ``work`` of each item, in order, computed by one single-threaded worker per core.
 
     Threads that share one operation wait for each other. With one thread per operation, they do not, and results do
@@ -64,14 +63,10 @@ def in_order(work: Callable[[int], T], items: Iterable[int], device: str) -> Ite
         yield from map(work, items)
         return
     num_workers = num_cores()
-    ready: deque[Future[T]] = deque()
+    at_once = 4 * num_workers  # bounds finished, unused results
     with one_thread(), ThreadPoolExecutor(num_workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        for item in items:
-            ready.append(pool.submit(work, item))
-            if len(ready) > 2 * num_workers:  # bounds finished, unused results
-                yield ready.popleft().result()
-        while ready:
-            yield ready.popleft().result()
+        for start in range(0, len(items), at_once):
+            yield from pool.map(work, items[start : start + at_once])
 
 
 def nearest(
@@ -83,8 +78,8 @@ def nearest(
 ) -> Int64[Tensor, "n"]:
     """Return the nearest centroid of each row by Euclidean distance; of equally near ones, the first.
 
-    A float32 product decides unless its rounding could matter; the remaining rows, about one in some hundreds, are
-    computed again in float64. So the answer does not depend on blocks, threads, processor or device.
+    Distances are float64, and centroids that float64 cannot tell apart count as equally near. So the answer does not
+    depend on blocks, threads, processor or device.
 
     Args:
         features: any float type.
@@ -98,41 +93,21 @@ def nearest(
     """
     # Centred, because |x|² + |c|² - 2xc loses digits when the mean is large against the spread.
     centre = centroids.double().mean(0)
-    near = (centroids.double() - centre).float().to(device)
-    prices = torch.zeros(len(centroids)) if prices is None else prices
-    half = near.double().square().sum(1).add(prices.to(device)).div(2).float()
-    # Twice the bound on the rounding of a dot product (Higham 2002, eq. 3.5), with room for the subtractions.
-    tolerance = 2 * (centroids.shape[1] + 16) * 2.0**-24 * float((2 * half.max()).sqrt())
+    near = centroids.double() - centre
+    half = (near.square().sum(1) + (0 if prices is None else prices)) / 2
     reach = float((2 * half.max()).sqrt() + centre.norm())
+    centre, near, half = (values.to(device) for values in (centre, near, half))
     found = [torch.empty(0, dtype=torch.int64)]
     step = rows_at_once(len(centroids)) // 2
     for start in range(0, len(features), step):
-        block = features[start : start + step]
-        x = prepared(block, metric, device).sub_(centre.float().to(device))
+        x = prepared(features[start : start + step], metric, device, torch.float64) - centre
         scores = torch.addmm(half, x, near.T, alpha=-1)
-        least, index = scores.min(1)
+        least = scores.amin(1, keepdim=True)
         if not bool(torch.isfinite(least).all()):
-            raise UserError("features are not finite, or too large for float32; check the weights of prepare.features")
-        second = scores.scatter_(1, index.unsqueeze(1), torch.inf).amin(1)
-        doubtful = (second - least <= tolerance * (x.norm(dim=1) + reach)).cpu()
-        index = index.cpu()
-        if bool(doubtful.any()):
-            index[doubtful] = _nearest_in_float64(block[doubtful.numpy()], centroids, metric, prices)
-        found.append(index)
+            raise UserError("features are not finite; check the weights of prepare.features")
+        ties = scores <= least + 2.0**-44 * (x.norm(dim=1, keepdim=True) + reach).square()
+        found.append(ties.view(torch.uint8).argmax(1).cpu())
     return torch.cat(found)
-
-
-def _nearest_in_float64(
-    features: Shaped[np.ndarray, "n d"], centroids: Float[Tensor, "k d"], metric: str, prices: Float[Tensor, "k"]
-) -> Int64[Tensor, "n"]:
-    centre = centroids.double().mean(0)
-    x, near = prepared(features, metric, dtype=torch.float64) - centre, centroids.double() - centre
-    half = (near.square().sum(1) + prices) / 2
-    scores = torch.addmm(half, x, near.T, alpha=-1)
-    size = x.norm(dim=1, keepdim=True) + (2 * half.max()).sqrt() + centre.norm()
-    # Centroids that float64 cannot tell apart count as equally near.
-    ties = scores <= scores.min(1, keepdim=True).values + 2.0**-44 * size.square()
-    return ties.int().argmax(1)
 
 
 def nearest_of_rows(

@@ -220,7 +220,7 @@ def hashes(keys: Sequence[str], seed: int) -> Int64[np.ndarray, "n"]:
     """Return 63 pseudo-random bits per key, different for each seed."""
     secret = str(seed).encode()
     # With a secret, the hash is independent of the plain hash of the same keys that selects held-out samples.
-    digests = (blake2b(key.encode(), digest_size=8, key=secret).digest() for key in keys)
+    digests = (blake2b(key.encode(), digest_size=8, key=secret).digest() for key in keys[:])
     return np.fromiter((int.from_bytes(digest, "big") >> 1 for digest in digests), np.int64, len(keys))
 
 

@@ -20,7 +20,7 @@ from jaxtyping import Int, Shaped, UInt8, UInt64
 from ddm_lightning.core import remote
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write_json, atomic_write_text, read_json
-from ddm_lightning.partition.columns import PackedArray, PackedStrings, Rows, StoredArray
+from ddm_lightning.partition.columns import PackedStrings, Rows, StoredArray
 from ddm_lightning.prepare.encode import (
     FEATURES,
     LEDGER,
@@ -142,17 +142,18 @@ class Prepared:
 
     def facts(self, column: str, unusable: bool = False) -> Shaped[np.ndarray, "n"]:
         """Read a column of ``rows.npz`` of all usable samples; with ``unusable``, of all samples."""
-        return Rows(self._facts(column), None if unusable else self.kept)[:]
+        return self._facts(column, [None] * len(self.filled_parts) if unusable else self.kept)
 
     def texts(self, name: str, unusable: bool = False) -> Rows:
         """Return ``keys``, ``captions``, ``captions_2`` … of all usable samples; with ``unusable``, of all samples."""
         return Rows(self._texts(name), None if unusable else self.kept)
 
-    def _facts(self, column: str) -> list[PackedArray]:
-        dtype = np.load(self.part_folder(self.filled_parts[0]) / ROWS_FILE)[column].dtype
-        return [
-            PackedArray(self.part_folder(n) / ROWS_FILE, column, self._num_rows(n), dtype) for n in self.filled_parts
-        ]
+    def _facts(self, column: str, kept: Sequence[Int[np.ndarray, "m"] | None]) -> Shaped[np.ndarray, "n"]:
+        found = []
+        for number, rows in zip(self.filled_parts, kept, strict=True):
+            with np.load(self.part_folder(number) / ROWS_FILE) as arrays:
+                found.append(arrays[column] if rows is None else arrays[column][rows])
+        return np.concatenate(found)
 
     def _texts(self, name: str) -> list[PackedStrings]:
         return [PackedStrings(self.part_folder(n) / TEXTS_FILE, name, self._num_rows(n)) for n in self.filled_parts]
@@ -171,8 +172,8 @@ class Prepared:
             in_file.append((np.cumsum(sampled) - 1)[in_part[-1]])
         return FitSample(
             Rows(self._arrays(group, column), in_file),
-            Rows(self._facts("label"), in_part)[:],
-            Rows(self._facts("split_hash"), in_part)[:],
+            self._facts("label", in_part),
+            self._facts("split_hash", in_part),
             Rows(self._texts("keys"), in_part),
         )
 
@@ -186,7 +187,7 @@ class Prepared:
             num_bytes = self.ledgers[number].files(group)[name]["bytes"] - first.offset
             shape = (num_bytes // row_bytes, *first.shape[1:])
             arrays.append(replace(first, path=self.part_folder(number) / name, shape=shape))
-            if arrays[-1].nbytes != num_bytes or (group != SAMPLE and shape[0] != self._num_rows(number)):
+            if num_bytes % row_bytes or (group != SAMPLE and shape[0] != self._num_rows(number)):
                 raise ValueError(f"{arrays[-1].path}: rows differ in size from those of {first.path}")
         return arrays
 

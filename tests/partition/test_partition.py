@@ -126,9 +126,12 @@ def test_flat_clusters_balance_single_samples_by_a_stored_price(tmp_path, metric
 def test_a_sample_larger_than_the_memory_is_refused(monkeypatch):
     monkeypatch.setattr(build.os, "sysconf", lambda _: 40)  # 1600 bytes
     with pytest.raises(
-        UserError, match=r"fit_fraction' = 1\.0: takes 1\.3 kB of features, and .* has 1\.6 kB; lower it"
+        UserError, match=r"fit_fraction' = 1\.0: takes 1\.3 kB of memory, and .* has 1\.6 kB; lower it"
     ):
         fit(directions([10, 10])[0], config(2, 4))
+    monkeypatch.setattr(build.os, "sysconf", lambda _: 60)  # 3600 bytes: enough for the features, but not to balance
+    with pytest.raises(UserError, match=r"fit_fraction' = 1\.0: takes 5\.4 kB of memory, and .* has 3\.6 kB"):
+        fit(directions([10, 10])[0], config(2, kind="flat"))
 
 
 def test_counts_beyond_the_sample_may_differ_from_the_limit_by_its_error():
@@ -296,7 +299,12 @@ def test_an_empty_cluster_of_an_existing_partition_is_refused(tmp_path):
         (
             {"num_clusters": 2, "num_fine_centroids": 11, "fit_fraction": 0.5},
             "prepare.partition.fit_fraction",
-            "leaves 10 of 20",
+            "leaves 10 of 20 samples for 11 fine centroids",
+        ),
+        (
+            {"num_clusters": 11, "kind": "flat", "fit_fraction": 0.5},
+            "prepare.partition.fit_fraction",
+            "leaves 10 of 20 samples for 11 clusters",
         ),
         ({"num_clusters": 11, "kind": "random"}, "prepare.partition.num_clusters", "only 10 samples"),
     ],
