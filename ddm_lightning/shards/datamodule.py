@@ -6,7 +6,6 @@ the epoch alone. So a run that stopped on some number of ranks and threads resum
 
 from __future__ import annotations
 
-import math
 import shutil
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
@@ -31,6 +30,8 @@ from ddm_lightning.shards.verify import verify_shards
 
 # Batches that each thread gathers ahead.
 _BATCHES_PER_THREAD = 2
+# Folder of the shards in the cache.
+_STORE = "store"
 # Share of ``max_cache_bytes`` that is left to the held-out samples.
 _HELD_OUT_SHARE = 0.25
 
@@ -108,7 +109,7 @@ class ClusterDataModule(L.LightningDataModule):
             sha256 = self.index_sha256.get(name)
             if not is_url:
                 verify_shards(Path(self.shards) / name, hashes=False, index_sha256=sha256)
-            tidy(self._store(name), sha256)
+            tidy(self.cache / _STORE / name, sha256)
 
     def train_dataloader(self) -> ShardLoader:
         """Return shuffled batches of exactly ``batch_size / world_size`` samples.
@@ -129,9 +130,9 @@ class ClusterDataModule(L.LightningDataModule):
         """Return the held-out samples in a fixed order; an empty list if there are none."""
         return self._loader(self._held_out, training=False) if self._held_out else []
 
-    def training_shards(self) -> FetchedShards:
-        """Open the training samples by position; call ``prepare_data`` before."""
-        return FetchedShards([self._origin(name) for name in self._training])
+    def training_in_order(self) -> ShardLoader:
+        """Return every training sample once, in the order of the shards."""
+        return self._loader(self._training, training=False)
 
     def close(self) -> None:
         """End all threads."""
@@ -144,17 +145,13 @@ class ClusterDataModule(L.LightningDataModule):
         """Move the columns to ``device``, without Lightning's search for tensors in nested batches."""
         return {name: value.to(device, non_blocking=device.type == "cuda") for name, value in batch.items()}
 
-    def _store(self, name: str) -> Path:
-        return self.cache / "store" / name
-
-    def _origin(self, name: str) -> Origin:
-        return Origin(f"{self.shards.rstrip('/')}/{name}", self._store(name), self.index_sha256.get(name))
-
     def _open(self, names: Sequence[str], training: bool) -> FetchedShards:
         share = (1 - _HELD_OUT_SHARE if training else _HELD_OUT_SHARE) if self._held_out else 1.0
         budget = None if self.max_cache_bytes is None else share * self.max_cache_bytes
         is_keeper = self.trainer is None or self.trainer.local_rank == 0
-        shards = FetchedShards([self._origin(name) for name in names], budget, is_keeper=is_keeper)
+        address, store = self.shards.rstrip("/"), self.cache / _STORE
+        origins = [Origin(f"{address}/{name}", store / name, self.index_sha256.get(name)) for name in names]
+        shards = FetchedShards(origins, budget, is_keeper=is_keeper)
         least = shards.least_bytes(window(shards.sizes) if training else 0)
         if budget is not None and budget < least:
             raise UserError(
@@ -198,9 +195,8 @@ class ClusterDataModule(L.LightningDataModule):
 
 def num_steps(num_samples: int, num_ranks: int, batch_size: int, *, full: bool) -> int:
     """Return the number of steps that ``steps`` makes of ``num_samples``."""
-    if full:
-        return num_samples // (num_ranks * batch_size)
-    return math.ceil(math.ceil(num_samples / num_ranks) / batch_size)
+    at_once = num_ranks * batch_size
+    return num_samples // at_once if full else -(-num_samples // at_once)
 
 
 def steps(

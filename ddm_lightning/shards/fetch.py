@@ -1,8 +1,8 @@
 """Shards of a member: read where they are or, if they are behind a URL or compressed, fetched into the member's cache.
 
-A shard appears in the cache complete and checked, or not at all; ``tidy`` renames those of an earlier training, which
-are checked when they are first needed. Ranks of a node share the cache: a lock file per shard lets one process fetch it
-while the others wait. A training waits for a store that is down, or that sends something else.
+A shard appears in the cache complete, or not at all. Every process compares a shard with the index when it first needs
+it. Ranks of a node share the cache: a lock file per shard lets one process fetch it while the others wait. A training
+waits for a store that is down, or that sends something else.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import shutil
 import time
 from contextlib import suppress
 from pathlib import Path
-from threading import Event, Lock
+from threading import Event
 from typing import Any
 
 from filelock import FileLock, Timeout
@@ -49,11 +49,10 @@ class Origin:
     def __init__(self, address: str, store: Path, index_sha256: str | None = None) -> None:
         self.address = address
         self.index_sha256 = index_sha256
-        is_url = remote.is_url(address)
-        self.is_fetched = is_url or any(entry["zip_data"] for entry in read_index(Path(address)))
+        self.is_fetched = remote.is_url(address) or any(entry["zip_data"] for entry in read_index(Path(address)))
         self.folder = store if self.is_fetched else Path(address)
         self._checked: set[Path] = set()
-        self._waiting = Lock()
+        self._is_down = False
 
     def entries(self) -> list[dict[str, Any]]:
         """Read ``index.json``; fetch it unless it is in the store.
@@ -81,15 +80,13 @@ class Origin:
         return read_index(self.folder)
 
     def holds(self, entry: dict[str, Any]) -> bool:
-        """Whether the cache has a shard, perhaps unchecked."""
-        raw = self._raw(entry)
-        return self.is_fetched and (raw.is_file() or _unchecked(raw).is_file())
+        """Whether the cache has a shard, perhaps a damaged one."""
+        return self.is_fetched and self._raw(entry).is_file()
 
     def remove(self, entry: dict[str, Any]) -> None:
         """Remove a shard from the cache; a process that has mapped it can still read it."""
         if self.is_fetched:
             self._raw(entry).unlink(missing_ok=True)
-            _unchecked(self._raw(entry)).unlink(missing_ok=True)
 
     def bring(self, entry: dict[str, Any], stop: Event) -> None:
         """Make sure that a shard is in ``folder`` and equals its entry; read it ahead if that is known.
@@ -103,32 +100,27 @@ class Origin:
         """
         raw = self._raw(entry)
         try:
-            if raw in self._checked or (self.is_fetched and raw.is_file()):
+            if raw in self._checked and raw.is_file():
                 read_ahead(raw)
                 return
-            if not self.is_fetched:
-                if problem := file_problem(raw, entry["raw_data"]):
-                    raise ValueError(problem)
-                self._checked.add(raw)
-                return
+            problem = file_problem(raw, entry["raw_data"])
+            if problem and not self.is_fetched:
+                raise ValueError(problem)
             raw.parent.mkdir(parents=True, exist_ok=True)
             lock = Path(f"{raw}.lock")
-            while not stop.is_set():
+            while problem and not stop.is_set():
                 with suppress(Timeout), FileLock(lock, timeout=_PAUSE_SECONDS):
-                    if not raw.is_file():
+                    if file_problem(raw, entry["raw_data"]):
                         self._fetch(entry, raw, stop)
                     lock.unlink(missing_ok=True)  # the shard is there, so whoever waits needs no lock
-                    return
+                    problem = None
+            if not problem:
+                self._checked.add(raw)
         except Exception as error:  # each compression has its own
             line = first_line(error)
             raise unreadable(line if str(self.address) in line else f"{raw}: {line}") from error
 
     def _fetch(self, entry: dict[str, Any], raw: Path, stop: Event) -> None:
-        unchecked = _unchecked(raw)
-        if unchecked.is_file() and not file_problem(unchecked, entry["raw_data"]):
-            os.replace(unchecked, raw)
-            return
-        unchecked.unlink(missing_ok=True)
         stored = entry["zip_data"] or entry["raw_data"]
         inside(self.folder, stored["basename"], self.folder / "index.json")
         partial = Path(f"{raw}.part")
@@ -139,55 +131,38 @@ class Origin:
 
     def _get(self, url: str, path: Path, stored: dict[str, Any], stop: Event) -> None:
         """Fetch a file of the index; if the store is down or sends something else, try again for ten minutes."""
-        end, has_said = time.monotonic() + PATIENCE_SECONDS * remote.is_url(url), False
-        try:
-            while True:
-                try:
-                    remote.get(url, path)
-                    if problem := file_problem(path, stored):
-                        raise ConnectionError(f"{url}: arrived damaged: {problem}")
-                    return
-                except ConnectionError as error:
-                    if time.monotonic() >= end or stop.is_set():
-                        raise
-                    # One of the threads that wait says so.
-                    if not has_said and (has_said := self._waiting.acquire(blocking=False)):
-                        note(f"{first_line(error)}; waits up to {PATIENCE_SECONDS / 60:g} minutes")
-                    stop.wait(_PAUSE_SECONDS)
-        finally:
-            if has_said:
-                self._waiting.release()
+        end = time.monotonic() + PATIENCE_SECONDS * remote.is_url(url)
+        while True:
+            try:
+                remote.get(url, path)
+                if problem := file_problem(path, stored):
+                    raise ConnectionError(f"{url}: {problem}")
+                self._is_down = False
+                return
+            except ConnectionError as error:
+                if time.monotonic() >= end or stop.is_set():
+                    raise
+                if not self._is_down:  # one of the threads that wait says so
+                    self._is_down = True
+                    note(f"{first_line(error)}; waits up to {PATIENCE_SECONDS / 60:g} minutes")
+                stop.wait(_PAUSE_SECONDS)
 
     def _raw(self, entry: dict[str, Any]) -> Path:
         return self.folder / entry["raw_data"]["basename"]
 
 
-def _unchecked(raw: Path) -> Path:
-    return Path(f"{raw}.unchecked")
-
-
 def tidy(store: Path, index_sha256: str | None) -> None:
-    """Rename the shards that an earlier training left in its cache: they are checked before use.
+    """Remove what an earlier training left in its cache, if it is half-written or of another preparation.
 
     Args:
         store: folder of the cache.
-        index_sha256: the manifest's hash of ``index.json``; if it differs, the whole folder is removed.
+        index_sha256: the manifest's hash of ``index.json``; None for any.
     """
     index = store / "index.json"
-    if not index.exists():
-        return
-    try:
-        if index_sha256 is not None and sha256_file(index) != index_sha256:
-            raise UserError("of another preparation")
-        raws = [inside(store, entry["raw_data"]["basename"], index) for entry in read_index(store)]
-    except UserError:
+    if index.exists() and index_sha256 not in (None, sha256_file(index)):
         shutil.rmtree(store)
-        return
-    for leftover in store.rglob(".tmp-*"):  # of a process that was killed
+    for leftover in store.rglob(".tmp-*"):
         leftover.unlink()
-    for raw in raws:
-        if raw.is_file():
-            os.replace(raw, _unchecked(raw))
 
 
 def read_ahead(path: Path) -> None:

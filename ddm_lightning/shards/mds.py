@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -28,7 +28,6 @@ from ddm_lightning.shards.verify import read_index, unreadable
 _TEXT = ("str", "json")
 # The first column of a batch.
 _ID = "sample_id"
-_IDS_AT_ONCE = 1 << 16
 # Linux allows a process 65,530 maps.
 _MAX_MAPS = 1 << 14
 
@@ -107,8 +106,10 @@ class ShardFile:
     num_bytes: int
     """Its bytes, uncompressed."""
     layout: Layout
+    packed: Path | None = None
+    """The compressed file, if there is one; it is read if ``path`` does not exist."""
     compression: str | None = None
-    """How the file is compressed; None if it is not."""
+    """How it is compressed."""
 
     @classmethod
     def of(cls, folder: Path, info: Mapping[str, Any]) -> ShardFile:
@@ -130,7 +131,8 @@ class ShardFile:
                 f"{index}: lists {num_samples} samples in {raw['bytes']} bytes, which is impossible; "
                 "copy the shards again"
             )
-        return cls(path, num_samples, raw["bytes"], layout)
+        packed = inside(folder, info["zip_data"]["basename"], index) if info["zip_data"] else None
+        return cls(path, num_samples, raw["bytes"], layout, packed, info.get("compression"))
 
 
 class _Map:
@@ -183,8 +185,8 @@ class _Map:
 
 
 def _content(file: ShardFile) -> np.ndarray:
-    if file.compression is not None:
-        return np.frombuffer(decompress(file.compression, file.path.read_bytes()), np.uint8)
+    if file.packed is not None and not file.path.is_file():
+        return np.frombuffer(decompress(file.compression, file.packed.read_bytes()), np.uint8)
     # Not numpy.memmap, which keeps a file open: a member may have thousands of shards.
     return torch.from_file(str(file.path), shared=False, size=file.path.stat().st_size, dtype=torch.uint8).numpy()
 
@@ -215,21 +217,6 @@ class Shards:
     def shards_of(self, ids: Int[np.ndarray, "m"]) -> Int[np.ndarray, "m"]:
         """Return the shard of each sample."""
         return np.searchsorted(self._starts, ids, side="right") - 1
-
-    def find(self, sample_ids: Int[np.ndarray, "m"]) -> Int[np.ndarray, "m"]:
-        """Return the positions of samples for ``take``; reads nothing but the ids.
-
-        Raises:
-            KeyError: a sample is missing.
-            ShardError: as ``take``.
-        """
-        places: dict[int, int] = {}
-        for start in range(0, len(self), _IDS_AT_ONCE):
-            rows = np.arange(start, min(start + _IDS_AT_ONCE, len(self)))
-            found = self.take(rows, (_ID,))[_ID].numpy()
-            wanted = np.isin(found, sample_ids)
-            places.update(zip(found[wanted].tolist(), rows[wanted].tolist(), strict=True))
-        return np.array([places[sample_id] for sample_id in sample_ids.tolist()], np.int64)
 
     def take(self, ids: Int[np.ndarray, "m"], names: Collection[str] | None = None) -> dict[str, Tensor]:
         """Return one batch, in the order of ``ids``.
@@ -279,11 +266,11 @@ class Shards:
                 raise unreadable(f"{self.files[shard].path}: {problem}") from error
 
     def _map(self, shard: int) -> _Map:
-        if self.files[shard].compression is not None:
-            return _Map(self.files[shard])  # not kept: it is in memory
-        found = self._maps.get(shard)
+        file, found = self.files[shard], self._maps.get(shard)
+        if file.packed is not None and not file.path.is_file():
+            return _Map(file)  # not kept: it is in memory
         if found is None:
-            found = self._maps[shard] = _Map(self.files[shard])
+            found = self._maps[shard] = _Map(file)
             for oldest in list(self._maps)[:-_MAX_MAPS]:
                 self._maps.pop(oldest, None)
         return found
@@ -302,15 +289,7 @@ def open_shards(folders: Sequence[Path]) -> Shards:
     Raises:
         UserError: they cannot be read together.
     """
-    files = []
-    for folder in folders:
-        for info in read_index(folder):
-            file = ShardFile.of(folder, info)
-            if info["zip_data"] and not file.path.is_file():
-                packed = inside(folder, info["zip_data"]["basename"], folder / "index.json")
-                file = replace(file, path=packed, compression=info["compression"])
-            files.append(file)
-    return Shards(files)
+    return Shards([ShardFile.of(folder, info) for folder in folders for info in read_index(folder)])
 
 
 def read_samples(file: BinaryIO, num_samples: int, numbers: range) -> list[bytes]:

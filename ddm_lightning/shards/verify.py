@@ -62,33 +62,25 @@ def verify_shards(folder: Path, hashes: bool = True, *, index_sha256: str | None
         raise UserError(f"{index}: differs from the manifest's; {_REMEDY}")
 
     def verify(shard: dict[str, Any]) -> int:
+        entries = [entry for entry in (shard["raw_data"], shard["zip_data"]) if entry is not None]
+        files = {inside(folder, entry["basename"], index): entry for entry in entries}
         # A compressed shard is present compressed, uncompressed, or both.
-        files = _files(folder, shard)
-        if not any(path.is_file() for path in files):
-            raise UserError(f"{list(files)[-1]}: shard is missing; {_REMEDY}")
-        for path, entry in files.items():
-            if path.is_file() and (problem := file_problem(path, entry, hashes)):
-                raise UserError(f"{path}: shard is damaged: {problem}; {_REMEDY}")
+        for path in [path for path in files if path.is_file()] or list(files)[-1:]:
+            if problem := file_problem(path, files[path], hashes):
+                raise UserError(f"{path}: shard {problem}; {_REMEDY}")
         return int(shard["samples"])
 
     return sum(in_threads(verify, shards))
 
 
-def _files(folder: Path, shard: dict[str, Any]) -> dict[Path, dict[str, Any]]:
-    """Return the possible files of a shard and their entries: uncompressed and, if it is compressed, compressed."""
-    entries = [entry for entry in (shard["raw_data"], shard["zip_data"]) if entry is not None]
-    for entry in entries:
-        inside(folder, entry["basename"], folder / "index.json")
-    return {folder / entry["basename"]: entry for entry in entries}
-
-
 def file_problem(path: Path, entry: dict[str, Any], hashes: bool = True) -> str | None:
     """Compare a file's size, and with ``hashes`` its SHA-1, with its entry in the index; None if they agree."""
-    size = path.stat().st_size
-    if size != entry["bytes"]:
-        return f"{size} bytes instead of {entry['bytes']}"
+    if not path.is_file():
+        return "is missing"
+    if (size := path.stat().st_size) != entry["bytes"]:
+        return f"is damaged: {size} bytes instead of {entry['bytes']}"
     if hashes and hash_file(path, "sha1") != entry["hashes"].get("sha1"):
-        return "its SHA-1 differs from the one in index.json"
+        return "is damaged: its SHA-1 differs from the one in index.json"
     return None
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from rich import box
 from rich.table import Table
@@ -105,12 +105,15 @@ def _load_nearest(network: nn.Module, checkpoints: Path, step: int) -> str | Non
 
 def _samples(data: ClusterDataModule, skipped: SkippedStep) -> dict[str, Tensor]:
     data.prepare_data()
-    shards = data.training_shards()
-    try:
-        with shards.reading(np.arange(len(shards)), len(shards)):
-            return shards.take(shards.find(np.array(skipped.sample_ids)))
-    except KeyError as error:
-        raise UserError(f"{data.shards}: sample {error} is missing; replay where the member was trained") from None
+    found: dict[int, dict[str, Tensor]] = {}
+    with closing(data):
+        for batch in data.training_in_order():
+            for row, sample_id in enumerate(batch["sample_id"].tolist()):
+                if sample_id in skipped.sample_ids:
+                    found[sample_id] = {name: values[row] for name, values in batch.items()}
+            if not (missing := {*skipped.sample_ids} - found.keys()):
+                return {name: torch.stack([found[one][name] for one in skipped.sample_ids]) for name in batch}
+    raise UserError(f"{data.shards}: sample {min(missing)} is missing; replay where the member was trained")
 
 
 def replay_table(samples: list[ReplayedSample]) -> Table:

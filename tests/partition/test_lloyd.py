@@ -110,7 +110,7 @@ def test_a_pile_of_near_duplicates_is_split(monkeypatch):
 
     assert largest(fit(x, 40)) > 4000
     monkeypatch.setattr(lloyd, "LARGEST_OVER_MEAN", 2.0)
-    assert largest(fit(x, 40)) < 1000
+    assert largest(fit(x, 40)) < 2000
 
 
 @pytest.mark.parametrize(
@@ -148,4 +148,3 @@ def test_starting_centroids_find_small_far_groups():
 def test_fewer_distinct_rows_than_clusters_are_refused():
     with pytest.raises(ValueError, match="only 5 distinct samples"):
         fit(np.tile(np.eye(5, dtype=np.float32), (40, 1)), 6)
-

@@ -125,9 +125,7 @@ def test_flat_clusters_balance_single_samples_by_a_stored_price(tmp_path, metric
 
 def test_a_sample_larger_than_the_memory_is_refused(monkeypatch):
     monkeypatch.setattr(build.os, "sysconf", lambda _: 40)  # 1600 bytes
-    with pytest.raises(
-        UserError, match=r"fit_fraction' = 1\.0: takes 1\.3 kB of memory, and .* has 1\.6 kB; lower it"
-    ):
+    with pytest.raises(UserError, match=r"fit_fraction' = 1\.0: takes 1\.3 kB of memory, and .* has 1\.6 kB; lower it"):
         fit(directions([10, 10])[0], config(2, 4))
     monkeypatch.setattr(build.os, "sysconf", lambda _: 60)  # 3600 bytes: enough for the features, but not to balance
     with pytest.raises(UserError, match=r"fit_fraction' = 1\.0: takes 5\.4 kB of memory, and .* has 3\.6 kB"):

@@ -174,7 +174,7 @@ def test_a_changed_local_shard_is_named_before_one_of_its_samples_is_used(shards
     data = module_of(shards, [0], 1, tmp_path, num_workers=2)
     name, clean = damage(folder, "flipped"), {*range(34), *range(51, 70)}  # the third shard of seventeen samples
     seen = []
-    with within(20), pytest.raises(ShardError, match=f"{folder / name}: its SHA-1 differs"):
+    with within(20), pytest.raises(ShardError, match=f"{folder / name}: is damaged: its SHA-1 differs"):
         for batch in data.train_dataloader():
             seen += batch["sample_id"].tolist()
     assert set(seen) <= clean
@@ -258,10 +258,10 @@ def test_leftovers_of_a_killed_process_are_harmless(shards, tmp_path):
 def test_a_damaged_fetched_shard_is_fetched_again(shards, tmp_path, kind):
     """A process that is killed while it fetches leaves a part of a shard under the shard's name."""
     order = ids(remote_module(shards, tmp_path).train_dataloader())
-    name = damage(tmp_path / "cache/store/cluster-0/train", kind)
-    data = remote_module(shards, tmp_path)
-    assert not (tmp_path / "cache/store/cluster-0/train" / name).exists()
-    assert ids(data.train_dataloader()) == order
+    store = tmp_path / "cache/store/cluster-0/train"
+    name = damage(store, kind)
+    assert ids(remote_module(shards, tmp_path).train_dataloader()) == order
+    assert sha256_file(store / name) == sha256_file(shards / "cluster-0/train" / name)
 
 
 def test_shards_of_an_earlier_preparation_are_fetched_anew(shards, tmp_path):
@@ -371,3 +371,13 @@ def test_a_cache_smaller_than_what_is_shuffled_together_is_refused(tmp_path, mon
     loader(least + 1)
     with pytest.raises(UserError, match=r"island\.cache_gb"):  # a quarter is left to held-out samples
         loader(least + 1, held_out_clusters=[0])
+
+
+def test_all_training_samples_in_order_pass_through_a_cache_of_three_shards(tmp_path):
+    folder = write_mds(tmp_path / "shards/cluster-0/train", range(500))
+    limit, seen = 3 * max(path.stat().st_size for path in folder.glob("*.mds")), []
+    data = module_of(f"file://{tmp_path}/shards", [0], 6, tmp_path, max_cache_bytes=limit)
+    for batch in data.training_in_order():
+        seen += batch["sample_id"].tolist()
+        assert sum(path.stat().st_size for path in (tmp_path / "cache").rglob("*.mds")) <= limit
+    assert seen == [*range(500)]

@@ -167,5 +167,3 @@ def test_shards_in_folders_of_their_own(folder, tmp_path):
         loader = loader_of(tmp_path / "merged", tmp_path / "cache", 2)
         assert sorted(ids(loader)) == list(range(NUM_SAMPLES))
         assert len(list((tmp_path / "cache").rglob("*.mds"))) == len(loader.shards.files)
-        fetch.tidy(tmp_path / "cache", None)
-        assert not list((tmp_path / "cache").rglob("*.mds"))
