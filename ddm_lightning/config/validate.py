@@ -8,6 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from omegaconf import OmegaConf
+
 from ddm_lightning.config.experiment import Experiment, ExpertConfig, InitConfig, IslandConfig
 from ddm_lightning.config.merge import expert_clusters, expert_section, init_keys
 from ddm_lightning.core import checks
@@ -83,9 +85,7 @@ def check_experiment(
             checks.check(init_keys(given), InitConfig, key, blamed(source, overrides, key), references=False)
     for is_wrong, key, problem in (_rules_of_sampling if sampling_only else _rules)(experiment):
         if is_wrong:
-            value: Any = experiment
-            for part in key.split("."):
-                value = value[part] if isinstance(value, dict) else getattr(value, part)
+            value = OmegaConf.select(OmegaConf.create(asdict(experiment)), key)
             raise UserError(f"{blamed(source, overrides, key, problem)}: key {key!r} = {value!r}: {problem}")
 
 

@@ -211,20 +211,38 @@ def check(value: Any, kind: Any, key: str, source: str, references: bool = True)
     kind, is_optional = without_none(kind)
     if _is_open(value, references) or (is_optional and value is None):
         return
-    origin = typing.get_origin(kind) or kind
     if is_dataclass(kind):
         _check_section(value, kind, key, source, references)
-    elif origin is list:
-        if not isinstance(value, list):
-            _refuse(source, key, "a list", value, "write it as [a, b]")
+        return
+    origin = typing.get_origin(kind) or kind
+    is_right, wanted, remedy = _KINDS[origin]
+    if not is_right(value):
+        _refuse(source, key, wanted, value, remedy)
+    if origin is list:
         for index, item in enumerate(value):
             check(item, typing.get_args(kind)[0], f"{key}[{index}]", source, references)
-    elif origin is dict and not isinstance(value, dict):
-        _refuse(source, key, "a mapping", value, "write it as {name: value}")
-    elif origin is dict or kind is Any:
-        _check_plain(value, key, source)
     else:
-        _check_scalar(value, kind, key, source)
+        _check_plain(value, key, source)
+
+
+# Of each kind: whether a value is one, its name, and the remedy for any other value.
+_KINDS: dict[Any, tuple[Callable[[Any], bool], str, str]] = {
+    bool: (lambda value: type(value) is bool, "true or false", "write true or false, without quotes"),
+    str: (
+        lambda value: type(value) is str,
+        "a string",
+        "put it into quotes (YAML reads yes, no and 1e3 as other types)",
+    ),
+    int: (lambda value: type(value) is int, "a whole number", "give digits only, without quotes"),
+    float: (
+        lambda value: type(value) in (int, float) and abs(value) <= sys.float_info.max,
+        "a finite number",
+        "give a number, without quotes",
+    ),
+    list: (lambda value: isinstance(value, list), "a list", "write it as [a, b]"),
+    dict: (lambda value: isinstance(value, dict), "a mapping", "write it as {name: value}"),
+    Any: (lambda _: True, "", ""),
+}
 
 
 def kept(record: Any, kind: Any) -> Any:
@@ -276,30 +294,8 @@ def _check_plain(value: Any, key: str, source: str) -> None:
     elif isinstance(value, list):
         for index, item in enumerate(value):
             _check_plain(item, f"{key}[{index}]", source)
-    elif isinstance(value, float) and not math.isfinite(value):
-        _refuse(source, key, "a finite number", value, "change the value")
-    elif value is not None and not isinstance(value, str | int | float):
-        _refuse(source, key, "text, a number, true, false or null", value, "change the value")
-
-
-def _check_scalar(value: Any, kind: type, key: str, source: str) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    is_whole = isinstance(value, float) and value.is_integer()
-    in_quotes = "put it into quotes (YAML reads yes, no and 1e3 as other types)"
-    is_right, wanted, remedy = {
-        bool: (isinstance(value, bool), "true or false", "write true or false, without quotes"),
-        str: (isinstance(value, str), "a string", in_quotes if isinstance(value, int | float) else "give a string"),
-        int: (
-            is_number and isinstance(value, int),
-            "a whole number",
-            f"write {int(value)}" if is_whole else "give digits only, without quotes",
-        ),
-        float: (is_number, "a number", "give a number, without quotes"),
-    }[kind]
-    if not is_right:
-        _refuse(source, key, wanted, value, remedy)
-    if kind is float and not abs(value) <= sys.float_info.max:
-        _refuse(source, key, "a finite number", value, "change the value")
+    elif value is not None and type(value) not in (str, bool, int) and not is_number(value):
+        _refuse(source, key, "text, a finite number, true, false or null", value, "change the value")
 
 
 def _refuse(source: str, key: str, wanted: str, value: Any, remedy: str) -> NoReturn:

@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import is_dataclass
 from importlib.metadata import PackageNotFoundError, distribution, entry_points
 from pathlib import Path
-from types import UnionType
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 from ddm_lightning.core import checks
 from ddm_lightning.core.errors import UserError
@@ -130,10 +129,11 @@ class Registry:
         for key, parameter in named.items():
             if parameter.default is inspect.Parameter.empty and key not in params and key not in context:
                 raise UserError(f"{self.kind} {name!r} needs the parameter {key!r}; add it to its params")
-            if key in params and _is_plain(parameter.annotation):
+            if key in params and parameter.annotation in _PLAIN:
                 checks.check(params[key], parameter.annotation, f"params.{key}", f"{self.kind} {name!r}")
 
 
+_PLAIN = [option for kind in (bool, int, float, str) for option in (kind, kind | None)]
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -148,12 +148,6 @@ def parameters_of(factory: Callable[..., Any]) -> dict[str, inspect.Parameter]:
         found = {name: one for name, one in found.items() if one.kind is not inspect.Parameter.VAR_KEYWORD}
         found |= parameters_of(options)
     return found
-
-
-def _is_plain(annotation: Any) -> bool:
-    options = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
-    plain = [option for option in options if option is not type(None)]
-    return len(plain) == 1 and plain[0] in (bool, int, float, str)
 
 
 EXPERTS = Registry("expert", "ddm_lightning.experts", "ddm_lightning.networks")

@@ -178,7 +178,7 @@ def test_what_a_reference_brings_is_checked_too(path: Path) -> None:
     changes = ["router.train.learning_rate=${expert.network.params.rate}", "expert.network.params.rate=0.25"]
     assert load_experiment(path, changes).router.train.learning_rate == 0.25
     assert refusal(path, changes[0], "expert.network.params.rate='nan'") == (
-        ": key 'router.train.learning_rate': must be a finite number, is nan; change the value"
+        ": key 'router.train.learning_rate': must be a finite number, is nan; give a number, without quotes"
     )
 
 

@@ -78,17 +78,17 @@ def test_null_passes_only_where_the_type_says_so() -> None:
         ({"other": {3: 1}}, "unknown key 'other.3'; known there: rate, count"),
         ({"inner": 3}, "key 'inner': must be a section of keys, is 3; known there: rate, count"),
         ({"name": True}, "key 'name': must be a string, is True; put it into quotes (YAML reads yes"),
-        ({"name": {"a": 1}}, "key 'name': must be a string, is {'a': 1}; give a string"),
+        ({"name": {"a": 1}}, "key 'name': must be a string, is {'a': 1}; put it into quotes"),
         ({"flag": "yes"}, "key 'flag': must be true or false, is 'yes'"),
         ({"flag": 1}, "key 'flag': must be true or false, is 1"),
-        ({"limit": "1e-4"}, "key 'limit': must be a number, is '1e-4'; give a number, without quotes"),
-        ({"limit": True}, "key 'limit': must be a number, is True"),
+        ({"limit": "1e-4"}, "key 'limit': must be a finite number, is '1e-4'; give a number, without quotes"),
+        ({"limit": True}, "key 'limit': must be a finite number, is True"),
         *(
             ({"limit": number}, f"key 'limit': must be a finite number, is {number}")
             for number in (math.nan, math.inf, -math.inf)
         ),
         ({"limit": 10**400}, "key 'limit': must be a finite number, is 1000"),
-        ({"inner": {"count": 1e5}}, "key 'inner.count': must be a whole number, is 100000.0; write 100000"),
+        ({"inner": {"count": 1e5}}, "key 'inner.count': must be a whole number, is 100000.0; give digits only"),
         ({"inner": {"count": True}}, "key 'inner.count': must be a whole number, is True"),
         ({"inner": {"count": "7"}}, "key 'inner.count': must be a whole number, is '7'; give digits only"),
         ({"words": "a"}, "key 'words': must be a list, is 'a'; write it as [a, b]"),
@@ -96,11 +96,14 @@ def test_null_passes_only_where_the_type_says_so() -> None:
         ({"params": [1]}, "key 'params': must be a mapping, is [1]; write it as {name: value}"),
         ({"params": {1: 2}}, "key 'params.1': must be a string as a key, is 1; put the key into quotes"),
         *(
-            ({"params": {"a": [number]}}, f"key 'params.a[0]': must be a finite number, is {number}")
+            (
+                {"params": {"a": [number]}},
+                f"key 'params.a[0]': must be text, a finite number, true, false or null, is {number}",
+            )
             for number in (math.nan, math.inf, -math.inf)
         ),
-        ({"params": {"a": {"b": object}}}, "key 'params.a.b': must be text, a number, true, false or null"),
-        ({"name": ["x" * 100]}, "key 'name': must be a string, is ['" + "x" * 55 + "...; give a string"),
+        ({"params": {"a": {"b": object}}}, "key 'params.a.b': must be text, a finite number, true, false or null"),
+        ({"name": ["x" * 100]}, "key 'name': must be a string, is ['" + "x" * 55 + "...; put it into quotes"),
     ],
 )
 def test_what_does_not_fit_is_one_line(value: Any, line: str) -> None:
