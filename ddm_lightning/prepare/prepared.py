@@ -142,18 +142,14 @@ class Prepared:
 
     def facts(self, column: str, unusable: bool = False) -> Shaped[np.ndarray, "n"]:
         """Read a column of ``rows.npz`` of all usable samples; with ``unusable``, of all samples."""
-        return self._facts(column, [None] * len(self.filled_parts) if unusable else self.kept)
+        return Rows(self._facts(column), None if unusable else self.kept)[:]
 
     def texts(self, name: str, unusable: bool = False) -> Rows:
         """Return ``keys``, ``captions``, ``captions_2`` … of all usable samples; with ``unusable``, of all samples."""
         return Rows(self._texts(name), None if unusable else self.kept)
 
-    def _facts(self, column: str, kept: Sequence[Int[np.ndarray, "m"] | None]) -> Shaped[np.ndarray, "n"]:
-        found = []
-        for number, rows in zip(self.filled_parts, kept, strict=True):
-            with np.load(self.part_folder(number) / ROWS_FILE) as arrays:
-                found.append(arrays[column] if rows is None else arrays[column][rows])
-        return np.concatenate(found)
+    def _facts(self, column: str) -> list[Shaped[np.ndarray, "n"]]:
+        return [np.load(self.part_folder(number) / ROWS_FILE)[column] for number in self.filled_parts]
 
     def _texts(self, name: str) -> list[PackedStrings]:
         return [PackedStrings(self.part_folder(n) / TEXTS_FILE, name, self._num_rows(n)) for n in self.filled_parts]
@@ -172,8 +168,8 @@ class Prepared:
             in_file.append((np.cumsum(sampled) - 1)[in_part[-1]])
         return FitSample(
             Rows(self._arrays(group, column), in_file),
-            self._facts("label", in_part),
-            self._facts("split_hash", in_part),
+            Rows(self._facts("label"), in_part)[:],
+            Rows(self._facts("split_hash"), in_part)[:],
             Rows(self._texts("keys"), in_part),
         )
 
