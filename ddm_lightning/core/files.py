@@ -8,16 +8,12 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from ddm_lightning.core.errors import UserError
-
-_Result = TypeVar("_Result")
-_NUM_THREADS = 4
 
 
 def _flush(path: Path) -> None:
@@ -185,12 +181,6 @@ def hash_file(path: Path, algorithm: str) -> str:
         while block := stream.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
-
-
-def in_threads(function: Callable[..., _Result], *items: Iterable[Any]) -> Iterator[_Result]:
-    """Map like ``map``, four items at a time; reading and hashing release the global interpreter lock."""
-    with ThreadPoolExecutor(_NUM_THREADS) as threads:
-        yield from threads.map(function, *items)
 
 
 def sha256_json(value: Any) -> str:

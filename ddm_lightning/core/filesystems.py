@@ -6,9 +6,7 @@ import os
 import threading
 import uuid
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from itertools import chain
 from typing import Any
 
 import boto3
@@ -19,8 +17,6 @@ from botocore.config import Config
 from botocore.exceptions import ClientError
 from fsspec import AbstractFileSystem
 from fsspec.implementations import sftp
-
-_NUM_THREADS = 10
 
 
 class S3FileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no annotations
@@ -69,12 +65,6 @@ class S3FileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no a
         part = {} if start is None else {"Range": f"bytes={start}-{'' if end is None else end - 1}"}
         with _missing(path):
             return self._client.get_object(Bucket=bucket, Key=key, **part)["Body"].read()
-
-    def cat_ranges(self, paths: list[str], starts: Any, ends: Any, **options: Any) -> list[Any]:
-        """Read one part of several files at a time, as the asynchronous file systems do."""
-        read_one = super().cat_ranges
-        with ThreadPoolExecutor(_NUM_THREADS) as threads:
-            return list(chain(*threads.map(lambda path: read_one([path], starts, ends, **options), paths)))
 
     def get_file(self, rpath: str, lpath: str, **_: Any) -> None:
         with _missing(rpath):
@@ -145,16 +135,14 @@ class SFTPFileSystem(sftp.SFTPFileSystem):  # type: ignore[misc]
             watch.cancel()
         self.ftp.get_channel().settimeout(timeout)
 
-    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **_: Any) -> None:
+    def pipe_file(self, path: str, value: bytes, mode: str = "create", **_: Any) -> None:
+        """Write a file unless it exists, whatever the ``mode``."""
         self.makedirs(self._parent(path), exist_ok=True)
         temporary = f"{path}.{uuid.uuid4().hex}.partial"
         with self.ftp.open(temporary, "wb") as file:
             file.write(value)
-        if mode != "create":
-            self.ftp.posix_rename(temporary, path)
-            return
         try:
-            self.ftp.rename(temporary, path)  # fails if the path exists, unlike the other one
+            self.ftp.rename(temporary, path)  # fails if the path exists
         except OSError as error:
             self.ftp.remove(temporary)
             if self.exists(path):

@@ -25,7 +25,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from ddm_lightning.core.errors import UserError, first_line
-from ddm_lightning.core.files import atomic_write, create_file, sha256_file
+from ddm_lightning.core.files import atomic_write, create_file
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -176,18 +176,6 @@ def remove(url: str) -> None:
     _attempt(url, delete)
 
 
-def sha256(url: str) -> str:
-    """Fetch a file and return its SHA-256.
-
-    Raises:
-        OSError: as ``get``.
-    """
-    with TemporaryDirectory() as scratch:
-        copy = Path(scratch) / "copy"
-        get(url, copy)
-        return sha256_file(copy)
-
-
 def files(url: str, recursive: bool = True) -> dict[str, int]:
     """Return bytes of each file below ``url``, by its relative path; nothing if there is no such folder.
 
@@ -216,7 +204,7 @@ def _walk(remote: AbstractFileSystem, folder: str, recursive: bool) -> Iterator[
 
 
 def in_threads(function: Callable[..., _Result], items: Iterable[Any]) -> list[_Result]:
-    """Map eight items at a time; the threads keep their connections for the next call."""
+    """Map eight items at a time: transfers, reading and hashing release Python's lock. Threads keep connections."""
     return list(_threads(os.getpid()).map(function, items))
 
 

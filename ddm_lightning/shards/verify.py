@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ddm_lightning.core import checks
+from ddm_lightning.core import checks, remote
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.core.files import hash_file, in_threads, inside, read_json, sha256_file
+from ddm_lightning.core.files import hash_file, inside, read_json, sha256_file
 
 _REMEDY = "delete the run's prepared/shards and run prepare again, or copy them again from where that was done"
 
@@ -70,7 +70,7 @@ def verify_shards(folder: Path, hashes: bool = True, *, index_sha256: str | None
                 raise UserError(f"{path}: shard {problem}; {_REMEDY}")
         return int(shard["samples"])
 
-    return sum(in_threads(verify, shards))
+    return sum(remote.in_threads(verify, shards))
 
 
 def file_problem(path: Path, entry: dict[str, Any], hashes: bool = True) -> str | None:

@@ -35,10 +35,11 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 from ddm_lightning.config.experiment import Experiment
+from ddm_lightning.core import remote
 from ddm_lightning.core.checks import SHA256
 from ddm_lightning.core.devices import local, resolve_accelerator
 from ddm_lightning.core.errors import UserError, first_line
-from ddm_lightning.core.files import atomic_write_json, in_threads, move_folder, sha256_file
+from ddm_lightning.core.files import atomic_write_json, move_folder, sha256_file
 from ddm_lightning.members.run_folder import refuse_changes
 
 FILES, REST = "files.json", "rest.pt"
@@ -123,7 +124,7 @@ class CheckpointWriter:
             if self.is_rank_zero:
                 (temporary / REST).write_bytes(rest)
                 names = sorted(path.name for path in temporary.iterdir())
-                hashes = in_threads(lambda name: sha256_file(temporary / name), names)
+                hashes = remote.in_threads(lambda name: sha256_file(temporary / name), names)
                 atomic_write_json(temporary / FILES, dict(zip(names, hashes, strict=True)))
                 move_folder(temporary, path)
                 done()
@@ -207,7 +208,7 @@ def damage_of(path: Path) -> str | None:
                 return f"{name} is missing"
             return None if sha256_file(path / name) == sums[name] else f"{name} has changed since it was written"
 
-        if problem := next(filter(None, in_threads(problem_of, sums)), None):
+        if problem := next(filter(None, remote.in_threads(problem_of, sums)), None):
             return problem
         read_rest(path, "meta")
     except pickle.UnpicklingError:  # torch's message tells how to run the code in it

@@ -105,13 +105,15 @@ def _load_nearest(network: nn.Module, checkpoints: Path, step: int) -> str | Non
 
 def _samples(data: ClusterDataModule, skipped: SkippedStep) -> dict[str, Tensor]:
     data.prepare_data()
+    missing = {*skipped.sample_ids}
     found: dict[int, dict[str, Tensor]] = {}
     with closing(data):
         for batch in data.training_in_order():
             for row, sample_id in enumerate(batch["sample_id"].tolist()):
-                if sample_id in skipped.sample_ids:
+                if sample_id in missing:
                     found[sample_id] = {name: values[row] for name, values in batch.items()}
-            if not (missing := {*skipped.sample_ids} - found.keys()):
+            missing -= found.keys()
+            if not missing:
                 return {name: torch.stack([found[one][name] for one in skipped.sample_ids]) for name in batch}
     raise UserError(f"{data.shards}: sample {min(missing)} is missing; replay where the member was trained")
 

@@ -19,7 +19,7 @@ from ddm_lightning.core.registry import SOURCES, require
 from ddm_lightning.prepare.filters import CAPTIONS_KEY
 from ddm_lightning.prepare.records import BrokenSample, Part, Record, block_size_of
 from ddm_lightning.prepare.sources.decode import caption_in, decode, one_line, rgb
-from ddm_lightning.prepare.sources.urls import Files
+from ddm_lightning.prepare.sources.urls import Files, content_or_error
 
 if TYPE_CHECKING:
     import pyarrow
@@ -173,11 +173,7 @@ class TableSource:
             if self.image_root is None:
                 return next(self.files.contents([path]))
             path = f"{self.image_root.rstrip('/')}/{path}"
-        try:
-            filesystem, inner = remote.filesystem(path)
-            return filesystem.cat_file(inner)
-        except Exception as error:  # noqa: BLE001  each fsspec back end raises its own errors
-            return error
+        return content_or_error(path)
 
 
 def _text(cell: Any) -> str | None:

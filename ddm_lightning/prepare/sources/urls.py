@@ -106,12 +106,10 @@ class Files:
             return file.read()
 
     def contents(self, paths: Sequence[str]) -> Iterator[bytes | Exception]:
-        """Yield each file's content, or the error. Remote files are fetched several at a time."""
-        filesystem, _ = self._filesystem()
+        """Yield each file's content, or the error; several are read at a time."""
         for start in range(0, len(paths), _READ_AT_ONCE):
             batch = [self.inner_path(path) for path in paths[start : start + _READ_AT_ONCE]]
-            # Not cat(), which would read brackets in a name as a pattern.
-            yield from filesystem.cat_ranges(batch, None, None, on_error="return")
+            yield from remote.in_threads(lambda path: content_or_error(self.path, path), batch)
 
     def inner_path(self, relative: str) -> str:
         """Return the path in the form of the file system."""
@@ -138,6 +136,15 @@ class Files:
         # Not kept here: fsspec caches it, and must make another one after a fork.
         with self.reading():
             return remote.filesystem(self.path)
+
+
+def content_or_error(url: str, path: str | None = None) -> bytes | Exception:
+    """Read the file of a URL or, by its ``path``, another one of the same file system."""
+    try:
+        filesystem, inner = remote.filesystem(url)
+        return filesystem.cat_file(path or inner)
+    except Exception as error:  # noqa: BLE001  each fsspec back end raises its own errors
+        return error
 
 
 def _follow_link(filesystem: AbstractFileSystem, name: str, info: dict[str, Any]) -> dict[str, Any]:
