@@ -99,23 +99,18 @@ def import_light(*packages: str, first: str, names: Mapping[str, str] | None = N
         return
     try:
         for name in packages:
-            _defer(name)
+            spec = importlib.util.find_spec(name)
+            assert spec is not None  # setup.py requires it
+            deferred = importlib.util.module_from_spec(spec)
+            deferred.__class__ = _DeferredPackage
+            deferred.__dict__["_logger"] = logging.getLogger(name)  # the modules of torchmetrics take it from there
+            sys.modules[name] = deferred
         importlib.import_module(first)
         for name, module in (names or {}).items():
             setattr(sys.modules[package], name, getattr(importlib.import_module(f"{package}.{module}"), name))
     except (ImportError, AttributeError):
         for name in [name for name in sys.modules if name.partition(".")[0] == package]:
             del sys.modules[name]
-
-
-def _defer(name: str) -> None:
-    """Put the package ``name`` into ``sys.modules`` without running it."""
-    spec = importlib.util.find_spec(name)
-    assert spec is not None  # setup.py requires it
-    package = importlib.util.module_from_spec(spec)
-    package.__class__ = _DeferredPackage
-    package.__dict__["_logger"] = logging.getLogger(name)  # the modules of torchmetrics take it from there
-    sys.modules[name] = package
 
 
 def _extension_loads(folder: Path) -> bool:

@@ -99,10 +99,8 @@ def check_devices(accelerator: str, devices: int) -> None:
     Raises:
         UserError: torch can use no GPU, or fewer than ``devices``.
     """
-    if resolve_accelerator(accelerator) != "gpu":
-        return
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if count < devices:
+    if resolve_accelerator(accelerator) == "gpu" and count < devices:
         raise UserError(
             f"key 'island.devices' = {devices} with 'island.accelerator' = {accelerator!r}, "
             f"but torch sees {count} usable CUDA devices; change one, or check CUDA_VISIBLE_DEVICES"

@@ -82,19 +82,17 @@ def scale_of(image: UInt8[np.ndarray, "h w 3"], cell_size: int = CELL_SIZE) -> i
     return max(1, cell_size // image.shape[0])
 
 
-def heat_map(axis: Axes, values: np.ndarray, numbers: np.ndarray | None = None, form: str = "", **options: Any) -> None:
+def heat_map(axis: Axes, values: np.ndarray, numbers: np.ndarray, form: str, **options: Any) -> None:
     """Draw a matrix as colours, with ``numbers`` in its cells.
 
     Args:
         axis: where to draw.
         values: the matrix.
-        numbers: one for each cell; None for none.
+        numbers: one for each cell.
         form: their format, such as ``.2f``.
         options: of ``imshow``.
     """
     image = axis.imshow(values, **options)
-    if numbers is None:
-        return
     axis.set(xticks=range(values.shape[1]), yticks=range(values.shape[0]))
     for (row, column), number in np.ndenumerate(numbers):
         red, green, blue, _ = image.to_rgba(values[row, column])

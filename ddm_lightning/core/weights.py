@@ -187,8 +187,6 @@ def check_recorded(path: Path, sha256: str, remedy: str) -> dict[str, Tensor]:
 
 
 def _first_non_finite(state: Mapping[str, Tensor]) -> str | None:
-    for key, value in state.items():
-        # In float64, because isfinite does not support 8-bit floats.
-        if value.is_floating_point() and not bool(torch.isfinite(value.double()).all()):
-            return key
-    return None
+    # In float64, because isfinite does not support 8-bit floats.
+    floats = (key for key, value in state.items() if value.is_floating_point())
+    return next((key for key in floats if not bool(torch.isfinite(state[key].double()).all())), None)

@@ -20,7 +20,7 @@ from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import sha256_file
 from ddm_lightning.core.registry import FEATURES
 from ddm_lightning.encoders.interfaces import Provenance
-from ddm_lightning.encoders.pretrained import Pretrained, encode_in_batches, images_at_once
+from ddm_lightning.encoders.pretrained import Pretrained, encode_in_batches
 from ddm_lightning.flow.randomness import keyed_generator
 
 INCEPTION_FILE = "inception-2015-12-05.pt"
@@ -162,13 +162,13 @@ class Inception:
         """Resize each image by Pillow without rounding, then encode it; float32."""
         from cleanfid.resize import build_resizer
 
-        resize, found = build_resizer("clean"), np.empty((len(images), self.size), np.float32)
-        step = images_at_once(self.device)
-        for start in range(0, len(images), step):
-            resized = np.stack([resize(image) for image in images[start : start + step]])
-            pixels = torch.from_numpy(resized).permute(0, 3, 1, 2).to(self.device)
-            found[start : start + step] = self._network(pixels).float().cpu().numpy()
-        return found
+        resize = build_resizer("clean")
+
+        def encode(pixels: Tensor) -> Tensor:
+            resized = np.stack([resize(image) for image in pixels.byte().permute(0, 2, 3, 1).cpu().numpy()])
+            return self._network(torch.from_numpy(resized).permute(0, 3, 1, 2).to(self.device))
+
+        return encode_in_batches(images, encode, (self.size,), self.device)
 
 
 @FEATURES.register("pooled-pixels")

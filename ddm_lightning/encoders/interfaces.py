@@ -103,36 +103,28 @@ def numbered(name: str, number: int) -> str:
     return f"{name}_{number + 1}" if number else name
 
 
-class SeveralCaptions:
-    """Several captions per image in the shards, of which each training step draws one.
+def draw_caption(
+    batch: Mapping[str, Tensor], weights: Sequence[float], uniform: Float[Tensor, " b"]
+) -> dict[str, Tensor]:
+    """Return a batch of shards with several captions per image, with the columns of one of them.
 
     The column ``has_caption`` [b n] tells which of the n captions an image has; its first one stands in for those that
     it lacks.
 
     Args:
+        batch: columns of the shards.
         weights: share of the steps of each caption, over the sum of those that an image has.
+        uniform: random numbers in [0, 1).
     """
-
-    def __init__(self, weights: Sequence[float]) -> None:
-        self.weights = weights
-
-    def draw(self, batch: Mapping[str, Tensor], uniform: Float[Tensor, " b"]) -> dict[str, Tensor]:
-        """Return the batch with the columns of one caption per image.
-
-        Args:
-            batch: columns of the shards.
-            uniform: random numbers in [0, 1).
-        """
-        weights = [batch["has_caption"][:, number] * weight for number, weight in enumerate(self.weights)]
-        ends = torch.stack(weights, 1).cumsum(1)
-        chosen = (ends <= uniform[:, None] * ends[:, -1:]).sum(1)
-        drawn = dict(batch)
-        for number in range(1, len(self.weights)):
-            is_chosen = chosen == number
-            for name in batch:
-                if name.startswith("text") and (other := batch.get(numbered(name, number))) is not None:
-                    drawn[name] = torch.where(is_chosen.view(-1, *(1 for _ in other.shape[1:])), other, drawn[name])
-        return drawn
+    ends = torch.stack([batch["has_caption"][:, number] * weight for number, weight in enumerate(weights)], 1).cumsum(1)
+    chosen = (ends <= uniform[:, None] * ends[:, -1:]).sum(1)
+    drawn = dict(batch)
+    for number in range(1, len(weights)):
+        for name in batch:
+            if name.startswith("text") and (other := batch.get(numbered(name, number))) is not None:
+                is_chosen = (chosen == number).view(-1, *(1 for _ in other.shape[1:]))
+                drawn[name] = torch.where(is_chosen, other, drawn[name])
+    return drawn
 
 
 @runtime_checkable

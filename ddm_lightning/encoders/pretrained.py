@@ -247,11 +247,6 @@ def loading(folder: Path, place: str) -> Iterator[None]:
         logging.disable(disabled)
 
 
-def images_at_once(device: torch.device) -> int:
-    """Images per batch of a feature network."""
-    return _IMAGES_AT_ONCE.get(device.type, _IMAGES_AT_ONCE["cuda"])
-
-
 def encode_in_batches(
     images: UInt8[np.ndarray, "n h w 3"],
     encode: Callable[[Float[Tensor, "m 3 h w"]], Tensor],
@@ -261,7 +256,7 @@ def encode_in_batches(
     dtype: str = "float32",
 ) -> np.ndarray:
     """Apply ``encode`` to batches of pixels, float32 from 0 to 255 on ``device``; return rows of ``row_shape``."""
-    batch_size = batch_size or images_at_once(device)
+    batch_size = batch_size or _IMAGES_AT_ONCE.get(device.type, _IMAGES_AT_ONCE["cuda"])
     out = np.empty((len(images), *row_shape), dtype)
     for start in range(0, len(images), batch_size):
         block = np.array(images[start : start + batch_size])

@@ -150,8 +150,7 @@ def time_rows(t: float, x_t: Samples) -> Times:
 
     Never narrower: bfloat16 has 3 digits and would change t.
     """
-    dtype = torch.promote_types(x_t.dtype, torch.float32)
-    return torch.full((len(x_t),), t, dtype=dtype, device=x_t.device)
+    return torch.full((len(x_t),), t, dtype=torch.promote_types(x_t.dtype, torch.float32), device=x_t.device)
 
 
 def to_velocity(prediction: Samples, x_t: Samples, t: Times, kind: str, path: str = "linear") -> Samples:

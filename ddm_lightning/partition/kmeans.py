@@ -220,7 +220,7 @@ def plus_plus(
         ValueError: fewer distinct samples than clusters.
     """
     chosen: list[int] = []
-    nearest = torch.full((len(x),), math.inf, dtype=x.dtype)
+    nearest, gaps = torch.full((len(x),), math.inf, dtype=x.dtype), torch.empty_like(x)
     odds = weights.double()
     for _ in range(num_clusters):
         # Not torch.multinomial, which accepts at most 2^24 samples.
@@ -230,7 +230,7 @@ def plus_plus(
         dart = torch.rand((), generator=generator, dtype=torch.float64) * ladder[-1]
         index = int(torch.searchsorted(ladder, dart, right=True).clamp(max=len(x) - 1))
         chosen.append(index)
-        nearest = torch.minimum(nearest, (x - x[index]).square().sum(1))
+        nearest = torch.minimum(nearest, torch.sub(x, x[index], out=gaps).square_().sum(1))
         odds = weights.double() * nearest.double()
     return x[chosen]
 

@@ -51,71 +51,64 @@ def lloyd_kmeans(
     """
     centroids, centre = _start(rows, config, generator)
     for iteration in range(config.num_iterations):
-        counts, sums, costs = _pass(rows, centroids, centre, config.device)
+        counts, sums, costs = _pass(rows, centroids, centre, config)
         centroids = means(sums, counts, centroids)
         if iteration < config.num_iterations - _SETTLING_ITERATIONS:
             centroids = _relocated(centroids, counts, costs, generator)
         on_progress()
-    return (centroids if centre is None else centroids + centre).cpu()
+    return (centroids + centre).cpu()
 
 
 def _start(
     rows: Rows, config: PartitionConfig, generator: torch.Generator
-) -> tuple[Float[Tensor, "k d"], Float[Tensor, "d"] | None]:
-    """Return starting centroids relative to a centre, and that centre; None is the origin."""
+) -> tuple[Float[Tensor, "k d"], Float[Tensor, "d"]]:
+    """Return starting centroids relative to a centre, and that centre."""
     num_clusters = config.num_fine_centroids
     num_rows = max(_ROWS_PER_CENTROID * num_clusters, _LEAST_START_ROWS)
     numbers = torch.randperm(len(rows), generator=generator)[:num_rows]
     sample = prepared(rows.take(numbers.numpy()), config.metric)
-    # Centred, because |x|² + |c|² - 2xc loses digits if the mean is large against the spread. The mean of unit
-    # vectors never is.
-    centre = sample.mean(0) if config.metric == "euclidean" else None
+    # Centred, because |x|² + |c|² - 2xc loses digits if the mean is large against the spread.
+    centre = sample.mean(0)
     with one_thread():
-        x = sample if centre is None else sample - centre
-        start = plus_plus(x, num_clusters, x.new_ones(len(x)), generator)
-    return start.to(config.device), None if centre is None else centre.to(config.device)
+        start = plus_plus(sample - centre, num_clusters, sample.new_ones(len(sample)), generator)
+    return start.to(config.device), centre.to(config.device)
 
 
 def _pass(
-    rows: Rows, centroids: Float[Tensor, "k d"], centre: Float[Tensor, "d"] | None, device: str
+    rows: Rows, centroids: Float[Tensor, "k d"], centre: Float[Tensor, "d"], config: PartitionConfig
 ) -> tuple[Int64[Tensor, "k"], Float[Tensor, "k d"], Float[Tensor, "k"]]:
-    """Assign every sample. With a ``centre`` the metric is Euclidean, otherwise spherical.
+    """Assign every sample.
 
     Returns:
-        Per cell: number of samples, their sum, and their total squared distance from the centroid.
+        Per cell: number of samples, their sum relative to the centre, and their total squared distance from the
+        centroid.
     """
     num_clusters = len(centroids)
     num_rows = rows_at_once(num_clusters)
     half = centroids.square().sum(1) / 2
 
     def of_block(start: int) -> tuple[Tensor, Tensor, Tensor]:
-        x = torch.from_numpy(rows[start : start + num_rows]).to(device, torch.float32)
-        x = x if centre is None else x.sub_(centre)
-        squares = torch.linalg.vecdot(x, x)
-        # Rows need no division by their norms: the c nearest to x/|x| has the least |x||c|²/2 - xc. Norms have the
-        # lower bound of normalize().
-        scale = squares.sqrt().clamp_(min=1e-12) if centre is None else torch.ones_like(squares)
-        least, index = torch.mul(scale.unsqueeze(1), half).addmm_(x, centroids.T, alpha=-1).min(1)
+        x = prepared(rows[start : start + num_rows], config.metric, config.device) - centre
+        least, index = torch.addmm(half, x, centroids.T, alpha=-1).min(1)
         counts = index.bincount(minlength=num_clusters)
         order, starts = index.argsort(stable=True), counts.cumsum(0) - counts
-        cost = squares.div_(scale).add_(least, alpha=2).div_(scale)
-        sums = _sums(x, order, starts, scale.reciprocal()[order])
-        return counts, sums, _sums(cost.unsqueeze(1), order, starts, torch.ones_like(cost)).squeeze(1)
+        cost = x.square().sum(1) + 2 * least
+        return counts, _sums(x, order, starts), _sums(cost.unsqueeze(1), order, starts).squeeze(1)
 
     counts = torch.zeros(num_clusters, dtype=torch.int64, device=centroids.device)
     # Float64, because there are many blocks; within a block few samples meet in a cell.
     sums = torch.zeros_like(centroids, dtype=torch.float64)
     costs = sums.new_zeros(num_clusters)
-    for block_counts, block_sums, block_costs in in_order(of_block, range(0, len(rows), num_rows), device):
+    for block_counts, block_sums, block_costs in in_order(of_block, range(0, len(rows), num_rows), config.device):
         counts += block_counts
         sums += block_sums
         costs += block_costs
     return counts, sums, costs
 
 
-def _sums(x: Tensor, order: Tensor, starts: Tensor, weights: Tensor) -> Tensor:
+def _sums(x: Tensor, order: Tensor, starts: Tensor) -> Tensor:
     # Not index_add_: it is slower here, and on a GPU it adds in no fixed order.
-    return torch.nn.functional.embedding_bag(order, x, starts, mode="sum", per_sample_weights=weights)
+    return torch.nn.functional.embedding_bag(order, x, starts, mode="sum")
 
 
 def _relocated(

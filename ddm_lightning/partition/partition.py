@@ -151,15 +151,11 @@ class ClusterOfLabel:
         Raises:
             UserError: a class has no cluster.
         """
-        table, labels = self.cluster_of_label.numpy(), samples.labels
-        known = (labels >= 0) & (labels < len(table))
-        clusters = np.where(known, table[np.where(known, labels, 0)], -1)
+        table = np.append(self.cluster_of_label.numpy(), -1)
+        clusters = table[np.minimum(samples.labels, len(table) - 1)]
         if len(unknown := np.flatnonzero(clusters < 0)):
-            first = unknown[0]
-            raise UserError(
-                f"sample {samples.keys[first]!r}: the partition has no cluster for its class {labels[first]}; "
-                "make a new one"
-            )
+            key, label = samples.keys[unknown[0]], samples.labels[unknown[0]]
+            raise UserError(f"sample {key!r}: the partition has no cluster for its class {label}; make a new one")
         return clusters
 
 

@@ -282,7 +282,9 @@ class ShardLoader:
         order = shuffled(self.shards.sizes, self.seed, self._epoch) if self.training else np.arange(len(self.shards))
         order = order[self._sample :]
         rest = steps(order, self.rank, self.num_ranks, self.samples_per_rank, full=self.training)
-        pool = ThreadPoolExecutor(max(1, self.num_workers), "loader", *_same_device(self.pin_memory))
+        # Otherwise threads would page-lock memory for the first GPU, and use it.
+        device = (torch.cuda.set_device, (torch.cuda.current_device(),)) if self.pin_memory else ()
+        pool = ThreadPoolExecutor(max(1, self.num_workers), "loader", *device)
         waiting: deque[Future[dict[str, Tensor]]] = deque()
         try:
             # Its end comes first, because threads of the pool may wait for a shard.
@@ -315,8 +317,3 @@ class ShardLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next iteration continue where ``state`` was taken."""
         self._resumed = dict(state)
-
-
-def _same_device(pin_memory: bool) -> tuple[Any, ...]:
-    """Initialiser of threads that page-lock memory, without which they would do so for the first GPU, and use it."""
-    return (torch.cuda.set_device, (torch.cuda.current_device(),)) if pin_memory else ()

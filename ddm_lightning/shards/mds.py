@@ -71,9 +71,7 @@ class Layout:
         texts: list[Column] = []
         fixed = 0
         for name, encoding, size in zip(names, encodings, sizes, strict=True):
-            if not size:
-                if encoding not in _TEXT:
-                    raise _refusal(f"{name!r} ({encoding}) has no fixed size")
+            if encoding in _TEXT:
                 texts.append(Column(name, encoding, np.dtype(np.uint8), (), 0, fixed, len(texts)))
                 continue
             try:

@@ -7,6 +7,7 @@ All randomness (timesteps, noise, dropped conditions, dropout within the network
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from ddm_lightning.core.devices import device_of
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import CAPTION_ENCODERS, STRATEGIES
 from ddm_lightning.core.weights import check_memory
-from ddm_lightning.encoders.interfaces import CaptionEncoder, SeveralCaptions, StoredForm
+from ddm_lightning.encoders.interfaces import CaptionEncoder, StoredForm, draw_caption
 from ddm_lightning.ensemble.load import load_ensemble
 from ddm_lightning.ensemble.manifest import read_ensemble
 from ddm_lightning.ensemble.routing import Strategy
@@ -123,7 +124,7 @@ class Objective(ABC):
         member: its role, clusters and training settings.
         stored: how the shards hold ``x_0``.
         caption_encoder: encodes captions during training; None if the shards hold the result.
-        captions: draws one of several captions; None if there is only one.
+        captions: weights of several captions per image, of which each step draws one; empty if there is only one.
         num_held_out: held-out samples of its clusters; None to count every row of a held-out batch.
     """
 
@@ -137,7 +138,7 @@ class Objective(ABC):
         stored: StoredForm,
         *,
         caption_encoder: CaptionEncoder | None = None,
-        captions: SeveralCaptions | None = None,
+        captions: Sequence[float] = (),
         num_held_out: int | None = None,
     ) -> None:
         self.network = network
@@ -205,12 +206,12 @@ class Objective(ABC):
 
     def _with_one_caption(self, batch: dict[str, Tensor], at: Position) -> dict[str, Tensor]:
         """Draw captions as if for the samples of all ranks, so that the number of ranks changes no caption."""
-        if self.captions is None or "has_caption" not in batch:
+        if not self.captions or "has_caption" not in batch:
             return batch
         key = (self.member.name, "caption", at.step, at.part)
         generator = keyed_generator(self.member.seed, *key, device=batch["x_0"].device)
         uniform = torch.rand(len(batch["x_0"]) * at.num_ranks, generator=generator, device=batch["x_0"].device)
-        return self.captions.draw(batch, uniform[at.rank :: at.num_ranks])
+        return draw_caption(batch, self.captions, uniform[at.rank :: at.num_ranks])
 
     @abstractmethod
     def compute_losses(self, noisy: NoisyBatch, batch: dict[str, Tensor]) -> dict[str, Float[Tensor, " b"]]:
@@ -434,7 +435,7 @@ def build_objective(member: Member, run: Run) -> Objective:
         member,
         StoredForm(manifest.stores, manifest.normalisation),
         caption_encoder=CAPTION_ENCODERS.build(coder.name, coder.params) if coder else None,
-        captions=SeveralCaptions([one["weight"] for one in manifest.captions]) if several else None,
+        captions=[one["weight"] for one in manifest.captions] if several else (),
         num_held_out=sum(manifest.clusters[k].held_out for k in member.clusters),
     )
 

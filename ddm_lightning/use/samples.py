@@ -18,7 +18,7 @@ from torch import Tensor
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_files
 from ddm_lightning.core.formatting import Bars, format_bytes
-from ddm_lightning.core.grids import heat_map, labelled_grid, save_png, scale_of
+from ddm_lightning.core.grids import labelled_grid, save_png, scale_of
 from ddm_lightning.ensemble.routing import Key, Trace
 from ddm_lightning.use.ensemble import MAX_ROWS, DecentralizedEnsemble
 
@@ -174,7 +174,7 @@ def weights_chart(
     axes = figure.subplots(len(panels), 1, squeeze=False, sharex=True)[:, 0]
     steps = np.unique(np.linspace(0, len(times) - 2, min(_MAX_TICKS, len(times) - 1)).round().astype(int))
     for axis, (title, weights) in zip(axes, panels.items(), strict=True):
-        heat_map(axis, weights.T.numpy(), aspect="auto", interpolation="nearest", cmap="viridis", vmin=0, vmax=1)
+        axis.imshow(weights.T.numpy(), aspect="auto", interpolation="nearest", cmap="viridis", vmin=0, vmax=1)
         axis.set_title(title, fontsize=10)
         axis.set_xticks(steps, [f"{times[step]:.2f}" for step in steps])
         axis.set_yticks(range(len(names)), names)

@@ -46,9 +46,9 @@ def test_passes_are_lloyds_iterations(monkeypatch, metric):
     points = normalize(x.astype(np.float64)) if metric == "spherical" else x.astype(np.float64)
     start = torch.from_numpy(points[:8]).float()
 
-    # What is taken off Euclidean samples is the mean of the sample that it starts from, here all of them.
-    centre = torch.from_numpy(x)[torch.randperm(900, generator=generator())].mean(0)
-    monkeypatch.setattr(lloyd, "plus_plus", lambda *_: start if metric == "spherical" else start - centre)
+    # What is taken off is the mean of the sample that it starts from, here all of them.
+    centre = torch.from_numpy(points.mean(0)).float()
+    monkeypatch.setattr(lloyd, "plus_plus", lambda *_: start - centre)
     monkeypatch.setattr(lloyd, "_SETTLING_ITERATIONS", 99)
     expected = points[:8].copy()
     for _ in range(3):

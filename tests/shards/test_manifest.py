@@ -57,7 +57,7 @@ def test_a_written_manifest_is_read(tmp_path):
         ("not json", "cannot be read"),
         ({"format_version": 99}, "format_version 99 is not 3"),
         ({"format_version": 1}, r"format_version 1 is not 3 \(another release .*\); delete it and run prepare"),
-        ({"surprise": 1}, "missing or unknown: surprise"),
+        ({"surprise": 1}, "unknown key 'surprise'"),
         ({"x_shape": [1, 2]}, "'x_shape'"),
         ({"clusters": [{"train": 1}]}, "'clusters'"),
         ({"x_shape": [3, 10**6, 10**6]}, "'x_shape'"),

@@ -20,7 +20,6 @@ from ddm_lightning.config.experiment import CaptionConfig, PluginConfig
 from ddm_lightning.config.validate import check_experiment
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.encoders.captions import HashedWords
-from ddm_lightning.encoders.interfaces import SeveralCaptions
 from ddm_lightning.prepare.stages import prepare
 from ddm_lightning.shards.manifest import HELD_OUT, TRAIN, shard_name
 from ddm_lightning.shards.mds import open_shards
@@ -108,7 +107,7 @@ def drawn(step, rank=0, num_ranks=1, num=4096, weights=(0.2, 0.5, 0.3)):
     given["has_caption"] = torch.stack([1 - (numbers >> number & 1) for number in range(3)], 1).to(torch.uint8)
     for number, suffix in enumerate(("", "_2", "_3")):
         given[f"text{suffix}"] = torch.full_like(given["text"], float(number))
-    objective = expert(captions=SeveralCaptions(weights), condition_dropout=0.0)
+    objective = expert(captions=weights, condition_dropout=0.0)
     return objective.noisy_batch(given, Position(step, rank, num_ranks)).condition.values[:, 0].long()
 
 
