@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 from jaxtyping import Int, Shaped
 
 
-class GrowingArray:
+class GrowingArray(AbstractContextManager["GrowingArray"]):
     """``.npy`` file to which rows are appended; none of them stays in memory.
 
     A context manager: the file is complete when its block ends without an error.
@@ -44,9 +45,6 @@ class GrowingArray:
         # NumPy pads the header so that the first dimension may grow in place.
         header = {"shape": (self.num_rows, *self.row_shape), "fortran_order": False, "descr": self.dtype.str}
         np.lib.format.write_array_header_1_0(self._file, header)  # type: ignore[no-untyped-call]
-
-    def __enter__(self) -> GrowingArray:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with self._file:

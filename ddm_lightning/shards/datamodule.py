@@ -258,7 +258,7 @@ class ShardLoader:
         self.pin_memory = pin_memory
         self._epoch = -1
         self._sample = 0
-        self._resumed: Mapping[str, Any] | None = None
+        self._resumes = False
         self._running: Generator[dict[str, Tensor]] | None = None
 
     def __len__(self) -> int:
@@ -272,13 +272,10 @@ class ShardLoader:
         return self._running
 
     def _batches(self) -> Generator[dict[str, Tensor]]:
-        self._epoch += 1
-        self._sample = 0
-        resumed, self._resumed = self._resumed, None
-        if resumed is not None and resumed["epoch"] >= self._epoch:
-            self._epoch = int(resumed["epoch"])
-            self._sample = int(resumed["sample_in_epoch"])
-            self.seed = resumed["shuffle_seed"]
+        if not self._resumes:
+            self._epoch += 1
+            self._sample = 0
+        self._resumes = False
         order = shuffled(self.shards.sizes, self.seed, self._epoch) if self.training else np.arange(len(self.shards))
         order = order[self._sample :]
         rest = steps(order, self.rank, self.num_ranks, self.samples_per_rank, full=self.training)
@@ -310,10 +307,9 @@ class ShardLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the epoch, for ``load_state_dict`` on any number of ranks and threads."""
-        if self._resumed is not None:
-            return dict(self._resumed)
         return {"epoch": self._epoch, "sample_in_epoch": self._sample, "shuffle_seed": self.seed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next iteration continue where ``state`` was taken."""
-        self._resumed = dict(state)
+        self._epoch, self._sample, self.seed = state["epoch"], state["sample_in_epoch"], state["shuffle_seed"]
+        self._resumes = self._epoch >= 0
