@@ -14,13 +14,13 @@ from collections.abc import Sequence
 
 import torch
 from common import REPOSITORY, Report, by_time, call, console, load, parse, parser, run, use_all_threads
+from finite_set import FiniteSetOracle
 from split import Split, noised, read_split
 from torch import Tensor
 
 from ddm_lightning.ensemble.load import load_ensemble
 from ddm_lightning.ensemble.manifest import read_ensemble
 from ddm_lightning.ensemble.velocity import Ensemble
-from ddm_lightning.flow.oracle import FiniteSetOracle
 from ddm_lightning.members.run import Run
 from ddm_lightning.shards.manifest import TRAIN
 

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from common import REPOSITORY, Report, call, console, load, parse, parser, run, save_figure, use_all_threads
+from finite_set import FiniteSetOracle
 from flop_scores import kid
 from matplotlib.figure import Figure
 from split import encoder_of, read_split
@@ -29,7 +30,6 @@ from ddm_lightning.ensemble.manifest import read_ensemble
 from ddm_lightning.ensemble.sampler import sample
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.condition import Condition
-from ddm_lightning.flow.oracle import FiniteSetOracle
 from ddm_lightning.members.run import Run
 from ddm_lightning.shards.manifest import TRAIN
 

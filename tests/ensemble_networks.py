@@ -8,12 +8,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from finite_set import FiniteSetOracle
 from torch import Tensor, nn
 
 from ddm_lightning.core.registry import EXPERTS, ROUTERS
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.condition import Condition, ConditionSpec
-from ddm_lightning.flow.oracle import FiniteSetOracle
 from ddm_lightning.flow.path import expand_time, x_0_from_velocity
 
 SHAPE = (3, 8, 8)

@@ -26,7 +26,7 @@ def named(paths):
     return {"argvalues": paths, "ids": [str(path.relative_to(ROOT)) for path in paths]}
 
 
-@pytest.mark.parametrize("name", ["flow.path", "flow.solvers", "flow.oracle", "flow.randomness", "networks.dit"])
+@pytest.mark.parametrize("name", ["flow.path", "flow.solvers", "flow.randomness", "networks.dit"])
 def test_snippets_run(name):
     failed, tried = doctest.testmod(importlib.import_module(f"ddm_lightning.{name}"))
     assert tried and not failed

@@ -6,5 +6,4 @@ Everywhere t = 0 is data and t = 1 is noise: ``x_t = (1-t)·x_0 + t·noise``, ve
 - ``path``: paths from data to noise; the velocity from any prediction; guidance and loss weights
 - ``timesteps``, ``randomness``: densities of t, grids of t, reproducible noise
 - ``solvers``: from noise to data, by an ODE or an ancestral chain, found by name
-- ``oracle``: closed-form velocity and cluster posterior of a finite data set
 """

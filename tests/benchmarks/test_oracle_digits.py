@@ -5,10 +5,10 @@ import oracle_intervals
 import pytest
 import torch
 from ensemble_networks import ExactExpert, ExactRouter
+from finite_set import FiniteSetOracle
 from split import Split
 
 from ddm_lightning.ensemble.velocity import Ensemble
-from ddm_lightning.flow.oracle import FiniteSetOracle
 
 
 def small_split():

@@ -13,12 +13,12 @@ import torch
 from artifact_files import PARAMS, edit, refused
 from deadline import within
 from ensemble_networks import ExactExpert, ExactRouter, finite_set
+from finite_set import FiniteSetOracle
 from saved_ensembles import PROMPTS, images, load, put_member, saved
 
 from ddm_lightning.cli.parser import main
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.ensemble.velocity import Ensemble
-from ddm_lightning.flow.oracle import FiniteSetOracle
 
 STRATEGIES = ("full", "top-1", "bayes")
 LOOSE = {"rtol": 0.1, "atol": 0.1}

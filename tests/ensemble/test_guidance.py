@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from ensemble_networks import finite_set
+from finite_set import FiniteSetOracle
 from torch import Tensor, nn
 from toy_ensemble import sample
 
@@ -15,7 +16,6 @@ from ddm_lightning.ensemble.routing import Batch
 from ddm_lightning.ensemble.strategies.routed import Full
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.condition import Condition
-from ddm_lightning.flow.oracle import FiniteSetOracle
 
 SIZES = [40, 8, 12, 20]
 K, SHAPE, NUM = len(SIZES), (1, 1, 3), 600

@@ -8,6 +8,7 @@ import pytest
 import torch
 from artifact_files import SHAPE, edit, put, refused
 from ensemble_networks import ExactExpert, ExactRouter, finite_set
+from finite_set import FiniteSetOracle
 
 from ddm_lightning.config.experiment import SampleConfig
 from ddm_lightning.ensemble.load import load_ensemble
@@ -16,7 +17,6 @@ from ddm_lightning.ensemble.residency import ResidentExperts
 from ddm_lightning.ensemble.sampler import sample
 from ddm_lightning.ensemble.velocity import Ensemble, Work
 from ddm_lightning.flow.condition import Condition
-from ddm_lightning.flow.oracle import FiniteSetOracle
 
 EDGES = {"expert-0": (0.0, 0.7), "expert-1": (0.7, 1.0), "expert-2": (0.0, 0.3), "expert-3": (0.3, 1.0)}
 CLUSTERS = [0, 0, 1, 1]

@@ -3,13 +3,13 @@
 import pytest
 import torch
 from ensemble_networks import Aimed, ExactExpert, ExactRouter, FixedRouter, finite_set
+from finite_set import FiniteSetOracle
 from torch import nn
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.ensemble.strategies.routed import Top1, TopK
 from ddm_lightning.ensemble.velocity import Ensemble, rows_by_expert
 from ddm_lightning.flow.condition import Condition
-from ddm_lightning.flow.oracle import FiniteSetOracle
 from ddm_lightning.flow.path import PREDICTIONS
 
 SIZES = [40, 1, 7, 22]

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from ensemble_networks import ExactExpert, ExactRouter, finite_set
+from finite_set import FiniteSetOracle
 from PIL import Image
 from tiny_runs import copy_run, settings
 from torch import nn
@@ -13,7 +14,6 @@ from torch import nn
 from ddm_lightning.cli.parser import main
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.evaluation.diagnosis import Samples, expert_figures, router_figures
-from ddm_lightning.flow.oracle import FiniteSetOracle
 from ddm_lightning.flow.randomness import keyed_generator
 
 SIZES = [30, 60, 90]

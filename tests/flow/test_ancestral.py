@@ -5,10 +5,10 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+from finite_set import FiniteSetOracle
 from scipy import stats
 from scipy.integrate import trapezoid
 
-from ddm_lightning.flow.oracle import FiniteSetOracle
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.flow.solvers.built_in import Ancestral, reverse_kernel
 from ddm_lightning.flow.timesteps import sampling_times

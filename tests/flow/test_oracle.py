@@ -1,11 +1,10 @@
 import numpy as np
 import pytest
 import torch
+from finite_set import FiniteSetOracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import logsumexp
-
-from ddm_lightning.flow.oracle import FiniteSetOracle
 
 
 def reference(points, labels, num_clusters, x_t, t):

@@ -9,12 +9,12 @@ from typing import get_args, get_type_hints
 import pytest
 import torch
 from ensemble_networks import ExactRouter, finite_set
+from finite_set import FiniteSetOracle
 from torch import Tensor, nn
 
 from ddm_lightning.config.experiment import ExpertConfig
 from ddm_lightning.core.checks import limits
 from ddm_lightning.ensemble.velocity import Ensemble
-from ddm_lightning.flow.oracle import FiniteSetOracle
 from ddm_lightning.flow.path import (
     MAX_DATA,
     PATHS,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from finite_set import FiniteSetOracle
 from scipy.integrate import solve_ivp
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import SOLVERS
-from ddm_lightning.flow.oracle import FiniteSetOracle
 from ddm_lightning.flow.path import VelocityField
 from ddm_lightning.flow.solvers import Solver
 from ddm_lightning.flow.solvers.built_in import DormandPrince

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from finite_set import FiniteSetOracle
 from scipy.stats import multivariate_normal
 from torch import Tensor
 
 from ddm_lightning.ensemble.strategies.bayes import MIN_WEIGHT, filter_chain
-from ddm_lightning.flow.oracle import FiniteSetOracle
 from ddm_lightning.flow.path import VelocityField, guided
 from ddm_lightning.flow.solvers.built_in import Ancestral
 from ddm_lightning.flow.timesteps import sampling_times

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 from ensemble_networks import Aimed, ExactExpert, ExactRouter, FixedRouter
+from finite_set import FiniteSetOracle
 from scipy.stats import chisquare
 from toy_ensemble import sample
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.condition import Condition
-from ddm_lightning.flow.oracle import FiniteSetOracle
 
 SIZES = [5, 10, 15, 20]
 PRIORS = [0.1, 0.2, 0.3, 0.4]
