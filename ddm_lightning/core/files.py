@@ -8,6 +8,7 @@ import os
 import shutil
 import stat
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,19 +38,21 @@ def _naming(path: Path, temporary: Path) -> Iterator[None]:
         raise
 
 
-def atomic_write(path: Path, write: Callable[[Path], object]) -> None:
-    """Call ``write`` on a temporary path beside ``path``, then rename it into place.
+def atomic_write(
+    path: Path, write: Callable[[Path], object], move: Callable[[Path, Path], object] | None = None
+) -> None:
+    """Call ``write`` on a temporary path beside ``path``, then rename it, or ``move`` it otherwise, into place.
 
     An exception in ``write`` leaves ``path`` unchanged.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     # Keep the suffix: some writers (Pillow, numpy) choose a format by it or append one.
-    temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}")
+    temporary = path.with_name(f".tmp-{os.getpid()}-{threading.get_ident()}-{path.name}")
     try:
         with _naming(path, temporary):
             write(temporary)
             _flush(temporary)
-            os.replace(temporary, path)
+            (move or os.replace)(temporary, path)
             _flush(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
@@ -61,12 +64,7 @@ def create_file(path: Path, content: bytes) -> None:
     Raises:
         FileExistsError: it exists; if several processes try, one succeeds.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(prefix=".tmp-", dir=path.parent) as temporary:
-        temporary.write(content)
-        temporary.flush()
-        os.fsync(temporary.fileno())
-        os.link(temporary.name, path)
+    atomic_write(path, lambda temporary: temporary.write_bytes(content), os.link)
 
 
 def atomic_write_text(path: Path, text: str) -> None:

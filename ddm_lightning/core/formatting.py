@@ -28,11 +28,9 @@ def format_bytes(num_bytes: float) -> str:
 
 def format_duration(seconds: float) -> str:
     """Format seconds with a unit from µs to days."""
-    units = (("days", 86400.0, 2), ("h", 3600.0, 2), ("min", 60.0, 2), ("s", 1.0, 1), ("ms", 1e-3, 1))
-    for unit, length, least in units:
-        if seconds >= least * length:
-            return f"{_digits(seconds / length)} {unit}"
-    return f"{_digits(seconds * 1e6)} µs"
+    units = (("days", 86400.0, 2), ("h", 3600.0, 2), ("min", 60.0, 2), ("s", 1.0, 1), ("ms", 1e-3, 1), ("µs", 1e-6, 0))
+    unit, length = next((unit, length) for unit, length, least in units if seconds >= least * length)
+    return f"{_digits(seconds / length)} {unit}"
 
 
 def _digits(value: float) -> str:

@@ -63,11 +63,8 @@ class Origin:
         """
         path = self.folder / "index.json"
         if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
             try:
-                with FileLock(f"{path}.lock"):
-                    if not path.exists():
-                        remote.get(f"{self.address}/{path.name}", path)
+                remote.get(f"{self.address}/{path.name}", path)  # each rank: it appears whole
             except OSError as error:
                 raise ShardError(
                     f"{self.address}: shards cannot be opened: {first_line(error)}; check key 'island.shards'"
