@@ -1,11 +1,12 @@
-"""Format sizes and times for people; progress bars, or lines where there is no terminal."""
+"""Format sizes, times and tables for people; progress bars, or lines where there is no terminal."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from rich import filesize
+from rich import box, filesize
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -16,6 +17,8 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
+from rich.table import Table
+from rich.text import Text
 
 LINE_SECONDS = 30.0
 """Interval of the lines that are printed instead of bars when there is no terminal."""
@@ -36,6 +39,19 @@ def format_duration(seconds: float) -> str:
 def _digits(value: float) -> str:
     """Three significant digits; all digits of larger numbers."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def table(
+    headings: Sequence[str], rows: Iterable[Sequence[str]], title: str = "", texts: Collection[str] = ("",)
+) -> Table:
+    """Tabulate cells, which may be a stranger's: columns of ``texts`` to the left and wrapped, figures to the right."""
+    found = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for heading in headings:
+        is_text = heading in texts
+        found.add_column(heading, justify="left" if is_text else "right", no_wrap=not is_text)
+    for row in rows:
+        found.add_row(*map(Text, row))
+    return found
 
 
 class Bars(Progress):

@@ -15,14 +15,13 @@ import torch
 from jaxtyping import Float, Int
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from rich import box
 from rich.table import Table
 from torch import Tensor
 from torch.nn import functional as F
 
 from ddm_lightning.core.devices import device_of
 from ddm_lightning.core.files import atomic_write, atomic_write_json
-from ddm_lightning.core.formatting import Bars
+from ddm_lightning.core.formatting import Bars, table
 from ddm_lightning.core.grids import heat_map
 from ddm_lightning.ensemble.routing import choose, strategy_of
 from ddm_lightning.ensemble.velocity import Ensemble
@@ -271,13 +270,13 @@ def write_figures(folder: Path, figures: Mapping[str, Any]) -> None:
 def diagnosis_table(figures: Mapping[str, Any]) -> Table:
     """Loss of each expert on each cluster; the last columns average inside and outside of its own."""
     experts = figures["experts"]
-    table = Table(box=box.SIMPLE_HEAD, title="held-out loss by cluster", title_justify="left")
-    for heading in ("", *map(str, range(len(experts["loss"]))), "own", "others"):
-        table.add_column(heading, justify="right" if heading else "left")
-    for k, row in enumerate(experts["loss"]):
-        values = [f"{value:.4f}" for value in (*row, experts["in_cluster"][k], experts["out_of_cluster"][k])]
-        table.add_row(experts["names"][k], *(values if len(row) > 1 else [*values[:-1], "–"]))
-    return table
+    num = len(experts["loss"])
+    parts = zip(experts["names"], experts["loss"], experts["in_cluster"], experts["out_of_cluster"], strict=True)
+    rows = [
+        [name, *(f"{loss:.4f}" for loss in (*losses, own)), f"{others:.4f}" if num > 1 else "–"]
+        for name, losses, own, others in parts
+    ]
+    return table(["", *map(str, range(num)), "own", "others"], rows, "held-out loss by cluster")
 
 
 def diagnosis_lines(figures: Mapping[str, Any]) -> list[str]:

@@ -23,7 +23,7 @@ from ddm_lightning.config.load import leaves
 from ddm_lightning.core.devices import device_of
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write, atomic_write_json, read_json, sha256_file, sha256_json
-from ddm_lightning.core.formatting import Bars
+from ddm_lightning.core.formatting import Bars, table
 from ddm_lightning.core.grids import labelled_grid, save_png, scale_of
 from ddm_lightning.core.registry import IMAGE_ENCODERS, METRICS
 from ddm_lightning.encoders.interfaces import ImageEncoder
@@ -223,16 +223,14 @@ def _image(images: ImageSet, row: int) -> image_sets.Images:
 
 
 def _table(title: str, scores: Mapping[str, Score], memorised: Mapping[str, Any] | None) -> Table:
-    table = Table("score", "value", "95 % interval", title=title, title_justify="left")
-    for name, score in scores.items():
-        table.add_row(name, f"{score.value:.4g}", "" if score.low is None else f"{score.low:.4g} to {score.high:.4g}")
+    rows = [
+        (name, f"{score.value:.4g}", "" if score.low is None else f"{score.low:.4g} to {score.high:.4g}")
+        for name, score in scores.items()
+    ]
     if memorised is not None:
-        table.add_row(
-            "samples near a training image",
-            f"{memorised['share_nearer']:.1%}",
-            f"held-out images: {memorised['expected_share']:.0%}",
-        )
-    return table
+        expected = f"held-out images: {memorised['expected_share']:.0%}"
+        rows.append(("samples near a training image", f"{memorised['share_nearer']:.1%}", expected))
+    return table(("score", "value", "95 % interval"), rows, title, ["score"])
 
 
 def _commit() -> str:

@@ -7,10 +7,9 @@ from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
-from rich import box
 from rich.table import Table
 
-from ddm_lightning.core.formatting import format_bytes, format_duration
+from ddm_lightning.core.formatting import format_bytes, format_duration, table
 from ddm_lightning.islands.plan import Data, Plan, Rates
 
 
@@ -61,9 +60,9 @@ def tables(plan: Plan) -> list[Table]:
     heads = ("M\nparams", "GFLOP\na sample", "FLOP", "check-\npoint", "out,\nMB/s", "shards", "in,\nMB/s")
     parts = ["weights", "grads", "opti-\nmizer", "EMA", "activ-\nations", "tem-\nporary", "peak", "fits"]
     return [
-        _table("networks and traffic", heads, sizes),
-        _table(f"memory of one device, GB: {plan.device or 'CPU'}", parts, memory),
-        _table("training", ("devices", "strategy", "samples\nat once", *_TIMES), training),
+        table(["", *heads], _merged(sizes), "networks and traffic"),
+        table(["", *parts], _merged(memory), f"memory of one device, GB: {plan.device or 'CPU'}"),
+        table(["", "devices", "strategy", "samples\nat once", *_TIMES], _merged(training), "training"),
     ]
 
 
@@ -73,7 +72,7 @@ _TIMES = ("time", "device-\nhours", "price")
 def comparison(plans: Sequence[Plan]) -> Table:
     """One row per device."""
     rows = [(plan.device or "CPU", "yes" if plan.fits else "NO", *_times(*plan.totals.values())) for plan in plans]
-    return _table("devices", ("fits", *_TIMES), rows)
+    return table(["", "fits", *_TIMES], rows, "devices")
 
 
 def suggestions(plan: Plan) -> list[str]:
@@ -95,12 +94,3 @@ def _merged(rows: Sequence[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
     for rest, group in groupby(rows, key=lambda row: row[1:]):
         names = [row[0] for row in group]
         yield ("…".join([names[0], *(name.rpartition("-")[2] for name in names[1:][-1:])]), *rest)
-
-
-def _table(title: str, headings: Sequence[str], rows: Sequence[tuple[str, ...]]) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for heading in ("", *headings):
-        table.add_column(heading, justify="right" if heading else "left")
-    for row in _merged(rows):
-        table.add_row(*row)
-    return table

@@ -9,12 +9,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich import box
 from rich.table import Table
-from rich.text import Text
 
 from ddm_lightning.core import checks, remote
-from ddm_lightning.core.formatting import format_duration
+from ddm_lightning.core.formatting import format_duration, table
 from ddm_lightning.islands import lease
 from ddm_lightning.members.roles import all_members, role_of
 from ddm_lightning.members.run import Run
@@ -25,7 +23,7 @@ NOTES = {
     "unclear": "its clock is ahead of this machine's, which tells nothing of it; status --watch does",
 }
 """Meaning of states that only a look from elsewhere gives."""
-_WRAPPED = ("island", "device")
+_TEXTS = ("member", "state", "island", "device")
 _ALWAYS = ("loss", "held out", "accuracy", "samples/s")
 
 
@@ -179,14 +177,8 @@ def _printable(text: str) -> str:
 
 def status_table(title: str, members: Sequence[Seen]) -> Table:
     """Table of the members; without a URL it fits the 80 columns of a log file or a pipe."""
-    table = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     rows = rows_of(members)
-    for heading in rows[0] if rows else ():
-        is_text = heading in ("member", "state", *_WRAPPED)
-        table.add_column(heading, justify="left" if is_text else "right", no_wrap=heading not in _WRAPPED)
-    for row in rows:
-        table.add_row(*map(Text, row.values()))
-    return table
+    return table([*rows[0]] if rows else [], [[*row.values()] for row in rows], title, _TEXTS)
 
 
 def _figure(value: float | None, form: str) -> str:

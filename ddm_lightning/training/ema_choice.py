@@ -13,14 +13,13 @@ from functools import partial
 import numpy as np
 import torch
 from jaxtyping import Float
-from rich import box
 from rich.table import Table
 from torch import Tensor
 
 from ddm_lightning.core.devices import autocast, device_of
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_folder
-from ddm_lightning.core.formatting import Bars
+from ddm_lightning.core.formatting import Bars, table
 from ddm_lightning.core.weights import load_weights
 from ddm_lightning.members.artifact import ArtifactMeta, read_artifact, write_artifact
 from ddm_lightning.members.load import build_network
@@ -217,15 +216,17 @@ class EmaWidths:
 
 def widths_table(averages: Mapping[str, Mapping[str, float]]) -> Table:
     """Table of the figures from ``EmaWidths.compare``, with the lowest held-out loss marked."""
-    table = Table(box=box.SIMPLE_HEAD)
-    accuracy = any(_ACCURACY in metrics for metrics in averages.values())
-    for heading in ("average", "held-out loss", *(["accuracy"] if accuracy else []), ""):
-        table.add_column(heading, justify="right" if heading else "left")
+    has_accuracy = any(_ACCURACY in metrics for metrics in averages.values())
     losses = {name: loss_of(metrics, "held_out") for name, metrics in averages.items()}
     known = {name: math.inf if loss is None else loss for name, loss in losses.items()}
-    for name, metrics in averages.items():
-        figures = [f"{known[name]:.5f}"]
-        if accuracy:
-            figures.append(f"{metrics.get(_ACCURACY, math.nan):.4f}")
-        table.add_row(name, *figures, "lowest" if name == min(known, key=known.__getitem__) else "")
-    return table
+    lowest = min(known, key=known.__getitem__)
+    rows = [
+        [
+            name,
+            f"{known[name]:.5f}",
+            *([f"{metrics.get(_ACCURACY, math.nan):.4f}"] if has_accuracy else []),
+            "lowest" if name == lowest else "",
+        ]
+        for name, metrics in averages.items()
+    ]
+    return table(["average", "held-out loss", *(["accuracy"] if has_accuracy else []), ""], rows)

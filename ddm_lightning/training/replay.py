@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from rich import box
 from rich.table import Table
 from torch import Tensor, nn
 
 from ddm_lightning.core.devices import autocast, device_of
 from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.formatting import table
 from ddm_lightning.members.run import Run
 from ddm_lightning.shards.datamodule import ClusterDataModule
 from ddm_lightning.training.checkpoint import checkpoints_in, damage_of, load_tensors, step_of
@@ -120,15 +120,15 @@ def _samples(data: ClusterDataModule, skipped: SkippedStep) -> dict[str, Tensor]
 
 def replay_table(samples: list[ReplayedSample]) -> Table:
     """Tabulate the samples, those to blame first."""
-    table = Table(box=box.SIMPLE_HEAD)
-    for heading in ("sample", "t", "not finite in the shards", "loss", "gradient norm"):
-        table.add_column(heading, justify="left" if heading.startswith("not") else "right")
-    for sample in sorted(samples, key=lambda sample: math.isfinite(sample.gradient_norm)):
-        table.add_row(
+    columns = "not finite in the shards"
+    rows = [
+        (
             str(sample.sample_id),
             f"{sample.t:.4f}",
             ", ".join(sample.not_finite),
             f"{sample.loss:.4g}",
             f"{sample.gradient_norm:.4g}",
         )
-    return table
+        for sample in sorted(samples, key=lambda sample: math.isfinite(sample.gradient_norm))
+    ]
+    return table(("sample", "t", columns, "loss", "gradient norm"), rows, texts=[columns])

@@ -102,7 +102,7 @@ def losses_of(lines):
 
 def test_the_row_of_the_lowest_loss_is_marked_and_one_without_a_loss_never():
     losses = {"width 0.1": {"held_out/loss": 0.3}, "width 0.2": {"held_out/loss": 0.25}, "width 0.25": {}}
-    *columns, marks = [list(column.cells) for column in ema_choice.widths_table(losses).columns]
+    *columns, marks = [[*map(str, column.cells)] for column in ema_choice.widths_table(losses).columns]
     assert columns == [list(losses), ["0.30000", "0.25000", "inf"]] and marks == ["", "lowest", ""]
 
 
