@@ -29,7 +29,7 @@ from ddm_lightning.islands.shared import pull_artifact
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import MEMBER_FILE
 from ddm_lightning.members.signatures import ACCEPTED_FILE
-from ddm_lightning.training import nodes, ranks
+from ddm_lightning.training import ranks
 from ddm_lightning.training.checkpoint import FILES, TEMPORARY, damage_of, newest_checkpoint, step_of
 
 FINAL_SECONDS = 600.0
@@ -54,7 +54,7 @@ def published(name: str, run: Run) -> Iterator[Publisher | None]:
     """
     if run.url is not None and ranks.is_rank() and not ranks.is_own_rank():
         raise UserError("with remote, start fit without torchrun: it starts one process per device itself")
-    if run.url is None or ranks.is_rank() or nodes.place_of(run.experiment.island.nodes).node > 0:
+    if run.url is None or ranks.is_rank() or ranks.place_of(run.experiment.island.nodes).node > 0:
         yield None
         return
     url = f"{run.url}/members/{name}"

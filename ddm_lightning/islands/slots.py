@@ -24,7 +24,6 @@ from ddm_lightning.islands.publish import Publisher
 from ddm_lightning.members.run import Run
 from ddm_lightning.training import ranks
 from ddm_lightning.training.checkpoint import newest_checkpoint
-from ddm_lightning.training.nodes import place_of
 
 LEAVING_SECONDS = 5.0
 """Time to leave in, besides that of a step, a checkpoint and a publication."""
@@ -85,7 +84,9 @@ class Slot:
             UserError: the lender's file holds no time, or the slot is over.
             OSError: it cannot be read.
         """
-        is_first = place_of(self.island.nodes).node == 0 and ranks.is_rank_zero()  # the node that writes checkpoints
+        is_first = (
+            ranks.place_of(self.island.nodes).node == 0 and ranks.is_rank_zero()
+        )  # the node that writes checkpoints
         if self.island.is_lent and is_first and not ranks.is_own_rank():
             left = seconds_left(self.island)
             if left <= LEAVING_SECONDS:

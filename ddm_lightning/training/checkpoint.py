@@ -117,10 +117,14 @@ class CheckpointWriter:
                 shutil.rmtree(temporary)  # it may hold files of more ranks
             writer = HuggingFaceStorageWriter(str(temporary), _file_numbers(tensors), save_distributed=True)
             writer.per_thread_copy_ahead = 0  # tensors are on the host; copying ahead would queue on the first GPU
-            # Of equal copies, the first node writes its own: nodes need not share a disk.
-            planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
-            alone = self.group is None
-            save(dict(tensors), storage_writer=writer, planner=planner, process_group=self.group, no_dist=alone)
+            save(
+                dict(tensors),
+                storage_writer=writer,
+                # Of equal copies, the first node writes its own: nodes need not share a disk.
+                planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
+                process_group=self.group,
+                no_dist=self.group is None,
+            )
             if self.is_rank_zero:
                 (temporary / REST).write_bytes(rest)
                 names = sorted(path.name for path in temporary.iterdir())

@@ -1,8 +1,9 @@
-"""Ranks of one member: processes as torchrun sets them, and the agent of torchrun that starts them on this machine.
+"""Ranks of one member: processes as torchrun sets them, the agent that starts those of a node, and the other nodes.
 
 ``fit`` on several devices is the agent's process: it starts the same command once per device, waits, hands on requests
 to stop, and says why the training failed. Ranks print nothing about a failure: ``recorded`` leaves it to the agent. A
-user's own torchrun may start the ranks, too.
+user's own torchrun may start the ranks, too. On several nodes, ``fit`` runs on each; the first one also holds the
+member's lease and publishes. A node that fails tells the others why.
 """
 
 from __future__ import annotations
@@ -12,15 +13,18 @@ import functools
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.distributed import DistError
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -34,8 +38,14 @@ from ddm_lightning.config.experiment import IslandConfig
 from ddm_lightning.core.errors import UserError, first_line, line_of
 from ddm_lightning.core.processes import handling, on_orphaned
 from ddm_lightning.members.run import Run
-from ddm_lightning.training.nodes import MEETING_SECONDS, RESUMES, Place, failure, first_cause, place_of, tell
 
+MEETING_SECONDS = 1800
+"""Time for all nodes to start ``fit``; node 0 first fetches the newest checkpoint."""
+RESUMES = "the same command resumes at the newest checkpoint"
+_OTHERS_TELL_SECONDS = 5.0
+_FAILURE = "failure"
+# Ends of the messages of gloo and NCCL.
+_LOST = ("closed by peer", "reset by peer", "Remote Error", "remote process exited")
 _OWN = "ddm-lightning-fit-"
 _POLL_SECONDS = 0.1
 POLL_STEPS = 10
@@ -119,6 +129,45 @@ def tell_state(state: str) -> None:
     """Tell the process that started the ranks of this node how far they are: ``training``, ``stopped`` or ``done``."""
     if "TORCHELASTIC_ERROR_FILE" in os.environ and is_local_zero():
         Path(os.environ["TORCHELASTIC_ERROR_FILE"]).with_name(_STATE).write_text(state, encoding="utf-8")
+
+
+class Place(NamedTuple):
+    """Where a node is among those of a member."""
+
+    node: int
+    """Its number, from 0."""
+    endpoint: str
+    """Name and port of the first node."""
+
+
+def place_of(nodes: int) -> Place:
+    """Find this node's place: among the tasks of ``srun``, one per node, or from ``NODE_RANK`` and ``MASTER_ADDR``.
+
+    Args:
+        nodes: ``island.nodes``.
+
+    Raises:
+        UserError: neither is there, or there are more or fewer tasks than nodes.
+    """
+    if nodes == 1:
+        return Place(0, "")
+    node, address, port = (os.environ.get(name) for name in ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT"))
+    if (tasks := os.environ.get("SLURM_STEP_NUM_TASKS")) is not None:
+        if int(tasks) != nodes:
+            raise UserError(
+                f"key 'island.nodes' = {nodes}: srun started {tasks} tasks; start one per node: --ntasks-per-node=1"
+            )
+        node = node or os.environ["SLURM_PROCID"]
+        first = re.sub(r"\[(\w+)[^]]*\]", r"\1", os.environ["SLURM_STEP_NODELIST"]).partition(",")[0]
+        address = address or first
+        port = port or f"{15000 + int(os.environ['SLURM_JOB_ID'][-4:])}"
+    node = node or os.environ.get("GROUP_RANK")  # of the user's torchrun
+    if not (node and address and node.isdigit() and int(node) < nodes):
+        raise UserError(
+            f"key 'island.nodes' = {nodes}: which node is this? Start fit on each with srun --ntasks-per-node=1, or "
+            f"with the variables MASTER_ADDR, the name of the first node, and NODE_RANK, from 0 to {nodes - 1}"
+        )
+    return Place(int(node), f"{address}:{port or 29500}")
 
 
 def fit_on_ranks(run: Run) -> str:
@@ -234,6 +283,35 @@ def _cause(failures: dict[int, ProcessFailure], num_ranks: int, folder: Path) ->
     if isinstance(message, dict):
         return RuntimeError(f"rank {rank}: {message['extraInfo']['py_callstack']}")
     return RuntimeError(f"rank {rank} ended with exit code {failed.exitcode}")
+
+
+def failure(store: Any) -> str | None:
+    """Why a node has failed, if one has; ``store`` is shared by torchrun's agents."""
+    try:
+        return str(store.get(_FAILURE).decode()) if store.check([_FAILURE]) else None
+    except DistError:
+        return f"node 0 is gone; {RESUMES}"
+
+
+def tell(store: Any, place: Place, reason: str) -> None:
+    """Tell the other nodes that this one has failed, so that they end."""
+    with contextlib.suppress(DistError):
+        store.set(_FAILURE, f"node {place.node}: {reason}")
+    if place.endpoint and place.node == 0:
+        time.sleep(1.0)  # with this process, the store ends
+
+
+def first_cause(own: Exception, store: Any, place: Place) -> Exception:
+    """Choose between this node's error and that of another, which may have failed before and been the cause."""
+    end = time.monotonic() + (_OTHERS_TELL_SECONDS if place.endpoint and not isinstance(own, UserError) else 0.0)
+    while (reason := failure(store)) is None and time.monotonic() < end:
+        time.sleep(_POLL_SECONDS)
+    if reason:
+        return UserError(reason)
+    if place.endpoint and any(words in str(own) for words in _LOST):
+        own = UserError(f"another node is gone; {RESUMES}")
+    tell(store, place, str(own).strip().splitlines()[-1])
+    return own
 
 
 @contextlib.contextmanager

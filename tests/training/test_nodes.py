@@ -22,7 +22,7 @@ from tiny_runs import RANK_VARIABLES, ROOT, TINY, finish, prepared, read_status
 from training.short_fits import events
 
 from ddm_lightning.cli.parser import main
-from ddm_lightning.training.nodes import place_of
+from ddm_lightning.training.ranks import place_of
 
 SETTINGS = (
     "member=expert-0",
