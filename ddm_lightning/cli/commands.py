@@ -383,10 +383,9 @@ def change_ensemble(options: argparse.Namespace) -> None:
         if options.action == "add" and options.tune_router and ROUTER not in after.folders:
             from ddm_lightning.training.extension import extend_router
 
-            assert after.about is not None
             expert, router = Path(options.artifact), Path(scratch) / ROUTER
             seen, new = (RunFolder(Path(run)) for run in options.tune_router)
-            extend_router(before, expert, options.images / after.about.num_images, seen, new, router)
+            extend_router(before, expert, options.images / after.description.num_images, seen, new, router)
             after = added(before, expert, options.images, router)
         save_ensemble(after, out)
     shares = [f"{name} {prior:.4f}" for name, prior in after.shares.items()]

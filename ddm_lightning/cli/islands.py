@@ -91,11 +91,11 @@ def show_status(experiment: Experiment, options: argparse.Namespace) -> None:
             print(json.dumps(seen.to_json()))
         return
     if options.watch:
-        with Live(_progress_of(run, members), auto_refresh=False) as live:
+        with Live(table_of(run, members), auto_refresh=False) as live:
             while any(seen.health != "done" for seen in members):
                 time.sleep(_WATCH_SECONDS)
                 members = watch.look()
-                live.update(_progress_of(run, members), refresh=True)
+                live.update(table_of(run, members), refresh=True)
         return
     if options.html:
         from ddm_lightning.islands.page import write_page
@@ -106,17 +106,11 @@ def show_status(experiment: Experiment, options: argparse.Namespace) -> None:
     console = Console()
     if run.url and not console.is_terminal:
         console.width = max(console.width, _SHARED_WIDTH)
-    console.print(_progress_of(run, members))
+    console.print(table_of(run, members))
     for word in dict.fromkeys(seen.health for seen in members if seen.health in NOTES):
         print(f"{word}: {NOTES[word]}")
     print_skipped(run.started, run, options)
     print("curves: add --html FILE" if run.url else f"curves: tensorboard --logdir {run.folder.root}")
-
-
-def _progress_of(run: Run, members: Sequence[Seen]) -> Table:
-    table = table_of(run, members)
-    table.caption, table.caption_justify = preparing_line(run), "left"
-    return table
 
 
 def print_skipped(members: Sequence[str], run: Run, options: argparse.Namespace) -> None:
@@ -133,7 +127,9 @@ def print_skipped(members: Sequence[str], run: Run, options: argparse.Namespace)
 def table_of(run: Run, members: Sequence[Seen] | None = None) -> Table:
     """Table of the run's members, by default as they are now; on all islands if it has a URL."""
     title = remote.shown(run.url or str(run.folder.root))
-    return status_table(title, Watch(run).look() if members is None else members)
+    table = status_table(title, Watch(run).look() if members is None else members)
+    table.caption, table.caption_justify = preparing_line(run), "left"
+    return table
 
 
 def command_line(name: str, options: argparse.Namespace) -> str:

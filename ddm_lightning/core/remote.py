@@ -61,12 +61,12 @@ def filesystem(url: str) -> tuple[AbstractFileSystem, str]:
 
 
 @contextmanager
-def reaching() -> Iterator[None]:
-    """Turn an ``OSError`` of the store into one line for the user."""
+def reaching(what: str = "key 'remote'") -> Iterator[None]:
+    """Turn an ``OSError`` of a store into one line for the user, which begins with ``what``."""
     try:
         yield
     except OSError as error:
-        raise UserError(f"key 'remote': {first_line(error)}; check the address and the access to it") from error
+        raise UserError(f"{what}: {first_line(error)}; check the address and the access to it") from error
 
 
 def is_url(address: str | Path) -> bool:

@@ -98,8 +98,7 @@ def _with_artifact(
 def _changed(ensemble: EnsembleManifest, folders: dict[str, Path], counts: dict[str, int]) -> EnsembleManifest:
     own = dict(zip(ensemble.experts, ensemble.expert_clusters, strict=True))
     images = {own.get(name, name): count for name, count in counts.items()}  # by cluster
-    total, about = sum(images.values()), ensemble.about
-    assert about is not None
+    total, about = sum(images.values()), ensemble.description
     sample = SampleConfig(**about.sample)
     if ROUTER not in folders and STRATEGIES.get(sample.strategy).needs_router:  # type: ignore[attr-defined]
         sample = replace(sample, strategy="bayes", strategy_params={}, solver="ancestral", solver_params={})
@@ -110,8 +109,8 @@ def _changed(ensemble: EnsembleManifest, folders: dict[str, Path], counts: dict[
 
 def _counts(ensemble: EnsembleManifest) -> dict[str, int]:
     """Images of each expert's cluster, at least 1."""
-    assert ensemble.about is not None
-    return {name: max(1, round(share * ensemble.about.num_images)) for name, share in ensemble.shares.items()}
+    num_images = ensemble.description.num_images
+    return {name: max(1, round(share * num_images)) for name, share in ensemble.shares.items()}
 
 
 def _require(ensemble: EnsembleManifest, name: str) -> None:

@@ -92,6 +92,12 @@ class EnsembleManifest:
     """Place of each expert's cluster in ``priors``, [M]; experts of one cluster differ in their intervals."""
 
     @property
+    def description(self) -> About:
+        """The part ``about``, where there is one; ``use.saved.manifest_with_about`` fills it in."""
+        assert self.about is not None
+        return self.about
+
+    @property
     def experts(self) -> list[str]:
         """Names of the experts, in the order of ``expert_clusters``."""
         return [name for name in self.folders if name != ROUTER]

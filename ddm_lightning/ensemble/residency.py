@@ -6,7 +6,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,10 +13,6 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ddm_lightning.core.weights import free_bytes
-
-
-def _evaluate(host: nn.Module, weights: dict[str, Tensor], *inputs: Any) -> Any:
-    return functional_call(host, weights, inputs)
 
 
 class ResidentExperts(Sequence[Any]):
@@ -61,7 +56,7 @@ class ResidentExperts(Sequence[Any]):
         if self._stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(self._stream)
         self._request(next((later for later in self.turns if later > k), self.turns[0]))
-        return partial(_evaluate, self._hosts[k], weights)
+        return lambda *inputs: functional_call(self._hosts[k], weights, inputs)
 
     def _request(self, k: int) -> None:
         """Mark expert k as used last; start to load it if it is not on the device."""

@@ -175,10 +175,14 @@ class Evaluation:
         train = self.all_features(metric, train_images)
         distances, neighbours = nearest(self.all_features(metric, self.generated), train, NUM_NEIGHBOURS)
         of_held_out = nearest(self.all_features(metric, held_out), train, 1)[0][:, 0]
-        closest, grid = distances[:, 0], []
-        for row in closest.argsort()[:NUM_SUSPECTS].tolist():
-            images = [_image(self.generated, row), *(_image(train_images, other) for other in neighbours[row].tolist())]
-            grid.append((f"sample {row}: {float(closest[row]):.3g}", images))
+        closest = distances[:, 0]
+        grid = [
+            (
+                f"sample {row}: {float(closest[row]):.3g}",
+                [_image(self.generated, row), *(_image(train_images, other) for other in neighbours[row].tolist())],
+            )
+            for row in closest.argsort()[:NUM_SUSPECTS].tolist()
+        ]
         title = "Closest samples, each beside its nearest training images"
         footer = f"Trained on: {credit}" if (credit := self.run.manifest.attribution) else ""
         save_png(self.folder / "neighbours.png", labelled_grid(grid, scale_of(grid[0][1][0]), title, footer=footer))

@@ -69,7 +69,7 @@ class Lease:
         beat = self._content["beat"] + 1
         now = time.time()
         self._content |= {"beat": beat, "time": now, "released": released, "status": {**status, "updated": now}}
-        remote.write(_file(self.url, self.generation), _packed(self._content))
+        remote.write(_file(self.url, self.generation), json.dumps(self._content).encode())
 
     def check(self) -> None:
         """Check that no other process has taken the member over; call it before publishing.
@@ -119,7 +119,7 @@ def claim(member: str, url: str, say: Callable[[str], object]) -> Lease:
                 f"{member}: process {other.get('pid')} on {other.get('host')} trains it and is alive; "
                 "wait for it or stop it"
             )
-        if remote.create(_file(url, generation + 1), _packed(own)):
+        if remote.create(_file(url, generation + 1), json.dumps(own).encode()):
             return Lease(url, generation + 1, own)
 
 
@@ -184,7 +184,3 @@ def _machine() -> str:
 
 def _file(url: str, generation: int) -> str:
     return f"{url}/{generation}.json"
-
-
-def _packed(content: Mapping[str, Any]) -> bytes:
-    return json.dumps(content).encode()

@@ -160,10 +160,13 @@ def fit_members(members: Sequence[str], run: Run, jobs: int, console: Console) -
 def _start(member: str, slot: int, run: Run) -> _Child:
     island = run.experiment.island
     folder = run.folder.member(member)
-    folder.mkdir(parents=True, exist_ok=True)
-    environment = dict(os.environ, OMP_NUM_THREADS=str(island.num_threads), PYTHONUNBUFFERED="1")
-    environment[FITTED_BY] = str(os.getpid())
-    environment |= gpu_variables(slot, island)
+    environment = {
+        **os.environ,
+        **gpu_variables(slot, island),
+        "OMP_NUM_THREADS": str(island.num_threads),
+        "PYTHONUNBUFFERED": "1",
+        FITTED_BY: str(os.getpid()),
+    }
     # Not the run's experiment.yaml, into which another fit may write the settings of another island meanwhile.
     settings = folder / "experiment.yaml"
     if island.max_minutes is not None:  # from the start of this process, not of the child's

@@ -265,11 +265,12 @@ class Planner:
         """Look for the fewest devices of one node that hold each member; takes some seconds for a large network."""
         if plan.device_bytes is None:
             return plan
-        found = []
-        for member, one in zip(self.members, plan.members, strict=True):
-            island = island_of(member.name, self.experiment)
-            found.append(replace(one, suggestion=smallest(self._cost(member)[0], island, plan.device_bytes)))
-        return replace(plan, members=tuple(found))
+        settings = (
+            smallest(self._cost(member)[0], island_of(member.name, self.experiment), plan.device_bytes)
+            for member in self.members
+        )
+        pairs = zip(plan.members, settings, strict=True)
+        return replace(plan, members=tuple(replace(one, suggestion=setting) for one, setting in pairs))
 
     def _plan(self, member: Member, device: str | None, num_bytes: int | None) -> MemberPlan:
         island = island_of(member.name, self.experiment)

@@ -37,25 +37,34 @@ def sources_of(data: Data, rates: Rates, device_source: str) -> dict[str, str]:
 
 def tables(plan: Plan) -> list[Table]:
     """Size and traffic, memory, and time of each member; members with equal figures share a row."""
-    sizes, memory, training = [], [], []
-    for one in plan.members:
-        shards = "–" if one.shard_bytes is None else format_bytes(one.shard_bytes)
-        sizes.append(
-            (
-                one.member,
-                f"{one.parameters / 1e6:,.4g}",
-                f"{one.flops_per_sample / 1e9:,.4g}",
-                f"{one.flops:.2e}",
-                format_bytes(one.checkpoint_bytes),
-                f"{one.checkpoints_out / 1e6:.3g}",
-                shards,
-                "–" if one.shards_in is None else f"{one.shards_in / 1e6:.3g}",
-            )
+    sizes = [
+        (
+            one.member,
+            f"{one.parameters / 1e6:,.4g}",
+            f"{one.flops_per_sample / 1e9:,.4g}",
+            f"{one.flops:.2e}",
+            format_bytes(one.checkpoint_bytes),
+            f"{one.checkpoints_out / 1e6:.3g}",
+            "–" if one.shard_bytes is None else format_bytes(one.shard_bytes),
+            "–" if one.shards_in is None else f"{one.shards_in / 1e6:.3g}",
         )
-        parts = [f"{value / 1e9:.3f}" for value in asdict(one.memory).values()]
-        memory.append((one.member, *parts, {True: "yes", False: "NO", None: "–"}[one.fits]))
-        setting = str(one.devices), one.strategy, str(one.micro_batch_size)
-        training.append((one.member, *setting, *_times(one.hours, one.device_hours, one.dollars)))
+        for one in plan.members
+    ]
+    fits = {True: "yes", False: "NO", None: "–"}
+    memory = [
+        (one.member, *(f"{value / 1e9:.3f}" for value in asdict(one.memory).values()), fits[one.fits])
+        for one in plan.members
+    ]
+    training = [
+        (
+            one.member,
+            str(one.devices),
+            one.strategy,
+            str(one.micro_batch_size),
+            *_times(one.hours, one.device_hours, one.dollars),
+        )
+        for one in plan.members
+    ]
     training.append(("all at once", "", "", "", *_times(*plan.totals.values())))
     heads = ("M\nparams", "GFLOP\na sample", "FLOP", "check-\npoint", "out,\nMB/s", "shards", "in,\nMB/s")
     parts = ["weights", "grads", "opti-\nmizer", "EMA", "activ-\nations", "tem-\nporary", "peak", "fits"]

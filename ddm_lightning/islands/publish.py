@@ -224,9 +224,8 @@ class Publisher:
             if found not in kept and found[1] <= self.held.generation:
                 remote.remove(f"{self.url}/checkpoints/{found[2]}")
 
-    def _changed(self) -> list[tuple[Path, tuple[int, int]]]:
-        """Files that are new or have changed, with their sizes and times."""
-        found = []
+    def _changed(self) -> Iterator[tuple[Path, tuple[int, int]]]:
+        """Yield files that are new or have changed, with their sizes and times."""
         for path in sorted(self.folder.rglob("*")):
             relative = path.relative_to(self.folder)
             is_private = relative.parts[0] in _PRIVATE or any(part.startswith(".") for part in relative.parts)
@@ -234,8 +233,7 @@ class Publisher:
                 continue
             state = path.stat()
             if self._sent.get(path) != (stamp := (state.st_size, state.st_mtime_ns)):
-                found.append((path, stamp))
-        return found
+                yield path, stamp
 
     def _send(self, folder: Path, url: str, last: str) -> None:
         """Send a folder of files, ``last`` at the end and only if this process still holds the lease."""

@@ -84,9 +84,8 @@ class Slot:
             UserError: the lender's file holds no time, or the slot is over.
             OSError: it cannot be read.
         """
-        is_first = (
-            ranks.place_of(self.island.nodes).node == 0 and ranks.is_rank_zero()
-        )  # the node that writes checkpoints
+        # The node that writes checkpoints.
+        is_first = ranks.place_of(self.island.nodes).node == 0 and ranks.is_rank_zero()
         if self.island.is_lent and is_first and not ranks.is_own_rank():
             left = seconds_left(self.island)
             if left <= LEAVING_SECONDS:

@@ -44,8 +44,13 @@ class Seen:
 
     def to_json(self) -> dict[str, Any]:
         """All of it, as plain JSON."""
-        own = {key: value for key, value in vars(self).items() if key not in ("status", "health")}
-        return {**asdict(self.status), "shown_state": self.health, **own}
+        return {
+            **asdict(self.status),
+            "shown_state": self.health,
+            "heartbeat_age": self.heartbeat_age,
+            "starts": self.starts,
+            "seconds_left": self.seconds_left,
+        }
 
 
 class Watch:

@@ -10,8 +10,7 @@ from __future__ import annotations
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -108,7 +107,7 @@ class Initial:
                 self._pull(*(path for path in self._described(folder) if not path.exists()))
             else:
                 DOWNLOADS[scratch] = self.source
-                with self._reaching():
+                with remote.reaching(self.source):
                     self._describe(folder)
             member_file, config_file = self._described(folder)
             if member_file.exists():
@@ -212,7 +211,7 @@ class Initial:
     def _pull(self, *paths: Path) -> None:
         """Bring files that the run's URL has."""
         for path in paths if self._url else ():
-            with self._reaching(), suppress(FileNotFoundError):
+            with remote.reaching(self.source), suppress(FileNotFoundError):
                 remote.get(f"{self._url}/{path.relative_to(self.root).as_posix()}", path)
 
     def _fetch(self) -> str:
@@ -221,7 +220,7 @@ class Initial:
         temporary = Path(tempfile.mkdtemp(prefix=".tmp-", dir=self.root))
         DOWNLOADS[str(temporary)] = self.source
         try:
-            with self._reaching():
+            with remote.reaching(self.source):
                 self._bring(temporary)
             weights, is_artifact = temporary / WEIGHTS_FILE, (temporary / MEMBER_FILE).exists()
             found = read_meta(temporary).model_sha256 if is_artifact else sha256_file(weights)
@@ -285,14 +284,6 @@ class Initial:
                 f"the weights have SHA-256 {found[:12]}…, not {wanted[:12]}…; put the right ones there, or use another "
                 "folder with run_dir=…"
             )
-
-    @contextmanager
-    def _reaching(self) -> Iterator[None]:
-        """Turn an ``OSError`` of a store into one line for the user."""
-        try:
-            yield
-        except OSError as error:
-            raise self._error(f"cannot be read: {first_line(error)}; fix the address or the access") from error
 
     def _error(self, problem: str) -> UserError:
         return UserError(f"{self.source}: {problem}")

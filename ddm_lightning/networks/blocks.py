@@ -263,7 +263,11 @@ class FinalLayer(nn.Module):
 
 
 def initialise(network: nn.Module) -> None:
-    """Initialise linear layers to Xavier-uniform with zero bias; those that blocks and output start from, to zero."""
+    """Initialise all weights from torch's global generator: adaLN-Zero (section 3.2), with DiT's ranges.
+
+    Linear layers are Xavier-uniform with zero bias, embeddings normal(0.02). Modulations, the last layer and the
+    outputs of cross-attention are zero, so that each block is the identity.
+    """
     for name, part in network.named_modules():
         if isinstance(part, nn.Linear):
             nn.init.xavier_uniform_(part.weight)
@@ -271,6 +275,9 @@ def initialise(network: nn.Module) -> None:
         if name.endswith(("modulation", "cross_attention.out", "final.out")):
             for parameter in part.parameters():
                 nn.init.zeros_(parameter)
+    for part in network.modules():
+        if hasattr(part, "initialise"):
+            part.initialise()  # type: ignore[operator]  # torch expects tensors and modules
 
 
 def is_muon_matrix(name: str, parameter: nn.Parameter) -> bool:

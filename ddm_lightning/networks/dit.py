@@ -59,17 +59,6 @@ class PatchTransformer(embeddings.Conditioned):
         self.register_buffer("rotation", rotation, persistent=False)
         self.time_embedding = embeddings.TimestepEmbedding(width)
 
-    def initialise(self) -> None:
-        """Initialise all weights from torch's global generator: adaLN-Zero (section 3.2), with DiT's ranges.
-
-        Linear layers are Xavier-uniform with zero bias, embeddings normal(0.02). Modulations, the last layer and the
-        outputs of cross-attention are zero, so that each block is the identity.
-        """
-        initialise(self)
-        for part in self.modules():
-            if part is not self and hasattr(part, "initialise"):
-                part.initialise()  # type: ignore[operator]  # torch expects tensors and modules
-
     def tokens(self, x_t: Float[Tensor, "b c h w"]) -> Tokens:
         """Embed the patches; add positions unless RoPE is used."""
         patches = embeddings.patchify(x_t, self.patch_size).to(self.patch_embedding.weight.dtype)
@@ -168,7 +157,7 @@ class DiT(Trunk):
             out_features=x_shape[0] * options.patch_size**2,
         )
         self.prediction = options.prediction
-        self.initialise()
+        initialise(self)
 
     def forward(self, x_t: Float[Tensor, "b c h w"], t: Times, condition: Condition | None) -> Float[Tensor, "b c h w"]:
         """The prediction, in the dtype of ``x_t``; ``condition=None`` is the learned null in every row."""

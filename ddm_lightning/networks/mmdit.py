@@ -13,7 +13,16 @@ from ddm_lightning.core.registry import EXPERTS
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.flow.path import Samples, Times
 from ddm_lightning.networks.attention import attention
-from ddm_lightning.networks.blocks import Architecture, FinalLayer, Tokens, head_norm, modulate, normalised, plain_mlp
+from ddm_lightning.networks.blocks import (
+    Architecture,
+    FinalLayer,
+    Tokens,
+    head_norm,
+    initialise,
+    modulate,
+    normalised,
+    plain_mlp,
+)
 from ddm_lightning.networks.dit import PatchTransformer
 from ddm_lightning.networks.embeddings import ConditionEmbedding, TwoLayers, unpatchify
 
@@ -150,7 +159,7 @@ class MMDiT(PatchTransformer):
             JointBlock(width, num_heads, mlp_ratio, qk_norm, is_last=index == depth - 1) for index in range(depth)
         )
         self.final = FinalLayer(width, x_shape[0] * patch_size**2)
-        self.initialise()
+        initialise(self)
 
     def forward(self, x_t: Samples, t: Times, condition: Condition | None) -> Samples:
         """The velocity, in the dtype of ``x_t``; ``condition=None`` is the learned null in every row."""

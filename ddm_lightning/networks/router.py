@@ -13,7 +13,7 @@ from torch.nn import functional
 from ddm_lightning.core.registry import ROUTERS
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.flow.path import Times
-from ddm_lightning.networks.blocks import Architecture, Tokens
+from ddm_lightning.networks.blocks import Architecture, Tokens, initialise
 from ddm_lightning.networks.dit import Trunk
 
 
@@ -55,11 +55,7 @@ class RouterDiT(Trunk):
         self.dropout = dropout
         self.text_dropout = text_dropout
         self.class_token = nn.Parameter(torch.empty(options.sizes().width))
-        self.initialise()
-
-    def initialise(self) -> None:
-        """Initialise like ``Trunk``, and the class token from a normal distribution with std 0.02."""
-        super().initialise()
+        initialise(self)
         nn.init.normal_(self.class_token, std=0.02)
 
     def forward(

@@ -145,8 +145,7 @@ class DecentralizedEnsemble:
     @property
     def about(self) -> About:
         """Name, credit, classes and defaults."""
-        assert self.manifest.about is not None
-        return self.manifest.about
+        return self.manifest.description
 
     @property
     def meta(self) -> ArtifactMeta:

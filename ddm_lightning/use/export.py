@@ -80,8 +80,7 @@ def export_member(manifest: EnsembleManifest, out: Path, licence: str | None = N
         UserError: ``out`` exists, the network is not ``diffusers``, or as ``load_network``.
     """
     ((name, folder),) = manifest.folders.items()
-    meta = manifest.meta
-    assert manifest.about is not None
+    meta, about = manifest.meta, manifest.description
     if meta.network != "diffusers":
         raise UserError(
             f"{folder / MEMBER_FILE}: the network of {name} is {meta.network!r}, for which diffusers has no class; "
@@ -101,7 +100,7 @@ def export_member(manifest: EnsembleManifest, out: Path, licence: str | None = N
             kind=type(network.model).__name__,
             name=name,
             meta=meta,
-            about=manifest.about if licence is None else replace(manifest.about, licence=licence),
+            about=about if licence is None else replace(about, licence=licence),
             others=others,
             file=CONDITION_FILE,
         )

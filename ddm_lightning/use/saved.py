@@ -33,7 +33,7 @@ from ddm_lightning.config.load import read_override
 from ddm_lightning.config.merge import changed
 from ddm_lightning.config.validate import check_experiment
 from ddm_lightning.core import checks, remote
-from ddm_lightning.core.errors import DOWNLOADS, UserError, first_line
+from ddm_lightning.core.errors import DOWNLOADS, UserError
 from ddm_lightning.core.files import atomic_folder, inside
 from ddm_lightning.core.weights import check_recorded
 from ddm_lightning.ensemble.manifest import (
@@ -98,7 +98,7 @@ def fetched(address: str | Path) -> Path:
             with suppress(FileNotFoundError):
                 remote.get(f"{url}/{path.relative_to(run.root).as_posix()}", path)
 
-    try:
+    with remote.reaching(remote.shown(url)):
         fetch(run.ensemble)
         document = read_document(run.ensemble)
         for relative in {entry["path"] for entry in document["members"]}:
@@ -109,8 +109,6 @@ def fetched(address: str | Path) -> Path:
                 fetch(*([] if base.exists() else [base]))
         if document["about"] is None:
             fetch(run.experiment, manifest_path(run.root))
-    except OSError as error:
-        raise UserError(f"{url}: cannot be read: {first_line(error)}; fix the address or the access") from error
     return run.root
 
 
@@ -161,8 +159,7 @@ def manifest_with_about(
 
 def experiment_of(manifest: EnsembleManifest) -> Experiment:
     """Build the part of an experiment that sampling from an ensemble needs."""
-    assert manifest.about is not None
-    about, meta = manifest.about, manifest.meta
+    about, meta = manifest.description, manifest.meta
     return Experiment(
         name=about.name,
         seed=about.seed,
@@ -285,10 +282,9 @@ def save_ensemble(ensemble: EnsembleManifest, out: Path, licence: str | None = N
     Raises:
         UserError: ``out`` exists, an artifact is damaged, or members do not belong together.
     """
-    assert ensemble.about is not None
     if out.exists():
         raise UserError(f"{out}: exists already; give a new folder")
-    about = ensemble.about if licence is None else replace(ensemble.about, licence=licence)
+    about = ensemble.description if licence is None else replace(ensemble.description, licence=licence)
     bases = Bases(ensemble.folders.values())
     with atomic_folder(out) as temporary:
         for name, folder in ensemble.folders.items():

@@ -13,6 +13,7 @@ from ddm_lightning.networks.blocks import (
     Recipe,
     SelfAttention,
     SwiGLU,
+    initialise,
     plain_mlp,
 )
 from ddm_lightning.networks.dit import Trunk
@@ -170,7 +171,7 @@ def test_block_starts_as_the_identity(recipe, reads_tokens):
     torch.manual_seed(0)
     options = Architecture(width=16, depth=2, num_heads=2, patch_size=2, **recipe)
     trunk = Trunk(x_shape=(3, 4, 4), condition=spec, options=options, out_features=12)
-    trunk.initialise()
+    initialise(trunk)
     x, conditioning = torch.randn(2, 4, 16), torch.randn(2, 16)
     condition = Condition.of(torch.randn(2, 3, 6)) if reads_tokens else None
     assert torch.equal(trunk.run(x, conditioning, trunk.rotation, condition), x)

@@ -73,9 +73,11 @@ class SlurmLauncher(Launcher):
         from submitit import AutoExecutor
 
         settings = self.settings
-        gpus = {"gpus_per_node": job.island.devices} if job.uses_gpus else {}
-        memory = {} if settings.memory_gb is None else {"mem_gb": settings.memory_gb}
-        partition = {} if settings.partition is None else {"slurm_partition": settings.partition}
+        optional = {
+            "gpus_per_node": job.island.devices if job.uses_gpus else None,
+            "mem_gb": settings.memory_gb,
+            "slurm_partition": settings.partition,
+        }
         folder = job.folder.resolve() / "slurm"
         try:
             executor = AutoExecutor(folder=folder, cluster="slurm", slurm_max_num_timeout=_ANY_NUMBER)
@@ -88,9 +90,7 @@ class SlurmLauncher(Launcher):
                 slurm_signal_delay_s=settings.notice_seconds,
                 slurm_setup=[f"export {key}={value}" for key, value in job.environment.items()],
                 slurm_additional_parameters=settings.more,
-                **gpus,
-                **memory,
-                **partition,
+                **{name: value for name, value in optional.items() if value is not None},
             )
             return str(executor.submit(Training(job.command(sys.executable))).job_id)
         except Exception as error:  # submitit raises many kinds

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -64,7 +63,8 @@ class DiffusersTransformer(nn.Module):
             build, settings = _resolved(config)
             self.family = FAMILIES[build.__name__]
             self.family.check(settings, x_shape, condition)
-            if _is_told_sizes(settings):
+            is_told_sizes = settings.get("use_additional_conditions", False)  # null: at a size of 128
+            if is_told_sizes or (is_told_sizes is None and settings["sample_size"] == 128):
                 raise ValueError(
                     "the model reads resolution and aspect ratio (use_additional_conditions), which shards lack"
                 )
@@ -168,9 +168,3 @@ def _resolved(config: Any) -> tuple[Any, dict[str, Any]]:
     found = {key: config.get(key, one.default) for key, one in inspect.signature(build).parameters.items()}
     # As JSON would return it.
     return build, {key: list(value) if isinstance(value, tuple) else value for key, value in found.items()}
-
-
-def _is_told_sizes(settings: Mapping[str, Any]) -> bool:
-    """Whether a PixArt reads resolution and aspect ratio; by default it does at a size of 128."""
-    told = settings.get("use_additional_conditions", False)
-    return settings["sample_size"] == 128 if told is None else told
