@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -33,6 +34,7 @@ class Score(NamedTuple):
         return cls(value, value - 1.96 * error, value + 1.96 * error)
 
 
+@dataclass(eq=False)
 class FeatureMetric:
     """Base of the metrics that compare the features of all generated with those of all real images.
 
@@ -41,14 +43,15 @@ class FeatureMetric:
         features_params: its parameters, such as ``path``.
     """
 
+    features: str = DEFAULT
+    features_params: dict[str, Any] = field(default_factory=dict)
     device = torch.device("cpu")
     min_images = 4
     """Fewest images of each set."""
     remedy = "enlarge evaluate.num_images or the reference (evaluate.reference=train)"
     """What to do if there are fewer."""
 
-    def __init__(self, features: str = DEFAULT, features_params: dict[str, Any] | None = None) -> None:
-        self.features, self.features_params = features, features_params or {}
+    def __post_init__(self) -> None:
         FEATURES.check(self.features, self.features_params)
 
     @cached_property
@@ -162,6 +165,7 @@ def mean_over_subsets(
 
 
 @METRICS.register("kid")
+@dataclass(eq=False)
 class KernelInceptionDistance(FeatureMetric):
     """``kernel_distance`` (KID, 1801.01401).
 
@@ -173,14 +177,7 @@ class KernelInceptionDistance(FeatureMetric):
         num_subsets: number of subsets for ``mean_over_subsets``, 100 in clean-fid; None compares all pairs.
     """
 
-    def __init__(
-        self,
-        features: str = DEFAULT,
-        features_params: dict[str, Any] | None = None,
-        num_subsets: int | None = None,
-    ) -> None:
-        super().__init__(features, features_params)
-        self.num_subsets = num_subsets
+    num_subsets: int | None = None
 
     def scores(self, generated: Float[Tensor, "n d"], real: Float[Tensor, "m d"]) -> dict[str, Score]:
         """Return the distance under its name."""
@@ -229,6 +226,7 @@ def frechet_distance(generated: Moments, real: Moments) -> float:
 
 
 @METRICS.register("fid")
+@dataclass(eq=False)
 class FrechetDistance(FeatureMetric):
     """``frechet_distance`` between Gaussians fitted to both sets.
 
@@ -243,17 +241,9 @@ class FrechetDistance(FeatureMetric):
         min_images: fewest images of each set; with fewer, the bias exceeds most differences of interest.
     """
 
+    num_groups: int = 20
+    min_images: int = 2000
     remedy = f"use kid, which is unbiased, {FeatureMetric.remedy}, or lower the metric's min_images"
-
-    def __init__(
-        self,
-        features: str = DEFAULT,
-        features_params: dict[str, Any] | None = None,
-        num_groups: int = 20,
-        min_images: int = 2000,
-    ) -> None:
-        super().__init__(features, features_params)
-        self.num_groups, self.min_images = num_groups, min_images
 
     def scores(self, generated: Float[Tensor, "n d"], real: Float[Tensor, "m d"]) -> dict[str, Score]:
         """Return the distance under its name."""
@@ -290,6 +280,7 @@ def _share(hits: Bool[Tensor, " n"]) -> Score:
 
 
 @METRICS.register("precision-recall")
+@dataclass(eq=False)
 class PrecisionRecallMetric(FeatureMetric):
     """``precision_recall`` (Kynkäänniemi et al. 2019, 1904.06991).
 
@@ -301,11 +292,11 @@ class PrecisionRecallMetric(FeatureMetric):
         num_neighbours: k, 3 in the paper.
     """
 
-    def __init__(
-        self, features: str = DEFAULT, features_params: dict[str, Any] | None = None, num_neighbours: int = 3
-    ) -> None:
-        super().__init__(features, features_params)
-        self.num_neighbours, self.min_images = num_neighbours, num_neighbours + 1
+    num_neighbours: int = 3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.min_images = self.num_neighbours + 1
 
     def scores(self, generated: Float[Tensor, "n d"], real: Float[Tensor, "m d"]) -> dict[str, Score]:
         """Return both shares under their names."""

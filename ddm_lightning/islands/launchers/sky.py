@@ -34,9 +34,10 @@ _SETUP = (
 )
 
 
+@LAUNCHERS.register("sky")
 @dataclass
-class SkyParams:
-    """Params of the launcher ``sky``."""
+class SkyLauncher(Launcher):
+    """Starts the members of one call as a job group; SkyPilot replaces the machine of each that is preempted."""
 
     accelerators: list[str] = field(default_factory=list)
     """GPUs, any of which will do: ``[H100, A100-80GB]``; a member gets ``island.devices`` of one kind."""
@@ -55,16 +56,8 @@ class SkyParams:
     more: dict[str, Any] = field(default_factory=dict)
     """Further keys of each task, such as ``{resources: {disk_size: 512}}``."""
 
-
-@LAUNCHERS.register("sky")
-class SkyLauncher(Launcher):
-    """Starts the members of one call as a job group; SkyPilot replaces the machine of each that is preempted."""
-
-    params = SkyParams
-
-    def __init__(self, **params: Any) -> None:
-        self.settings = SkyParams(**params)
-        self.devices = self.settings.accelerators
+    def __post_init__(self) -> None:
+        self.devices = self.accelerators
 
     def submit(self, job: Job) -> str:
         return next(self.submit_all([job]))
@@ -78,7 +71,7 @@ class SkyLauncher(Launcher):
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic_write_text(path, self._file(group, jobs))
         print(f"sky jobs launch {path}: takes minutes", file=sys.stderr)
-        secrets = [word for name in self.settings.secrets for word in ("--secret", name)]
+        secrets = [word for name in self.secrets for word in ("--secret", name)]
         _sky("launch", "--yes", "--detach-run", *secrets, str(path))
         yield from (f"{group}/{job.member}" for job in jobs)
 
@@ -110,27 +103,26 @@ class SkyLauncher(Launcher):
         return yaml.safe_dump_all([header, *map(self._task, jobs)], sort_keys=False, width=1000)
 
     def _task(self, job: Job) -> dict[str, Any]:
-        settings = self.settings
-        if job.uses_gpus and not settings.accelerators:
+        if job.uses_gpus and not self.accelerators:
             raise UserError(
                 f"key 'launch.sky.accelerators': none for {job.member}, whose island.accelerator is gpu; "
                 "set launch.sky.accelerators=[H100]"
             )
-        resources: dict[str, Any] = {"use_spot": settings.use_spot, "job_recovery": _RECOVERY}
-        if settings.accelerators:
-            resources["accelerators"] = dict.fromkeys(settings.accelerators, job.island.devices)
-        if settings.infra is not None:
-            resources["infra"] = settings.infra
+        resources: dict[str, Any] = {"use_spot": self.use_spot, "job_recovery": _RECOVERY}
+        if self.accelerators:
+            resources["accelerators"] = dict.fromkeys(self.accelerators, job.island.devices)
+        if self.infra is not None:
+            resources["infra"] = self.infra
         task = {
             "name": job.member,
-            "workdir": settings.workdir,
+            "workdir": self.workdir,
             "resources": resources,
             "envs": job.environment,
-            "secrets": dict.fromkeys(settings.secrets),
-            "setup": settings.setup,
-            "run": shlex.join(job.command(settings.python)),
+            "secrets": dict.fromkeys(self.secrets),
+            "setup": self.setup,
+            "run": shlex.join(job.command(self.python)),
         }
-        merged: Any = OmegaConf.to_container(OmegaConf.merge(task, settings.more))
+        merged: Any = OmegaConf.to_container(OmegaConf.merge(task, self.more))
         return dict(merged)
 
 

@@ -16,24 +16,6 @@ from ddm_lightning.islands.job import Job, Launcher
 _ANY_NUMBER = 1_000_000
 
 
-@dataclass
-class SlurmParams:
-    """Params of the launcher ``slurm``."""
-
-    partition: str | None = None
-    """Partition; null for the cluster's default."""
-    minutes: int = 1440
-    """Time limit of a slot; the member is requeued and resumes until it is finished."""
-    cpus_per_device: int = 4
-    """Cores per device."""
-    memory_gb: float | None = None
-    """Memory of the node; null for the cluster's default."""
-    notice_seconds: int = 120
-    """Time before the limit at which the member is told to write its checkpoint and stop."""
-    more: dict[str, Any] = field(default_factory=dict)
-    """Further options of ``sbatch``, such as ``{account: lab, qos: preemptible}``."""
-
-
 class Training:
     """Runs a member in a SLURM job; submitit pickles it into the shared run folder and calls it on each node."""
 
@@ -59,24 +41,34 @@ class Training:
 
 
 @LAUNCHERS.register("slurm")
+@dataclass
 class SlurmLauncher(Launcher):
     """Submits from a machine of the cluster; the run folder must be on a disk that the nodes share."""
 
-    params = SlurmParams
     spans_nodes = True
+    partition: str | None = None
+    """Partition; null for the cluster's default."""
+    minutes: int = 1440
+    """Time limit of a slot; the member is requeued and resumes until it is finished."""
+    cpus_per_device: int = 4
+    """Cores per device."""
+    memory_gb: float | None = None
+    """Memory of the node; null for the cluster's default."""
+    notice_seconds: int = 120
+    """Time before the limit at which the member is told to write its checkpoint and stop."""
+    more: dict[str, Any] = field(default_factory=dict)
+    """Further options of ``sbatch``, such as ``{account: lab, qos: preemptible}``."""
 
-    def __init__(self, **params: Any) -> None:
+    def __post_init__(self) -> None:
         require("launch --on slurm", "submitit", extra="slurm")
-        self.settings = SlurmParams(**params)
 
     def submit(self, job: Job) -> str:
         from submitit import AutoExecutor
 
-        settings = self.settings
         optional = {
             "gpus_per_node": job.island.devices if job.uses_gpus else None,
-            "mem_gb": settings.memory_gb,
-            "slurm_partition": settings.partition,
+            "mem_gb": self.memory_gb,
+            "slurm_partition": self.partition,
         }
         folder = job.folder.resolve() / "slurm"
         try:
@@ -85,11 +77,11 @@ class SlurmLauncher(Launcher):
                 name=job.name,
                 nodes=job.island.nodes,
                 tasks_per_node=1,
-                timeout_min=settings.minutes,
-                cpus_per_task=settings.cpus_per_device * job.island.devices,
-                slurm_signal_delay_s=settings.notice_seconds,
+                timeout_min=self.minutes,
+                cpus_per_task=self.cpus_per_device * job.island.devices,
+                slurm_signal_delay_s=self.notice_seconds,
                 slurm_setup=[f"export {key}={value}" for key, value in job.environment.items()],
-                slurm_additional_parameters=settings.more,
+                slurm_additional_parameters=self.more,
                 **{name: value for name, value in optional.items() if value is not None},
             )
             return str(executor.submit(Training(job.command(sys.executable))).job_id)
@@ -103,7 +95,7 @@ class SlurmLauncher(Launcher):
         _output("scancel", handle)
 
     def describe(self, job: Job) -> str:
-        return f"sbatch {job.name}: {job.island.size}: {self.settings}: {job.line()}"
+        return f"sbatch {job.name}: {job.island.size}: {self}: {job.line()}"
 
 
 def _output(*command: str) -> str:

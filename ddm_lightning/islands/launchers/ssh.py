@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import subprocess
 from dataclasses import dataclass, field
-from typing import Any
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import LAUNCHERS
@@ -14,9 +13,10 @@ from ddm_lightning.islands.job import Job, Launcher
 _SECONDS = 60.0
 
 
+@LAUNCHERS.register("ssh")
 @dataclass
-class SshParams:
-    """Params of the launcher ``ssh``."""
+class SshLauncher(Launcher):
+    """Starts a member on its host in the background; the log is ``members/NAME/log.txt`` in the run folder there."""
 
     hosts: dict[str, str] = field(default_factory=dict)
     """Host of each member, as ``ssh`` takes it: ``{expert-0: alice@node-1, …}``."""
@@ -26,16 +26,6 @@ class SshParams:
     """Interpreter there, relative to ``folder``."""
     options: str = "-o BatchMode=yes -o ConnectTimeout=20"
     """Options of ``ssh``."""
-
-
-@LAUNCHERS.register("ssh")
-class SshLauncher(Launcher):
-    """Starts a member on its host in the background; the log is ``members/NAME/log.txt`` in the run folder there."""
-
-    params = SshParams
-
-    def __init__(self, **params: Any) -> None:
-        self.settings = SshParams(**params)
 
     def submit(self, job: Job) -> str:
         host = self._host(job)
@@ -53,10 +43,10 @@ class SshLauncher(Launcher):
         self._run(host, f"kill -TERM {int(pid)} 2>/dev/null || true")
 
     def describe(self, job: Job) -> str:
-        return shlex.join(["ssh", *shlex.split(self.settings.options), self._host(job), self._script(job)])
+        return shlex.join(["ssh", *shlex.split(self.options), self._host(job), self._script(job)])
 
     def _host(self, job: Job) -> str:
-        host = self.settings.hosts.get(job.member)
+        host = self.hosts.get(job.member)
         if not host or host.startswith("-"):
             raise UserError(
                 f"key 'launch.ssh.hosts': none for {job.member}; add {job.member}: USER@HOST, or use --only"
@@ -66,12 +56,12 @@ class SshLauncher(Launcher):
     def _script(self, job: Job) -> str:
         log = shlex.quote(str(job.folder / "log.txt"))
         return (
-            f"cd {shlex.quote(self.settings.folder)} && mkdir -p {shlex.quote(str(job.folder))} && "
-            f"{{ nohup env {job.line(self.settings.python)} >>{log} 2>&1 </dev/null & echo $!; }}"
+            f"cd {shlex.quote(self.folder)} && mkdir -p {shlex.quote(str(job.folder))} && "
+            f"{{ nohup env {job.line(self.python)} >>{log} 2>&1 </dev/null & echo $!; }}"
         )
 
     def _run(self, host: str, script: str) -> str:
-        command = ["ssh", *shlex.split(self.settings.options), host, script]
+        command = ["ssh", *shlex.split(self.options), host, script]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
         except (OSError, subprocess.TimeoutExpired) as error:
