@@ -18,12 +18,12 @@ from ddm_lightning.cli.islands import command_line, launch_members, print_skippe
 from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core import processes, remote
 from ddm_lightning.core.devices import check_devices, configure_torch
-from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.errors import UserError, note
 from ddm_lightning.core.formatting import Bars
 from ddm_lightning.core.registry import require
 from ddm_lightning.ensemble.changes import added, removed, replaced
 from ddm_lightning.ensemble.manifest import assemble
-from ddm_lightning.islands.local import default_jobs, fit_members
+from ddm_lightning.islands.local import default_jobs, fit_alone, fit_members
 from ddm_lightning.islands.shared import check_writable, is_shared, publish_prepared, pull_ensemble, pull_manifest
 from ddm_lightning.members.preflight import (
     check_networks,
@@ -151,37 +151,11 @@ def _fit_one(member: str, experiment: Experiment, options: argparse.Namespace) -
     manifest = run.manifest  # an island gets prepared shards; it does not make them
     if not run.folder.experiment.exists():
         _networks_check(experiment, options)(manifest)
-    from ddm_lightning.islands.publish import published
-    from ddm_lightning.islands.slots import Slot
-    from ddm_lightning.training import ranks
-
-    with run.claimed_for(member), Slot(member, run) as slot, published(member, run) as slot.publisher:
-        slot.begin()
-        refuse_stale([member], run)
-
-        island = experiment.island
-        # Other nodes may not have the artifact, and wait.
-        is_needed = island.nodes > 1 or not run.is_finished(member)
-        if island.num_ranks > 1 and is_needed and not ranks.is_rank():
-            processes.end_imports()
-            if (initial := run.initial(run.member(member))) is not None:
-                initial.path  # noqa: B018 (fetched once, and not by every rank)
-            state = ranks.fit_on_ranks(run)
-            return None if state == "done" else processes.STOPPED  # rank zero has printed the result
-
-        from ddm_lightning.training.fit import fit_member
-
-        processes.end_imports()
-        with ranks.recorded():
-            status = fit_member(member, run)
-    ranks.tell_state(status.state)
-    if not ranks.is_rank_zero():
-        return None
-    if status.state == "stopped":
-        return None if ranks.has_agent() else processes.STOPPED
-    print_skipped([member], run, options)
-    print(f"artifact: {run.folder.artifact(member)}\ncurves: tensorboard --logdir {run.folder.root}")
-    return None
+    state = fit_alone(member, run)
+    if state == "done":
+        print_skipped([member], run, options)
+        print(f"artifact: {run.folder.artifact(member)}\ncurves: tensorboard --logdir {run.folder.root}")
+    return processes.STOPPED if state == "stopped" else None
 
 
 def _fit_several(members: list[str], experiment: Experiment, options: argparse.Namespace) -> int | None:
@@ -238,9 +212,7 @@ def _captions(experiment: Experiment, options: argparse.Namespace) -> None:
 
     prepared = Prepared(Run.open(experiment).folder.prepared)
     if not prepared.index_file.exists():
-        raise UserError(
-            f"{prepared.index_file}: is missing; search for captions on the machine that prepared the images"
-        )
+        raise UserError(f"{prepared.index_file}: is missing; search on the machine that prepared the images")
     word = options.captions.casefold()
     for text in sorted({text for text in prepared.texts("captions") if word in text.casefold()}):
         print(text)
@@ -358,10 +330,9 @@ def _export(experiment: Experiment, options: argparse.Namespace) -> None:
         write = save_ensemble if options.to == "ensemble" else export_diffusers
         write(manifest, out, options.licence)
     elif lost := export_member(manifest, out, options.licence):
-        print(
-            f"note: diffusers has no place for {', '.join(lost)}; {out / CONDITION_FILE} keeps it, but its "
-            "pipelines do not read that file: the model card says what to do",
-            file=sys.stderr,
+        note(
+            f"diffusers has no place for {', '.join(lost)}; {out / CONDITION_FILE} keeps it, but its pipelines do not "
+            "read that file: the model card says what to do"
         )
     print(f"{options.to}: {out}\nmodel card: {out / 'README.md'}")
 
@@ -391,9 +362,7 @@ def change_ensemble(options: argparse.Namespace) -> None:
     shares = [f"{name} {prior:.4f}" for name, prior in after.shares.items()]
     print(f"ensemble: {out}\npriors: {', '.join(shares)}")
     if ROUTER in before.folders and ROUTER not in after.folders:
-        print(
-            "the router does not know the new cluster and was left out: use the strategy bayes, or train a router anew"
-        )
+        print("the router does not know the new cluster and was left out: use the strategy bayes, or train one anew")
 
 
 def _demo(experiment: Experiment, options: argparse.Namespace) -> None:

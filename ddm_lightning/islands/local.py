@@ -1,7 +1,4 @@
-"""Train several members on this machine, one child process each, and show the progress of all.
-
-They share nothing while they train.
-"""
+"""Train a member in this process, or several on this machine, one child process each, which share nothing meanwhile."""
 
 from __future__ import annotations
 
@@ -25,10 +22,13 @@ from ddm_lightning.config.load import to_yaml
 from ddm_lightning.core.devices import resolve_accelerator
 from ddm_lightning.core.files import atomic_write_text
 from ddm_lightning.core.formatting import Bars
-from ddm_lightning.core.processes import FITTED_BY, STARTED, STOPPED, handling, num_cores
-from ddm_lightning.islands.slots import LEAVING_SECONDS, seconds_left
+from ddm_lightning.core.processes import FITTED_BY, STARTED, STOPPED, end_imports, handling, num_cores
+from ddm_lightning.islands.publish import published
+from ddm_lightning.islands.slots import LEAVING_SECONDS, Slot, seconds_left
 from ddm_lightning.members.cost import relative_cost
+from ddm_lightning.members.preflight import refuse_stale
 from ddm_lightning.members.run import Run
+from ddm_lightning.training import ranks
 
 POLL_SECONDS = 0.5
 
@@ -95,6 +95,37 @@ def gpus_of_slot(slot: int, devices: int, visible: str | None, count: int) -> st
     names = [name.strip() for name in visible.split(",")][:count] if visible else [str(i) for i in range(count)]
     first = slot % max(1, count // devices) * devices
     return ",".join(names[first : first + devices])
+
+
+def fit_alone(member: str, run: Run) -> str:
+    """Train one member in this process or, on several devices, by a process for each, and publish it.
+
+    Returns:
+        ``done`` or ``stopped``; ``told`` where another process, the first rank or its agent, says which.
+
+    Raises:
+        UserError: the member cannot be trained, or its artifact is another experiment's.
+    """
+    with run.claimed_for(member), Slot(member, run) as slot, published(member, run) as slot.publisher:
+        slot.begin()
+        refuse_stale([member], run)
+        island = run.experiment.island
+        # Other nodes may not have the artifact, and wait.
+        is_needed = island.nodes > 1 or not run.is_finished(member)
+        if island.num_ranks > 1 and is_needed and not ranks.is_rank():
+            end_imports()
+            if (initial := run.initial(run.member(member))) is not None:
+                initial.path  # noqa: B018 (fetched once, and not by every rank)
+            return "told" if ranks.fit_on_ranks(run) == "done" else "stopped"
+
+        from ddm_lightning.training.fit import fit_member
+
+        end_imports()
+        with ranks.recorded():
+            state = fit_member(member, run).state
+    ranks.tell_state(state)
+    is_told = not ranks.is_rank_zero() or (state == "stopped" and ranks.has_agent())
+    return "told" if is_told else state
 
 
 def fit_members(members: Sequence[str], run: Run, jobs: int, console: Console) -> dict[str, Failure]:
