@@ -84,8 +84,8 @@ def _with_artifact(
     meta = read_meta(folder)
     if meta.role != EXPERT:
         raise UserError(f"{folder / MEMBER_FILE}: is the {meta.role}; give the artifact of an expert")
-    bases = Bases([folder, *ensemble.folders.values()])
-    load_network(folder, mapped=True, bases=bases)  # refuses weights that no sampling could load
+    # Refuses weights that no sampling could load.
+    load_network(folder, mapped=True, bases=Bases([folder, *ensemble.folders.values()]))
     counts = {**_counts(ensemble), name: num_images}
     order = sorted(counts, key=expert_number)
     folders = {key: folder if key == name else ensemble.folders[key] for key in order}

@@ -161,15 +161,18 @@ def write_ensemble(
         expert_clusters: cluster of each expert, missing ones included; None for one expert per cluster.
 
     Raises:
-        UserError: a folder is outside ``run_dir``, a ``member.json`` is bad, an expert is missing, or members do not
-            belong together.
+        UserError: a ``member.json`` is bad, an expert is missing, or members do not belong together.
+        ValueError: a folder is outside ``run_dir``.
     """
-    if outside := [folder for folder in folders if not folder.resolve().is_relative_to(run_dir.resolve())]:
-        raise UserError(f"{outside[0]}: lies outside {run_dir}; copy the artifact folder into it")
     present = {read_meta(folder).member: folder for folder in folders}
     clusters = tuple(range(len(priors)) if expert_clusters is None else expert_clusters)
-    lost = _of_partition(clusters) - {*present} if partial else ()
-    manifest = checked(run_dir / ENSEMBLE_FILE, present, priors, lost=lost, expert_clusters=clusters)
+    manifest = checked(
+        run_dir / ENSEMBLE_FILE,
+        present,
+        priors,
+        lost=_of_partition(clusters) - {*present} if partial else (),
+        expert_clusters=clusters,
+    )
     write_manifest(run_dir, replace(manifest, priors=tuple(priors), expert_clusters=clusters))
     return manifest
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, ClassVar, TypeAlias
+from collections.abc import Callable, Collection, Sequence
+from typing import ClassVar, TypeAlias
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -274,19 +273,6 @@ def strategy_of(settings: SampleConfig) -> Strategy:
         UserError: unknown strategy, or params that it refuses.
     """
     return STRATEGIES.build(settings.strategy, settings.strategy_params)
-
-
-def with_strategy(settings: SampleConfig, strategy: str, params: Mapping[str, Any] | None = None) -> SampleConfig:
-    """Change the strategy and its params; a solver that does not work with it becomes its default one.
-
-    Raises:
-        UserError: as ``strategy_of``.
-    """
-    changed = replace(settings, strategy=strategy, strategy_params=dict(params or {}))
-    solvers = strategy_of(changed).solvers
-    if not solvers or changed.solver in solvers:
-        return changed
-    return replace(changed, solver=solvers[0], solver_params={})
 
 
 def normalised(

@@ -96,12 +96,12 @@ class Evaluation:
 
     def _open(self, out: Path | None) -> Path:
         """Find the results folder, refuse one with other settings, and write the settings into it."""
-        generated, name = self.generated, self.experiment.sample.member or self.experiment.sample.strategy
+        generated, sample = self.generated, self.experiment.sample
         own = generated.settings if isinstance(generated, Generated) else {"images_sha256": generated.sha256}
         root = Path(__file__).parents[1]
         code = sha256_json({str(path.relative_to(root)): sha256_file(path) for path in root.rglob("*.py")})
         self.origin = {"version": version("ddm_lightning"), "commit": _commit(), "code_sha256": code, **own}
-        name = name if isinstance(generated, Generated) else "images"
+        name = (sample.member or sample.strategy) if isinstance(generated, Generated) else "images"
         folder = out or self.run.folder.root / "evaluation" / f"{name}-{sha256_json(self.origin)[:8]}"
         path, remedy = folder / SETTINGS_FILE, "give another folder with --out"
         if path.exists():
@@ -152,9 +152,8 @@ class Evaluation:
                 continue
             for images, real in sides:
                 for rows in parts(images):
-                    more = {}
-                    if hasattr(metric, "captioned") and isinstance(images, Generated):
-                        more["captions"] = images.given(rows, "caption")
+                    takes_captions = hasattr(metric, "captioned") and isinstance(images, Generated)
+                    more = {"captions": images.given(rows, "caption")} if takes_captions else {}
                     metric.update(images.images(rows), **more, real=real)
             values = metric.scores() if hasattr(metric, "scores") else metric.compute()
             named = values if isinstance(values, dict) else {name: values}

@@ -102,8 +102,7 @@ def build_launcher(name: str, run: Run, jobs: Sequence[Job] = ()) -> Launcher:
     Raises:
         UserError: it is unknown, refuses its params, or cannot run a job on several nodes.
     """
-    params = run.experiment.launch.get(name, {})
-    launcher: Launcher = LAUNCHERS.build(name, params)
+    launcher: Launcher = LAUNCHERS.build(name, run.experiment.launch.get(name, {}))
     for job in jobs:
         if job.island.nodes > 1 and not launcher.spans_nodes:
             raise UserError(

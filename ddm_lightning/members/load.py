@@ -159,13 +159,12 @@ def _build_bounded(meta: ArtifactMeta, weights: Mapping[str, Tensor], base: Mapp
         if min(left) < 0:
             raise UserError("it has more weights than their file")
 
+    if "path" in meta.params:
+        raise UserError("its params name a file outside the artifact")
     hook = register_module_parameter_registration_hook(count)
     try:
         plugin, condition = PluginConfig(meta.network, meta.params), ConditionSpec(**meta.condition)
-        role = ROLES[meta.role]
-        if "path" in meta.params:
-            raise UserError("its params name a file outside the artifact")
-        network = role.build(plugin, meta.x_shape, condition, meta.num_clusters)
+        network = ROLES[meta.role].build(plugin, meta.x_shape, condition, meta.num_clusters)
         if meta.lora is not None:
             named, own = prefixed(base, network), network.state_dict()
             frozen = {name: value for name, value in named.items() if name in own and name not in weights}

@@ -152,9 +152,16 @@ def _hand_over(objective: Objective, trainer: L.Trainer, run: Run, status: Membe
         weights |= ema.kept_buffers(objective.network)
         # The one that ``ema`` replaced has fewer steps.
         shutil.rmtree(run.folder.member(member.name) / ema.FOLDER / "artifact", ignore_errors=True)
-        folder, sign = run.folder.artifact(member.name), partial(sign_artifact, name=member.name, run=run)
-        sha256 = run.initial_sha256(member)
-        hand_over(folder, member, run.manifest, weights, objective.prediction, status, sign, sha256)
+        hand_over(
+            run.folder.artifact(member.name),
+            member,
+            run.manifest,
+            weights,
+            objective.prediction,
+            status,
+            sign=partial(sign_artifact, name=member.name, run=run),
+            init_sha256=run.initial_sha256(member),
+        )
 
 
 def build_data(member: Member, run: Run) -> ClusterDataModule:

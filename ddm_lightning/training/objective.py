@@ -149,8 +149,8 @@ class Objective(ABC):
         self.num_held_out = num_held_out
         low, high = times_on_path(member.interval, member.path)
         self.interval = low, high
-        fixed = stratified_timesteps(NUM_VALIDATION_TIMESTEPS).tolist()
-        self.timesteps = {index: t for index, t in enumerate(fixed) if low <= t < high} or {0: (low + high) / 2}
+        fixed = enumerate(stratified_timesteps(NUM_VALIDATION_TIMESTEPS).tolist())
+        self.timesteps = {index: t for index, t in fixed if low <= t < high} or {0: (low + high) / 2}
         """Validation timesteps by the index that keys their noise: those of 8 fixed ones on which the member trains."""
         self.start_validation()
 

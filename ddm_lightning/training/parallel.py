@@ -66,8 +66,9 @@ class BackgroundCheckpoints(strategies.Strategy):
         assert self.lightning_module is not None
         tensors_of(self.lightning_module)  # fail now rather than at the first save
         self._hosts = self._group()
-        from_device = self.root_device.type == "cuda"
-        self.checkpoints = CheckpointWriter(self._hosts, is_rank_zero=self.is_global_zero, from_device=from_device)
+        self.checkpoints = CheckpointWriter(
+            self._hosts, is_rank_zero=self.is_global_zero, from_device=self.root_device.type == "cuda"
+        )
 
     def _group(self) -> ProcessGroup | None:
         """Ranks that save and load together; None if each rank holds everything."""

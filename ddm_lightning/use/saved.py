@@ -44,7 +44,7 @@ from ddm_lightning.ensemble.manifest import (
     single,
     write_manifest,
 )
-from ddm_lightning.ensemble.routing import with_strategy
+from ddm_lightning.ensemble.routing import strategy_of
 from ddm_lightning.members.artifact import REMEDY, WEIGHTS_FILE, base_file, read_meta
 from ddm_lightning.members.load import Bases
 from ddm_lightning.members.preflight import check_strategy
@@ -266,7 +266,9 @@ def resolve(
     resolved = replace(experiment, sample=sample, seed=seed)
     check_experiment(resolved, source, overrides, sampling_only=True)
     if "strategy" in arguments and "sample.solver" not in given:
-        resolved.sample = with_strategy(sample, sample.strategy, sample.strategy_params)
+        solvers = strategy_of(sample).solvers
+        if solvers and sample.solver not in solvers:
+            resolved.sample = replace(sample, solver=solvers[0], solver_params={})
     check_strategy(resolved, source, overrides)
     return resolved
 

@@ -61,8 +61,7 @@ class FeatureMetric:
         Raises:
             UserError: its weights are missing.
         """
-        has_device = "device" in parameters_of(FEATURES.get(self.features))
-        own = {"device": str(self.device)} if has_device else {}
+        own = {"device": str(self.device)} if "device" in parameters_of(FEATURES.get(self.features)) else {}
         return FEATURES.build(self.features, {**own, **self.features_params})
 
     @cached_property

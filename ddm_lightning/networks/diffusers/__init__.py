@@ -88,7 +88,7 @@ class DiffusersTransformer(nn.Module):
                 part.dropout_prob = 0.0
         kept = (1 - torch.linspace(*_BETAS, _NUM_STEPS, dtype=torch.float64)).cumprod(0)
         alpha, sigma = kept.sqrt(), (1 - kept).sqrt()
-        times = PATHS["vp"].from_linear(alpha, sigma / (alpha + sigma))[1]
+        _, times = PATHS["vp"].from_linear(alpha, sigma / (alpha + sigma))
         self.register_buffer("times", times.float(), persistent=False)
 
     @staticmethod
