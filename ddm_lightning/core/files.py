@@ -78,8 +78,14 @@ def atomic_write_json(path: Path, value: Any) -> None:
 
 
 @contextmanager
-def atomic_folder(path: Path) -> Iterator[Path]:
-    """Yield an empty temporary folder, which replaces ``path`` unless the block raises."""
+def atomic_folder(path: Path, *, is_new: bool = False) -> Iterator[Path]:
+    """Yield an empty temporary folder, which replaces ``path`` unless the block raises.
+
+    Raises:
+        UserError: ``path`` exists and must not (``is_new``).
+    """
+    if is_new and path.exists():
+        raise UserError(f"{path}: exists already; give a new folder")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".tmp-{path.name}-", dir=path.parent))
     try:

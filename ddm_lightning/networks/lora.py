@@ -92,8 +92,11 @@ def _of_peft(lora: LoraConfig) -> Any:
     require("key 'expert.network.lora'", "peft", extra="lora")
     import peft
 
-    alpha = lora.rank if lora.alpha is None else lora.alpha
-    return peft.LoraConfig(r=lora.rank, lora_alpha=alpha, target_modules=list(lora.target_modules))
+    return peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.rank if lora.alpha is None else lora.alpha,
+        target_modules=list(lora.target_modules),
+    )
 
 
 def _place(network: nn.Module, name: str) -> tuple[Any, str]:

@@ -108,9 +108,6 @@ class EmaWidths:
                 "train in another run_dir=…"
             )
         self._sha256, self._all = ema.read_index(self._ema), ema.all_snapshots(self.member.train)
-        for snapshot in self._all:
-            if snapshot.file not in self._sha256:
-                raise UserError(f"{self._ema / snapshot.file}: this snapshot is missing; {self._remedy}")
         if self.meta.partition_sha256 != run.manifest.partition_sha256:
             raise UserError(f"{self.artifact}: was trained on clusters that have changed since; fit it again")
 
@@ -182,7 +179,7 @@ class EmaWidths:
         """
         total: dict[str, Tensor] = {}
         for snapshot, share in zip(self._all, self._shares(width), strict=True):
-            state = load_weights(self._ema / snapshot.file, self._sha256[snapshot.file], self._remedy)
+            state = load_weights(self._ema / snapshot.file, self._sha256.get(snapshot.file, ""), self._remedy)
             for key, value in state.items():
                 total[key] = torch.add(total.get(key, torch.zeros_like(value)), value, alpha=float(share))
         return {**self.weights, **total}

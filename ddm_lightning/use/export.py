@@ -37,12 +37,10 @@ def export_peft(manifest: EnsembleManifest, out: Path) -> None:
     Raises:
         UserError: ``out`` exists, an artifact is damaged, or no expert is an adapter.
     """
-    if out.exists():
-        raise UserError(f"{out}: exists already; give a new folder")
     adapters = {name: meta.lora for name, meta in manifest.metas.items() if meta.lora is not None}
     if not adapters:
         raise UserError("--to peft: no expert is an adapter (expert.network.lora); export with --to ensemble")
-    with atomic_folder(out) as temporary:
+    with atomic_folder(out, is_new=True) as temporary:
         for name, lora in adapters.items():
             meta, state = read_artifact(manifest.folders[name])
             (temporary / name).mkdir()
@@ -86,13 +84,11 @@ def export_member(manifest: EnsembleManifest, out: Path, licence: str | None = N
             f"{folder / MEMBER_FILE}: the network of {name} is {meta.network!r}, for which diffusers has no class; "
             "export the ensemble instead, without sample.member"
         )
-    if out.exists():
-        raise UserError(f"{out}: exists already; give a new folder")
     network: Any = load_network(folder)[1]
     if meta.lora is not None:
         network = build_network(replace(meta, lora=None), merged(network))
     others = {key: value for key, value in network.state_dict().items() if not key.startswith("model.")}
-    with atomic_folder(out) as temporary:
+    with atomic_folder(out, is_new=True) as temporary:
         network.model.save_pretrained(temporary)
         if others:
             save_weights(temporary / CONDITION_FILE, others, str(out))

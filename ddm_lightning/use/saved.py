@@ -284,11 +284,9 @@ def save_ensemble(ensemble: EnsembleManifest, out: Path, licence: str | None = N
     Raises:
         UserError: ``out`` exists, an artifact is damaged, or members do not belong together.
     """
-    if out.exists():
-        raise UserError(f"{out}: exists already; give a new folder")
     about = ensemble.description if licence is None else replace(ensemble.description, licence=licence)
     bases = Bases(ensemble.folders.values())
-    with atomic_folder(out) as temporary:
+    with atomic_folder(out, is_new=True) as temporary:
         for name, folder in ensemble.folders.items():
             check_recorded(folder / WEIGHTS_FILE, ensemble.metas[name].model_sha256, REMEDY)
             (temporary / name).mkdir()

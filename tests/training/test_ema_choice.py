@@ -244,12 +244,12 @@ def leave(run):
         # Nearly the last step's weights alone, far from the profile of any snapshot.
         (["--width", "0.15", "--width", "0.001"], leave, ["width 0.001", "miss its profile by 9", "ema_snapshots"]),
         (["--use", "0.1"], damage_first, ["width-0.1-step-00000010.safetensors", "not a whole"]),
-        (["--use", "0.1"], forget_first, ["width-0.1-step-00000010.safetensors", "missing", "remove"]),
+        (["--use", "0.1"], forget_first, ["width-0.1-step-00000010.safetensors", "damaged", "remove"]),
         (["--use", "0.1"], partition_anew, ["expert-0/artifact", "clusters that have changed since"]),
         (
             ["--use", "0.1"],
             lambda run: (run / "members/expert-0/ema/snapshots.json").write_text('{"../x": "0"}'),
-            ["ema/width-0.1-step-00000010.safetensors", "missing"],
+            ["ema/width-0.1-step-00000010.safetensors", "damaged"],
         ),
         (["--use", "0.1"], lambda run: shutil.rmtree(run / "members/expert-0/artifact"), ["not finished"]),
     ],
