@@ -148,8 +148,9 @@ def _fit_one(member: str, experiment: Experiment, options: argparse.Namespace) -
     _check(experiment, options, [member])
     run = Run(experiment)
     pull_manifest(run)
+    manifest = run.manifest  # an island gets prepared shards; it does not make them
     if not run.folder.experiment.exists():
-        _networks_check(experiment, options)(run.manifest)  # an island gets prepared shards; it does not make them
+        _networks_check(experiment, options)(manifest)
     state = fit_alone(member, run)
     if state == "done":
         print_skipped([member], run, options)
