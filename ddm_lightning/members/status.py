@@ -64,7 +64,9 @@ class MemberStatus:
     """Unix time of the last write."""
 
     def write(self, folder: Path) -> None:
-        """Write ``status.json`` in the member's folder."""
+        """Write ``status.json`` in the member's folder; of several ranks, the first does."""
+        if os.environ.get("RANK", "0") != "0":
+            return
         self.updated = time.time()
         self.pid = os.getpid()
         self.began, self.host = start_time(self.pid), platform.node()

@@ -47,8 +47,7 @@ class Reporter(L.Callback):
         """Start the clock and the bar."""
         self._first_step, self._start = trainer.global_step, time.monotonic()
         self.status.state, self.status.step = "training", trainer.global_step
-        if trainer.is_global_zero:
-            self.status.write(self.folder)
+        self.status.write(self.folder)
         self._bars.start()
         self._task = self._bars.add_task(self.status.member, total=self.status.max_steps, completed=trainer.global_step)
 
@@ -68,8 +67,7 @@ class Reporter(L.Callback):
         self._bars.stop()
         module.guard.write(skipped_file(self.folder, trainer.global_rank, trainer.world_size))
         self.status.state = "stopped" if isinstance(exception, StopRequested) else "failed"
-        if trainer.is_global_zero:
-            self.status.write(self.folder)
+        self.status.write(self.folder)
 
     def _report(self, trainer: L.Trainer, module: MemberModule) -> None:
         elapsed = time.monotonic() - self._start
@@ -80,8 +78,7 @@ class Reporter(L.Callback):
             self.status.samples_per_second = num_steps * module.member.batch_size / elapsed
         # The gradient norm overflows in a step that 16-bit scaling skips; JSON has no infinity.
         self.status.metrics.update({name: value for name, value in module.averages.items() if math.isfinite(value)})
-        if trainer.is_global_zero:
-            self.status.write(self.folder)
+        self.status.write(self.folder)
         self._bars.update(self._task, completed=trainer.global_step, note=self.status.note())
 
 
@@ -140,8 +137,7 @@ class MissedValidation(L.Callback):
             (name, float(value)) for name, value in trainer.callback_metrics.items() if name.startswith("held_out/")
         )
         self.status.validated_step = trainer.global_step
-        if trainer.is_global_zero:
-            self.status.write(self.folder)
+        self.status.write(self.folder)
 
 
 class RollingCheckpoints(L.Callback):
@@ -160,11 +156,9 @@ class RollingCheckpoints(L.Callback):
     """
 
     def __init__(self, folder: Path, island: IslandConfig, origin: Mapping[str, Any]) -> None:
-        self.folder, self.keep, self.origin = folder, island.keep_checkpoints, origin
-        self.milestone_every_n_steps = island.milestone_every_n_steps
-        self.every_n_minutes, self.is_lent = island.checkpoint_every_n_minutes, island.is_lent
-        by_steps = None if self.every_n_minutes else island.checkpoint_every_n_steps
-        self.due = [n for n in (by_steps, island.validate_every_n_steps, self.milestone_every_n_steps) if n]
+        self.folder, self.island, self.origin = folder, island, origin
+        by_steps = None if island.checkpoint_every_n_minutes else island.checkpoint_every_n_steps
+        self.due = [n for n in (by_steps, island.validate_every_n_steps, island.milestone_every_n_steps) if n]
         self._newest_step, self._saved_at = -1, time.monotonic()
 
     def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
@@ -187,8 +181,9 @@ class RollingCheckpoints(L.Callback):
 
         That one tells how long it takes to leave.
         """
-        is_due = self.every_n_minutes is not None and time.monotonic() - self._saved_at >= 60 * self.every_n_minutes
-        return is_due or (self.is_lent and self._newest_step < 0)
+        minutes = self.island.checkpoint_every_n_minutes
+        is_due = minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
+        return is_due or (self.island.is_lent and self._newest_step < 0)
 
     def save(self, trainer: L.Trainer) -> None:
         """Save this step, once; a collective of all ranks.
@@ -223,7 +218,7 @@ class RollingCheckpoints(L.Callback):
 
     def remove_old(self) -> None:
         """Remove all but the newest checkpoints and the milestones, also those of earlier starts."""
-        for path in checkpoints_in(self.folder)[: -self.keep]:
+        for path in checkpoints_in(self.folder)[: -self.island.keep_checkpoints]:
             if not self._is_milestone(path):
                 gone = path.with_name(f"{TEMPORARY}{path.name}-old")
                 path.rename(gone)  # a half-removed folder would look like a damaged checkpoint
@@ -235,7 +230,7 @@ class RollingCheckpoints(L.Callback):
             recorded = read_rest(path)["experiment"]["island"]["milestone_every_n_steps"]
         except (OSError, EOFError, RuntimeError, UnpicklingError, LookupError, TypeError):  # damaged
             recorded = None
-        return any(n and step_of(path) % n == 0 for n in (self.milestone_every_n_steps, recorded))
+        return any(n and step_of(path) % n == 0 for n in (self.island.milestone_every_n_steps, recorded))
 
 
 def _strategy(trainer: L.Trainer) -> BackgroundCheckpoints:

@@ -107,8 +107,7 @@ def _train(member: Member, run: Run, status: MemberStatus, console: Console) -> 
         try:
             with handling(stop.request):
                 status.state, status.device = "starting", devices_named(island.accelerator, island.num_ranks)
-                if ranks.is_rank_zero():
-                    status.write(folder)
+                status.write(folder)
                 trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)
         except callbacks.StopRequested:
             step = max(trainer.global_step, checkpoint.step_of(resume) if resume else 0)
@@ -119,8 +118,7 @@ def _train(member: Member, run: Run, status: MemberStatus, console: Console) -> 
             _hand_over(objective, trainer, run, status)
         else:
             console.print(f"{member.name}: stopped at step {step}; the same command resumes it")
-    if trainer.is_global_zero:
-        status.write(folder)
+    status.write(folder)
     return status
 
 
