@@ -152,8 +152,9 @@ class Evaluation:
                 continue
             for images, real in sides:
                 for rows in parts(images):
-                    takes_captions = hasattr(metric, "captioned") and isinstance(images, Generated)
-                    more = {"captions": images.given(rows, "caption")} if takes_captions else {}
+                    more = {}
+                    if hasattr(metric, "captioned") and isinstance(images, Generated):
+                        more["captions"] = images.given(rows, "caption")
                     metric.update(images.images(rows), **more, real=real)
             values = metric.scores() if hasattr(metric, "scores") else metric.compute()
             named = values if isinstance(values, dict) else {name: values}
