@@ -87,10 +87,9 @@ class Slot:
         # The node that writes checkpoints.
         is_first = ranks.place_of(self.island.nodes).node == 0 and ranks.is_rank_zero()
         if self.island.is_lent and is_first and not ranks.is_own_rank():
-            left = seconds_left(self.island)
-            if left <= LEAVING_SECONDS:
-                raise self._too_short(left)
-            self._end = time.monotonic() + left
+            self._end = time.monotonic() + seconds_left(self.island)
+            if self._end - time.monotonic() <= LEAVING_SECONDS:
+                raise self._too_short()
             threading.Thread(target=self._watch, name="slot", daemon=True).start()
         return self
 
@@ -106,11 +105,11 @@ class Slot:
         """
         self._over.set()
         if self._grace_end and newest_checkpoint(self.folder) == self._first and not self.run.is_finished(self.name):
-            raise self._too_short(self._end - time.monotonic())
+            raise self._too_short()
 
-    def _too_short(self, left: float) -> UserError:
+    def _too_short(self) -> UserError:
         return UserError(
-            f"{self.name}: the slot was too short: it had to end {time.monotonic() + left - STARTED:.0f} s after the "
+            f"{self.name}: the slot was too short: it had to end {self._end - STARTED:.0f} s after the "
             f"start, {self._needed:.0f} s of them to leave, and no step was taken; give it more time "
             "(island.max_minutes, island.lease_file)"
         )
