@@ -252,7 +252,6 @@ def _quieten(*, keep_notes: bool) -> None:
         r"The `srun` command is available on your system but is not used.*",
         r".*isinstance\(treespec, LeafSpec\).*",
         r".*is smaller than the logging interval.*",
-        r"It is recommended to use `self.log\(.*sync_dist=True\)`.*",  # our averages are over all ranks
         r"Checkpoint directory .* exists and is not empty.*",
         r"Experiment logs directory .* exists and is not empty.*",
     ):

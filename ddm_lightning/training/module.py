@@ -7,6 +7,7 @@ import math
 import resource
 import sys
 import time
+import warnings
 from contextlib import ExitStack
 from typing import Any
 
@@ -92,6 +93,10 @@ class MemberModule(L.LightningModule):
         )
 
     # A training step, from its batch to the curves.
+
+    def on_fit_start(self) -> None:
+        # The averages are over all ranks, but Lightning cannot know.
+        warnings.filterwarnings("ignore", message=r"It is recommended to use `self.log\(.*sync_dist=True\)`.*")
 
     def on_train_start(self) -> None:
         self.speed.start(self.global_step)
