@@ -48,7 +48,7 @@ from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write_json, atomic_write_text, read_json, sha256_json
 from ddm_lightning.core.formatting import format_duration
 from ddm_lightning.flow.randomness import keyed_generator
-from ddm_lightning.members.roles import STUDENT
+from ddm_lightning.members.member import STUDENT
 
 QUICK_STEPS = 20
 QUICK_NUM = 64

@@ -29,7 +29,7 @@ from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.members.artifact import ArtifactMeta
-from ddm_lightning.members.roles import MONOLITH, STUDENT
+from ddm_lightning.members.member import MONOLITH, STUDENT
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import MEMBER_FILE, RunFolder
 from ddm_lightning.shards.manifest import HELD_OUT

@@ -27,8 +27,7 @@ from ddm_lightning.core.registry import FEATURES
 from ddm_lightning.ensemble.manifest import write_ensemble
 from ddm_lightning.members.artifact import read_meta
 from ddm_lightning.members.cost import step_cost
-from ddm_lightning.members.member import Member
-from ddm_lightning.members.roles import MONOLITH, ROUTER, STUDENT, ensemble_members, role_of
+from ddm_lightning.members.member import MONOLITH, ROUTER, STUDENT, Member, ensemble_members, role_of
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import MEMBER_FILE, RunFolder, refuse_changed
 from ddm_lightning.members.status import MemberStatus

@@ -21,7 +21,7 @@ from ddm_lightning.core.files import atomic_write_text, read_json
 from ddm_lightning.ensemble.load import load_ensemble
 from ddm_lightning.ensemble.manifest import read_ensemble
 from ddm_lightning.ensemble.velocity import Ensemble
-from ddm_lightning.members.roles import expert_name
+from ddm_lightning.members.member import expert_name
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.shards.manifest import HELD_OUT

@@ -26,7 +26,7 @@ from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core import processes
 from ddm_lightning.core.errors import UserError, first_line
-from ddm_lightning.members.roles import role_of
+from ddm_lightning.members.member import role_of
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.shards.manifest import DataSizes, Manifest
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from common import MEMBER, all_of, console, load, progress, start
 
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.members.roles import role_of
+from ddm_lightning.members.member import role_of
 from ddm_lightning.members.run_folder import RunFolder, refuse_changed
 from ddm_lightning.members.status import MemberStatus, loss_of
 

@@ -25,6 +25,7 @@ from ddm_lightning.ensemble.changes import added, removed, replaced
 from ddm_lightning.ensemble.manifest import assemble
 from ddm_lightning.islands.local import default_jobs, fit_alone, fit_members
 from ddm_lightning.islands.shared import check_writable, is_shared, publish_prepared, pull_ensemble, pull_manifest
+from ddm_lightning.members.member import ROUTER, island_of, parse_members
 from ddm_lightning.members.preflight import (
     check_networks,
     check_plugins,
@@ -32,7 +33,6 @@ from ddm_lightning.members.preflight import (
     is_collected,
     refuse_stale,
 )
-from ddm_lightning.members.roles import ROUTER, island_of, parse_members
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import SIGNATURE, RunFolder, refuse_changed
 from ddm_lightning.members.signatures import PREPARE, check_keys, sign_manifest, verify

@@ -12,7 +12,7 @@ from ddm_lightning.ensemble.residency import ResidentExperts
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.members.artifact import temperatures_of
 from ddm_lightning.members.load import Bases, load_network
-from ddm_lightning.members.roles import ROUTER
+from ddm_lightning.members.member import ROUTER
 
 
 def load_ensemble(

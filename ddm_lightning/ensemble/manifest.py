@@ -23,7 +23,7 @@ from ddm_lightning.members.artifact import (
     read_meta,
 )
 from ddm_lightning.members.load import Bases
-from ddm_lightning.members.roles import EXPERT, ROUTER, expert_name, expert_number, role_of
+from ddm_lightning.members.member import EXPERT, ROUTER, expert_name, expert_number, role_of
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import ENSEMBLE_FILE, MEMBER_FILE, read_record
 from ddm_lightning.members.signatures import accept, check_manifest
@@ -161,9 +161,11 @@ def write_ensemble(
         expert_clusters: cluster of each expert, missing ones included; None for one expert per cluster.
 
     Raises:
-        UserError: a ``member.json`` is bad, an expert is missing, or members do not belong together.
-        ValueError: a folder is outside ``run_dir``.
+        UserError: a folder is outside ``run_dir``, a ``member.json`` is bad, an expert is missing, or members do not
+            belong together.
     """
+    if outside := [folder for folder in folders if not folder.resolve().is_relative_to(run_dir.resolve())]:
+        raise UserError(f"{outside[0]}: lies outside {run_dir}; copy the artifact folder into it")
     present = {read_meta(folder).member: folder for folder in folders}
     clusters = tuple(range(len(priors)) if expert_clusters is None else expert_clusters)
     manifest = checked(

@@ -26,8 +26,7 @@ from ddm_lightning.core.files import read_json
 from ddm_lightning.core.formatting import format_bytes
 from ddm_lightning.encoders.interfaces import bytes_per_sample
 from ddm_lightning.members.cost import MemberCost, Memory, chosen_strategy, micro_batch_of
-from ddm_lightning.members.member import Member
-from ddm_lightning.members.roles import island_of
+from ddm_lightning.members.member import Member, island_of
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.shards.manifest import DataSizes, Manifest, manifest_path

@@ -14,7 +14,7 @@ from rich.table import Table
 from ddm_lightning.core import checks, remote
 from ddm_lightning.core.formatting import format_duration, table
 from ddm_lightning.islands import lease
-from ddm_lightning.members.roles import all_members, role_of
+from ddm_lightning.members.member import all_members, role_of
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.status import MemberStatus, loss_of
 

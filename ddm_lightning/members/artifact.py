@@ -24,8 +24,7 @@ from ddm_lightning.core.files import atomic_folder, atomic_write_json
 from ddm_lightning.core.weights import load_weights, save_weights
 from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.flow.path import PATHS, PREDICTIONS
-from ddm_lightning.members.member import Member
-from ddm_lightning.members.roles import EXPERT, ROLES, expert_name, expert_number, role_of
+from ddm_lightning.members.member import EXPERT, ROLES, Member, expert_name, expert_number, role_of
 from ddm_lightning.members.run_folder import MEMBER_FILE, read_record
 from ddm_lightning.members.status import CONDITIONAL, HELD_OUT_STEP, TEMPERATURE, MemberStatus
 from ddm_lightning.shards.manifest import Manifest

@@ -1,10 +1,15 @@
-"""Members: networks that train alone, resolved from an experiment and the sizes of its data."""
+"""Members, the networks that train alone, and their roles: what an expert, the router, the monolith and a student are.
+
+A role says what its members build, train on and hand over. A new one is a class here, an entry in ``ROLES`` and, if its
+loss is new, an objective of training. A ``Member`` is resolved from an experiment and the sizes of its data.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,19 +18,213 @@ from ddm_lightning.config.experiment import (
     Experiment,
     ExpertConfig,
     InitConfig,
+    IslandConfig,
     LoraConfig,
     PluginConfig,
+    RouterConfig,
     TimestepsConfig,
     TrainConfig,
 )
-from ddm_lightning.config.merge import init_of
+from ddm_lightning.config.merge import changed, expert_clusters, expert_section, init_of
 from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.registry import EXPERTS, ROUTERS
 from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.flow.path import PATHS
 from ddm_lightning.flow.randomness import keyed_generator
-from ddm_lightning.members.roles import Role, role_of
 from ddm_lightning.networks.lora import adapt
 from ddm_lightning.shards.manifest import DataSizes, Manifest
+
+EXPERT = "expert"
+ROUTER = "router"
+MONOLITH = "monolith"
+STUDENT = "student"
+
+
+class Role:
+    """Base of the roles. As it is, a member trains an expert's network on all clusters.
+
+    ``name`` is that of the role; methods take that of a member.
+    """
+
+    name: str
+    section = "expert"
+    """Section of the experiment; members of one section start from the same weights."""
+    objective = "regression"
+    """Name of its objective in ``training``."""
+    classifies = False
+    """Whether its network gives a logit per cluster, instead of a prediction of data or noise."""
+    in_ensemble = False
+    """Whether an ensemble needs it."""
+
+    def names(self, experiment: Experiment) -> list[str]:
+        """Names of its members."""
+        return [self.name]
+
+    def clusters(self, name: str, experiment: Experiment) -> tuple[int, ...]:
+        """Clusters of the member's training data."""
+        return tuple(range(experiment.prepare.partition.num_clusters))
+
+    def config(self, name: str, experiment: Experiment) -> ExpertConfig | RouterConfig:
+        """The section of the experiment, with the member's overrides."""
+        return expert_section(name, experiment)
+
+    def train(self, name: str, experiment: Experiment) -> TrainConfig:
+        """Settings of the member's training."""
+        return self.config(name, experiment).train
+
+    def batch_size(self, name: str, experiment: Experiment) -> int:
+        """Samples per optimizer step."""
+        return self.train(name, experiment).global_batch_size
+
+    def condition(self, experiment: Experiment, sizes: Manifest | DataSizes) -> tuple[ConditionSpec, float]:
+        """Condition of the network, and the probability of dropping a sample's.
+
+        Raises:
+            UserError: as ``condition_spec``.
+        """
+        return condition_spec(experiment, sizes), experiment.condition.dropout
+
+    def build(
+        self, network: PluginConfig, x_shape: tuple[int, int, int], condition: ConditionSpec, num_clusters: int
+    ) -> nn.Module:
+        """Build a network.
+
+        Raises:
+            UserError: the network is unknown or refuses its parameters.
+        """
+        context: dict[str, Any] = {"x_shape": tuple(x_shape), "condition": condition}
+        if self.classifies:
+            return ROUTERS.build(network.name, network.params, **context, num_clusters=num_clusters)
+        return EXPERTS.build(network.name, network.params, **context)
+
+
+class Expert(Role):
+    """Trains on one cluster, with 1/K of the monolith's batch (arXiv 2501.05450, section 4).
+
+    Experts of one cluster that share its noise levels share its batch, too: each of M experts takes 1/M of the
+    monolith's, so that all of them together cost as much as the monolith.
+    """
+
+    name = EXPERT
+    in_ensemble = True
+
+    def names(self, experiment: Experiment) -> list[str]:
+        return [expert_name(number) for number in range(experiment.num_experts)]
+
+    def clusters(self, name: str, experiment: Experiment) -> tuple[int, ...]:
+        return (expert_clusters(experiment)[expert_number(name)],)
+
+    def batch_size(self, name: str, experiment: Experiment) -> int:
+        return super().batch_size(name, experiment) // experiment.num_experts
+
+
+class Router(Role):
+    """Classifies noisy samples by cluster; a single expert needs none."""
+
+    name = ROUTER
+    section = "router"
+    objective = "classification"
+    classifies = True
+    in_ensemble = True
+
+    def names(self, experiment: Experiment) -> list[str]:
+        return [self.name] if experiment.prepare.partition.num_clusters > 1 else []
+
+    def config(self, name: str, experiment: Experiment) -> RouterConfig:
+        return experiment.router
+
+    def condition(self, experiment: Experiment, sizes: Manifest | DataSizes) -> tuple[ConditionSpec, float]:
+        router = experiment.router
+        spec = condition_spec(experiment, sizes) if router.conditional else ConditionSpec("none", 0)
+        return spec, router.condition_dropout
+
+
+class Monolith(Role):
+    """Trains on all clusters, and is what the ensemble is compared with."""
+
+    name = MONOLITH
+
+
+class Student(Role):
+    """Learns the ensemble's velocity instead of the data's."""
+
+    name = STUDENT
+    objective = "distillation"
+
+    def train(self, name: str, experiment: Experiment) -> TrainConfig:
+        train, distill = super().train(name, experiment), experiment.distill
+        return replace(
+            train,
+            max_steps=distill.max_steps or train.max_steps,
+            global_batch_size=distill.global_batch_size or train.global_batch_size,
+        )
+
+
+ROLES = {role.name: role for role in (Expert(), Router(), Monolith(), Student())}
+
+
+def role_of(name: str) -> Role:
+    """Role of the member ``name``, which must exist."""
+    return ROLES[name.partition("-")[0]]
+
+
+def island_of(name: str, experiment: Experiment) -> IslandConfig:
+    """Settings of the member's island: ``island`` with what ``islands`` says of its role, then of the member."""
+    of_role = changed(experiment.island, experiment.islands.get(role_of(name).name))
+    return of_role if name in ROLES else changed(of_role, experiment.islands.get(name))
+
+
+def expert_name(number: int) -> str:
+    """Name of an expert; by default it trains on the cluster of the same number."""
+    return f"{EXPERT}-{number}"
+
+
+def expert_number(name: str) -> int:
+    """Number of the expert ``name``."""
+    return int(name.removeprefix(f"{EXPERT}-"))
+
+
+def ensemble_members(experiment: Experiment) -> list[str]:
+    """Names of the ensemble's members: M experts, then the router unless K = 1."""
+    return [name for name in all_members(experiment) if role_of(name).in_ensemble]
+
+
+def all_members(experiment: Experiment) -> list[str]:
+    """Names of all members that can be trained, those of the ensemble first."""
+    return [name for role in ROLES.values() for name in role.names(experiment)]
+
+
+def parse_members(text: str, experiment: Experiment, key: str = "member") -> list[str]:
+    """Parse ``member=…`` of the command line, or the value of ``key``: names separated by commas, or ``all``.
+
+    Raises:
+        UserError: the experiment has no member of that name.
+    """
+    if text == "all":
+        return ensemble_members(experiment)
+    known = all_members(experiment)
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in known:
+            raise UserError(f"{key}={text}: unknown member {name!r}; known: {', '.join(known)}, all")
+    return list(dict.fromkeys(names))
+
+
+def condition_spec(experiment: Experiment, sizes: Manifest | DataSizes) -> ConditionSpec:
+    """Kind and size of the experts' condition.
+
+    Raises:
+        UserError: the condition is tokens and the shards hold none.
+    """
+    kind = experiment.condition.kind
+    if "tokens" in kind:
+        if sizes.token_shape is None:
+            raise UserError(
+                f"key 'condition.kind' = {kind!r}: the caption encoder makes no tokens; use clip-text, t5-text or pair"
+            )
+        length, size = sizes.token_shape
+        return ConditionSpec(kind, size, length, sizes.text_size if "text" in kind else 0)
+    return ConditionSpec(kind, {"text": sizes.text_size, "class": sizes.num_classes, "none": 0}[kind])
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from ddm_lightning.config.validate import blamed
 from ddm_lightning.core import registry
 from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.members.artifact import described, read_meta
-from ddm_lightning.members.roles import MONOLITH, ROUTER
+from ddm_lightning.members.member import MONOLITH, ROUTER
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import MEMBER_FILE
 from ddm_lightning.networks.blocks import is_muon_matrix

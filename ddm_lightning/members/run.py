@@ -13,8 +13,7 @@ from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write_text
 from ddm_lightning.members.artifact import read_meta
 from ddm_lightning.members.initial import Initial
-from ddm_lightning.members.member import Member
-from ddm_lightning.members.roles import all_members, ensemble_members, role_of
+from ddm_lightning.members.member import Member, all_members, ensemble_members, role_of
 from ddm_lightning.members.run_folder import RunFolder, recorded, refuse_changed
 from ddm_lightning.members.status import MemberStatus
 from ddm_lightning.shards.manifest import DataSizes, Manifest

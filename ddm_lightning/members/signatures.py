@@ -19,7 +19,7 @@ from ddm_lightning.core.files import atomic_write, atomic_write_json, sha256_fil
 from ddm_lightning.core.registry import require
 from ddm_lightning.core.remote import shown
 from ddm_lightning.members.artifact import REMEDY, read_meta
-from ddm_lightning.members.roles import island_of, role_of
+from ddm_lightning.members.member import island_of, role_of
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import MEMBER_FILE, SIGNATURE, STATEMENT, read_record
 from ddm_lightning.shards.manifest import manifest_path

@@ -14,7 +14,7 @@ from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.formatting import Bars
 from ddm_lightning.ensemble.manifest import EnsembleManifest, cluster_of, known_clusters
 from ddm_lightning.members.artifact import ArtifactMeta, read_artifact, read_meta, write_artifact
-from ddm_lightning.members.roles import ROUTER
+from ddm_lightning.members.member import ROUTER
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import MEMBER_FILE, RunFolder, load_run
 from ddm_lightning.shards.datamodule import ClusterDataModule

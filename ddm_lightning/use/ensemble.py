@@ -27,7 +27,7 @@ from ddm_lightning.ensemble.sampler import sample
 from ddm_lightning.ensemble.velocity import Cost, Ensemble
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.members.artifact import ArtifactMeta
-from ddm_lightning.members.roles import ROUTER, all_members, ensemble_members
+from ddm_lightning.members.member import ROUTER, all_members, ensemble_members
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.use.saved import experiment_of, fetched, load_settings, manifest_with_about, resolve, save_ensemble
 

@@ -47,8 +47,8 @@ from ddm_lightning.ensemble.manifest import (
 from ddm_lightning.ensemble.routing import strategy_of
 from ddm_lightning.members.artifact import REMEDY, WEIGHTS_FILE, base_file, read_meta
 from ddm_lightning.members.load import Bases
+from ddm_lightning.members.member import condition_spec
 from ddm_lightning.members.preflight import check_strategy
-from ddm_lightning.members.roles import condition_spec
 from ddm_lightning.members.run_folder import (
     ENSEMBLE_FILE,
     MEMBER_FILE,

@@ -11,7 +11,7 @@ from flop_training import Study, Variant
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.evaluation.metrics.features import KernelDistance
 from ddm_lightning.members.artifact import read_meta
-from ddm_lightning.members.roles import role_of
+from ddm_lightning.members.member import role_of
 from ddm_lightning.members.run_folder import RunFolder
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"

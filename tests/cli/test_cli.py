@@ -24,7 +24,7 @@ from ddm_lightning import __version__
 from ddm_lightning.cli import parser
 from ddm_lightning.cli.parser import main
 from ddm_lightning.config.load import load_experiment
-from ddm_lightning.members.roles import parse_members
+from ddm_lightning.members.member import parse_members
 
 HELP = Path(__file__).with_name("help.txt")
 FEW = "sample.num_steps=4"

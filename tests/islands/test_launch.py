@@ -14,7 +14,7 @@ from tiny_runs import ROOT, TINY, prepared
 
 from ddm_lightning.cli.parser import main
 from ddm_lightning.config.load import load_experiment
-from ddm_lightning.members.roles import island_of
+from ddm_lightning.members.member import island_of
 
 pytestmark = [*WARNINGS, pytest.mark.slow]
 LONG = ("expert.train.max_steps=1200", "island.checkpoint_every_n_steps=1000")

@@ -8,7 +8,7 @@ from ddm_lightning.encoders.interfaces import StoredForm
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.flow.path import PATHS
-from ddm_lightning.members.roles import ROLES
+from ddm_lightning.members.member import ROLES
 from ddm_lightning.shards.datamodule import steps
 from ddm_lightning.training.objective import Averages, Distillation, Position
 
