@@ -15,7 +15,7 @@ from ddm_lightning.core.registry import ROUTERS, STRATEGIES
 from ddm_lightning.encoders.images import Pixels
 from ddm_lightning.ensemble.routing import Strategy
 from ddm_lightning.flow.condition import Condition
-from ddm_lightning.networks.router import RouterDiT
+from ddm_lightning.networks.dit import RouterDiT
 from ddm_lightning.prepare.records import Part, Record
 from ddm_lightning.prepare.sources.toys import Blobs
 from ddm_lightning.testing import check_encoder, check_router, check_source, check_strategy

@@ -3,9 +3,8 @@ import torch
 
 from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.members.cost import flops_per_sample
-from ddm_lightning.networks.dit import DiT
+from ddm_lightning.networks.dit import DiT, RouterDiT
 from ddm_lightning.networks.mmdit import MMDiT
-from ddm_lightning.networks.router import RouterDiT
 
 SMALL = {"width": 16, "depth": 3, "num_heads": 2, "patch_size": 2}
 SHAPE, N, D, L = (3, 8, 8), 16, 16, 3  # sample, patches, width, depth

@@ -5,8 +5,7 @@ from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import EXPERTS, ROUTERS
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.networks.blocks import SIZES
-from ddm_lightning.networks.dit import DiT
-from ddm_lightning.networks.router import RouterDiT
+from ddm_lightning.networks.dit import DiT, RouterDiT
 
 SMALL = {"width": 16, "depth": 2, "num_heads": 2, "patch_size": 2}
 CLASSES = ConditionSpec("class", 1000)

@@ -5,7 +5,7 @@ from networks.small import moved
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import ROUTERS
 from ddm_lightning.flow.condition import Condition, ConditionSpec
-from ddm_lightning.networks.router import RouterDiT, sample_kept
+from ddm_lightning.networks.dit import RouterDiT, sample_kept
 
 SMALL = {"width": 16, "depth": 2, "num_heads": 2, "patch_size": 2}
 NONE, TEXT, TOKENS = ConditionSpec("none", 0), ConditionSpec("text", 6), ConditionSpec("tokens", 6, length=3)

@@ -17,9 +17,8 @@ from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.networks.attention import attention, set_attention
 from ddm_lightning.networks.blocks import checkpoint_blocks, compile_blocks
-from ddm_lightning.networks.dit import DiT
+from ddm_lightning.networks.dit import DiT, RouterDiT
 from ddm_lightning.networks.mmdit import MMDiT
-from ddm_lightning.networks.router import RouterDiT
 
 SMALL = {"x_shape": (3, 8, 8), "width": 32, "depth": 2, "num_heads": 2, "patch_size": 2}
 TEXT, TOKENS = ConditionSpec("text", 6), ConditionSpec("tokens", 6, length=3)
