@@ -26,13 +26,7 @@ from ddm_lightning.ensemble.manifest import assemble
 from ddm_lightning.islands.local import default_jobs, fit_alone, fit_members
 from ddm_lightning.islands.shared import check_writable, is_shared, publish_prepared, pull_ensemble, pull_manifest
 from ddm_lightning.members.member import ROUTER, island_of, parse_members
-from ddm_lightning.members.preflight import (
-    check_networks,
-    check_plugins,
-    check_strategy,
-    is_collected,
-    refuse_stale,
-)
+from ddm_lightning.members.preflight import check_networks, check_plugins, check_strategy, is_collected, refuse_stale
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import SIGNATURE, RunFolder, refuse_changed
 from ddm_lightning.members.signatures import PREPARE, check_keys, sign_manifest, verify

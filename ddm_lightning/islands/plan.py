@@ -221,8 +221,7 @@ class Plan:
 
 
 def _over(values: list[float | None], together: Any) -> float | None:
-    known = [value for value in values if value is not None]
-    return together(known) if len(known) == len(values) else None
+    return None if None in values else together(values)
 
 
 class Planner:
