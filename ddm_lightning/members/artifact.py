@@ -302,6 +302,10 @@ def hand_over(
         UserError: a weight is not finite.
     """
     validated = {HELD_OUT_STEP: float(status.validated_step)} if status.validated_step else {}
+    class_counts: list[int] = []
+    if member.condition.kind == "class" and manifest.class_counts:
+        counts = (manifest.class_counts[k] for k in member.clusters)
+        class_counts = [sum(of_class) for of_class in zip(*counts, strict=True)]
     meta = ArtifactMeta(
         **described(member, manifest),
         prediction=None if member.role.classifies else prediction,
@@ -309,14 +313,6 @@ def hand_over(
         step=status.step,
         num_samples=status.step * member.batch_size,
         metrics={**status.metrics, **validated},
-        class_counts=_class_counts(member, manifest),
+        class_counts=class_counts,
     )
     write_artifact(folder, weights, meta, sign)
-
-
-def _class_counts(member: Member, manifest: Manifest) -> list[int]:
-    """Images of each class in the member's clusters; empty without classes as conditions, or without counts."""
-    if member.condition.kind != "class" or not manifest.class_counts:
-        return []
-    own = [manifest.class_counts[k] for k in member.clusters]
-    return [sum(of_class) for of_class in zip(*own, strict=True)]

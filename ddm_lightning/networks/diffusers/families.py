@@ -23,10 +23,6 @@ Settings: TypeAlias = Mapping[str, Any]
 TextTokens: TypeAlias = Float[Tensor, "b m size"]
 
 
-def _call(model: Any, x: Samples, **given: Tensor) -> Tensor:
-    return model(x, **given, return_dict=False)[0]
-
-
 def _lumina2(
     model: Any,
     x: Samples,
@@ -85,7 +81,7 @@ class Family:
     largest: Callable[[Settings], float] = lambda _: math.inf
     """Largest height and width, in cells of ``x_t``."""
     most_tokens: Callable[[Settings], float] = lambda _: math.inf
-    call: Callable[..., Tensor] = _call
+    call: Callable[..., Tensor] = lambda model, x, **given: model(x, **given, return_dict=False)[0]
     """Gives the prediction for a model, ``x_t``, ``timestep`` and the arguments of the condition."""
 
     def check(self, settings: Settings, x_shape: tuple[int, int, int], condition: ConditionSpec) -> None:
