@@ -116,10 +116,11 @@ class SampleLogger(L.Callback):
         assert isinstance(module, MemberModule)
         made: Tensor | None = None
         try:
-            if isinstance(module.objective, Classification):
-                made = module.objective.sum_confusion(trainer.world_size)
-            else:
-                made = self._sampled(module)
+            made = (
+                module.objective.sum_confusion(trainer.world_size)
+                if isinstance(module.objective, Classification)
+                else self._sampled(module)
+            )
             if trainer.is_global_zero and made is not None:
                 self._log(trainer, module.objective, made)
         except StopIteration:
