@@ -206,7 +206,7 @@ def _captions(experiment: Experiment, options: argparse.Namespace) -> None:
 
     prepared = Prepared(Run.open(experiment).folder.prepared)
     if not prepared.index_file.exists():
-        raise UserError(f"{prepared.index_file}: is missing; search on the machine that prepared the images")
+        raise UserError(f"{prepared.index_file}: is missing; search for captions on the machine that has the images")
     word = options.captions.casefold()
     for text in sorted({text for text in prepared.texts("captions") if word in text.casefold()}):
         print(text)
