@@ -182,14 +182,14 @@ def page(ensemble: DecentralizedEnsemble, captions: Sequence[str] = ()) -> gr.Bl
                 else:
                     condition = gr.State("")
                 button = gr.Button("Generate", variant="primary")
+                guidance = gr.State(1.0)
                 settings: list[Any] = [
                     gr.Slider(1, _MAX_IMAGES, min(4, defaults.num_per_prompt), step=1, label="Images"),
                     gr.Slider(1, _MAX_STEPS, min(defaults.num_steps, _MAX_STEPS), step=1, label="Steps"),
-                    gr.Slider(
-                        0, _MAX_GUIDANCE, defaults.guidance_scale, step=0.1, label="Guidance", visible=kind != "none"
-                    ),
-                    gr.Number(ensemble.experiment.seed, label="Seed"),
                 ]
+                if kind != "none":
+                    guidance = gr.Slider(0, _MAX_GUIDANCE, defaults.guidance_scale, step=0.1, label="Guidance")
+                settings += [guidance, gr.Number(ensemble.experiment.seed, label="Seed")]
                 if field.num_clusters > 1:
                     gr.Markdown("**Experts**: each one's weight is multiplied by its number; 0 switches it off.")
                     settings += [gr.Slider(0, 1, 1, step=0.05, label=name) for name in field.cluster_names]
