@@ -356,7 +356,7 @@ def change_ensemble(options: argparse.Namespace) -> None:
     shares = [f"{name} {prior:.4f}" for name, prior in after.shares.items()]
     print(f"ensemble: {out}\npriors: {', '.join(shares)}")
     if ROUTER in before.folders and ROUTER not in after.folders:
-        print("the router does not know the new cluster and was left out: use the strategy bayes, or train one anew")
+        print("the router does not know this cluster and was left out: use the strategy bayes, or train a router anew")
 
 
 def _demo(experiment: Experiment, options: argparse.Namespace) -> None:

@@ -50,5 +50,5 @@ def test_only_so_many_experts_have_memory():
     for k in [0, 1, 2, 3, 4, 0, 3, 3, 1]:
         placed = resident[k]
         assert torch.equal(placed(x), experts[k](x))
-        places.add(placed.args[1]["weight"].data_ptr())
+        places.add(resident._resident[k].result()["weight"].data_ptr())
     assert len(places) == 2 and places.isdisjoint(expert.weight.data_ptr() for expert in experts)
