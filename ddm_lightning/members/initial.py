@@ -106,7 +106,7 @@ class Initial:
                 self._pull(*(path for path in self._described(folder) if not path.exists()))
             else:
                 DOWNLOADS[scratch] = self.source
-                with remote.reaching(self.source):
+                with remote.reaching(f"{self.source} cannot be read"):
                     self._describe(folder)
             member_file, config_file = self._described(folder)
             if member_file.exists():
@@ -210,7 +210,7 @@ class Initial:
     def _pull(self, *paths: Path) -> None:
         """Bring files that the run's URL has."""
         for path in paths if self._url else ():
-            with remote.reaching(self.source), suppress(FileNotFoundError):
+            with remote.reaching(f"{self.source} cannot be read"), suppress(FileNotFoundError):
                 remote.get(f"{self._url}/{path.relative_to(self.root).as_posix()}", path)
 
     def _fetch(self) -> str:
@@ -219,7 +219,7 @@ class Initial:
         temporary = Path(tempfile.mkdtemp(prefix=".tmp-", dir=self.root))
         DOWNLOADS[str(temporary)] = self.source
         try:
-            with remote.reaching(self.source):
+            with remote.reaching(f"{self.source} cannot be read"):
                 self._bring(temporary)
             weights, is_artifact = temporary / WEIGHTS_FILE, (temporary / MEMBER_FILE).exists()
             found = read_meta(temporary).model_sha256 if is_artifact else sha256_file(weights)

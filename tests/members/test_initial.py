@@ -135,7 +135,7 @@ def _described_badly(folder: Path) -> Path:
         (_described_badly, "key 'step' must be"),
         (lambda folder: folder / "nothing", "is no artifact"),
         (lambda folder: folder, "is no artifact"),
-        (lambda _: "nonsense://somewhere", "check the address"),
+        (lambda _: "nonsense://somewhere", "nonsense://somewhere cannot be read"),
     ],
 )
 def test_bad_sources_are_refused_and_leave_nothing(tmp_path: Path, make: Any, words: str) -> None:

@@ -92,7 +92,7 @@ def test_a_url_is_downloaded_and_checked(
         lambda: DecentralizedEnsemble.from_pretrained("memory://none", "cpu"),
         "memory://none/ensemble.json: the ensemble's",
     )
-    refused(lambda: DecentralizedEnsemble.from_pretrained("nosuch://a", "cpu"), "nosuch://a: cannot be read")
+    refused(lambda: DecentralizedEnsemble.from_pretrained("nosuch://a", "cpu"), "nosuch://a cannot be read")
 
 
 @pytest.mark.parametrize(
