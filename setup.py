@@ -64,7 +64,7 @@ SLURM = ["submitit>=1.5"]
 SKY = ["skypilot>=0.14"]
 # Signatures of artifacts by OpenSSF.
 SIGNING = ["model-signing>=1.1"]
-RAY = ["ray[data]>=2.51"]
+RAY = ["ray>=2.51"]
 WANDB = ["wandb>=0.18"]
 
 TEST = [

@@ -24,7 +24,7 @@ from ddm_lightning.core.registry import require
 from ddm_lightning.ensemble.changes import added, removed, replaced
 from ddm_lightning.ensemble.manifest import assemble
 from ddm_lightning.islands.local import default_jobs, fit_alone, fit_members
-from ddm_lightning.islands.shared import check_writable, is_shared, publish_prepared, pull_ensemble, pull_manifest
+from ddm_lightning.islands.shared import check_free, is_shared, publish_prepared, pull_ensemble, pull_manifest
 from ddm_lightning.members.member import ROUTER, island_of, parse_members
 from ddm_lightning.members.preflight import check_networks, check_plugins, check_strategy, is_collected, refuse_stale
 from ddm_lightning.members.run import Run
@@ -87,7 +87,7 @@ def _prepared(experiment: Experiment, options: argparse.Namespace) -> Run:
     from ddm_lightning.prepare.stages import prepare
 
     check = _networks_check(experiment, options, initial=True)
-    check_writable(Run(experiment))
+    check_free(Run(experiment))
     with Bars(Console(), transient=True) as bars:
         prune, reporter = getattr(options, "prune", False), Reporter(bars)
         check(prepare(experiment, RunFolder.of(experiment).root, reporter, check, prune))  # also if it is up to date
@@ -104,7 +104,7 @@ def _prepare_share(experiment: Experiment, options: argparse.Namespace) -> None:
     from ddm_lightning.prepare.share import Share, prepare_share
 
     share, check = Share.parse(options.parts), _networks_check(experiment, options, initial=True)
-    check_writable(Run(experiment))
+    check_free(Run(experiment), parts=True)
     with Bars(Console(), transient=True) as bars:
         reporter = Reporter(bars)
         manifest = prepare_share(experiment, RunFolder.of(experiment).root, share, reporter, check)

@@ -66,15 +66,14 @@ def data_of(experiment: Experiment, num_samples: int | None = None) -> Data:
         manifest = Manifest.read(run_dir)
         samples = [cluster.train for cluster in manifest.clusters]
         return Data(manifest, bytes_per_sample(manifest.columns), samples, "counted in the manifest")
-    from ddm_lightning.prepare.engine import Reporter
+    from ddm_lightning.prepare.reading import Plugins
     from ddm_lightning.prepare.records import count_samples
-    from ddm_lightning.prepare.stages import Preparation
 
     copies = 1 + prepare.horizontal_flips
     try:
-        preparation = Preparation(experiment, run_dir, Reporter())
-        sizes, found = preparation.sizes(), count_samples(preparation.parts)
-        images, captions = preparation.plugins.image_encoder, preparation.plugins.caption_encoder
+        plugins = Plugins(prepare)
+        sizes, found = plugins.sizes(), count_samples(plugins.parts)
+        images, captions = plugins.image_encoder, plugins.caption_encoder
         stored = prod(sizes.x_shape) * np.dtype(images.dtype).itemsize * (1 + (images.stores == "posterior"))
         columns = {"label": "int32", **(captions.columns if captions else {})}
         sample_bytes = copies * stored + bytes_per_sample(columns)

@@ -23,23 +23,47 @@ from ddm_lightning.members.member import ROUTER
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import MEMBER_FILE, SIGNATURE, STATEMENT, refuse_changes
 from ddm_lightning.members.signatures import accept, check_manifest, signature_of
-from ddm_lightning.prepare.store import Store, publish_shards
+from ddm_lightning.prepare.ledger import Published, publish_shards
 from ddm_lightning.shards.manifest import Manifest, manifest_path
 
 _MANIFEST = "prepared/manifest.json"
 
 
-def check_writable(run: Run) -> None:
-    """Write a small file at the run's URL and remove it, before hours of work whose result goes there.
+def check_free(run: Run, parts: bool = False) -> None:
+    """Refuse a run's URL before hours of work whose result goes there.
+
+    Args:
+        run: the run to prepare.
+        parts: whether several machines prepare it together.
 
     Raises:
-        UserError: the URL cannot be written.
+        UserError: the URL cannot be written, holds other data, or other machines are preparing the run together.
     """
-    if run.url is not None:
-        probe = f"{run.url}/probe-{uuid.uuid4().hex}"
-        with remote.reaching():
-            remote.write(f"{probe}/empty", b"")
-            remote.remove(probe)
+    if run.url is None:
+        return
+    probe, root = f"{run.url}/probe-{uuid.uuid4().hex}", f"{run.url}/{run.folder.prepared.name}"
+    with TemporaryDirectory() as scratch, remote.reaching():
+        remote.write(f"{probe}/empty", b"")
+        remote.remove(probe)
+        names = remote.files(root, recursive=False)
+        if "manifest.json" in names:
+            DOWNLOADS[scratch] = remote.shown(run.url)
+            remote.get(f"{root}/manifest.json", manifest_path(Path(scratch)))
+            theirs, ours = asdict(Manifest.read(Path(scratch))), asdict(run.experiment.prepare)
+            same = ("source", "image_encoder", "caption_encoder", "features")
+            if any(theirs[name] != ours[name] for name in same):
+                raise _other_data(run)
+        elif "parts.json" in names and not parts:
+            raise UserError(
+                f"key 'remote': {remote.shown(run.url)}: holds an unfinished prepare --parts; "
+                "finish it on its machines, or set another address"
+            )
+
+
+def _other_data(run: Run) -> UserError:
+    return UserError(
+        f"key 'remote': {remote.shown(run.url or '')}: holds a run prepared from other data; set another address"
+    )
 
 
 def publish_prepared(run: Run, tick: Callable[[int, int], None]) -> None:
@@ -47,7 +71,7 @@ def publish_prepared(run: Run, tick: Callable[[int, int], None]) -> None:
 
     Args:
         run: its shards are prepared here.
-        tick: called with the bytes done and the bytes in total.
+        tick: called with the groups of parts done and in total.
 
     Raises:
         UserError: the URL cannot be written, or holds other data.
@@ -61,15 +85,13 @@ def publish_prepared(run: Run, tick: Callable[[int, int], None]) -> None:
         with suppress(FileNotFoundError):
             is_there = remote.read(target) == manifest.read_bytes()
             if not is_there:
-                raise UserError(
-                    f"key 'remote': {remote.shown(run.url)}: holds a run prepared from other data; set another address"
-                )
+                raise _other_data(run)
         if signature_of(manifest).exists():
             remote.put(signature_of(manifest), f"{run.url}/{_MANIFEST}.sig")
         if not is_there:
             _publish_initial(run)
-            store = Store(f"{run.url}/{folder.prepared.name}", run.manifest.versions)
-            publish_shards(folder.prepared, store, run.manifest.index_sha256, tick)
+            published = Published(f"{run.url}/{folder.prepared.name}", run.manifest.versions)
+            publish_shards(folder.prepared, published, run.manifest.index_sha256, tick)
             remote.put(folder.experiment, f"{run.url}/{folder.experiment.name}")
             remote.put(manifest, target)
 

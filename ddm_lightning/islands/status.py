@@ -133,7 +133,10 @@ def preparing_line(run: Run) -> str | None:
             return None
         num_parts = len(json.loads(remote.read(f"{root}/parts.json")))
         parts, groups = (
-            sum(name.endswith(".json") for name in remote.files(f"{root}/{kind}", recursive=not run.url))
+            sum(
+                name.endswith(".json") and size > 0
+                for name, size in remote.files(f"{root}/{kind}", not run.url).items()
+            )
             for kind in ("parts", "groups")
         )
     num_groups = math.ceil(num_parts / GROUP_SIZE)

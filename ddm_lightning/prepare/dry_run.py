@@ -103,7 +103,7 @@ def dry_run(experiment: Experiment, run_dir: Path, check: Callable[[DataSizes], 
     return DryRun(
         stages,
         len(parts),
-        len(preparation.unfinished_parts()),
+        len(preparation.unfinished(preparation.part_jobs())),
         count_samples(parts),
         estimates,
         num_looked_at=sum(reading.num_read for reading in readings) if plugins.filters else 0,

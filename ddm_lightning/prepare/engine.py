@@ -25,10 +25,13 @@ from ddm_lightning.config.experiment import PrepareConfig
 from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.formatting import Bars
 from ddm_lightning.core.processes import num_cores, on_orphaned
+from ddm_lightning.prepare import ledger
+from ddm_lightning.prepare.ledger import Entries
 from ddm_lightning.prepare.reading import Plugins
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
+_LedgerJob = TypeVar("_LedgerJob", bound=ledger.Job)
 
 # One process encodes fewer samples before others have even started.
 WORTH_PROCESSES = 4096
@@ -73,33 +76,47 @@ def gpu_of(identity: tuple[int, ...], num_gpus: int) -> int:
 
 
 def run_jobs(
-    work: Callable[[Job, Plugins, Callable[[int], None]], Result],
-    jobs: Sequence[Job],
+    stage: str,
+    work: Callable[[_LedgerJob, Plugins, Callable[[int], None]], Entries],
+    jobs: Sequence[_LedgerJob],
     plugins: Plugins,
     num_samples: int | None,
-    on_progress: Callable[[int], None],
-    engine: str = "local",
-) -> Iterator[tuple[int, Result]]:
-    """Yield each job's number and result as it finishes; in this process if starting others is not worth it.
+    reporter: Reporter,
+) -> Iterator[_LedgerJob]:
+    """Yield each job as it is finished and its ledger is up to date.
 
     Args:
-        work: called with a job, the plug-ins, and a function to call with the number of its samples done so far.
+        stage: name of the stage.
+        work: returns the entries of the ledger; called with a job, the plug-ins, and a function to call with the number
+            of its samples done so far.
         jobs: the jobs.
-        plugins: those of this process; another process builds its own and keeps them from job to job.
+        plugins: those of this process, in which jobs run if starting others is not worth it; another process builds
+            its own and keeps them from job to job.
         num_samples: samples in all jobs; None if unknown.
-        on_progress: receives the samples done so far of the job running in this process.
-        engine: ``local`` or ``ray``.
+        reporter: receives progress.
     """
-    work_in_process = partial(_work_in_process, work, pickle.dumps(plugins.config))
-    num_processes = num_processes_for(plugins.config, len(jobs), num_samples)
-    if engine == "ray":
+    config, done = plugins.config, 0
+
+    def advance(here: int) -> None:
+        reporter.advance(stage, done + here, max(num_samples or 0, done + here))
+
+    work_in_process = partial(_work_in_process, work, pickle.dumps(config))
+    num_processes = num_processes_for(config, len(jobs), num_samples)
+    finished: Iterator[tuple[int, Entries]]
+    if config.engine == "ray":
         # The GPUs are those of the cluster, not of this machine.
-        on_gpus = any(name.startswith("cuda") for name in devices_of(plugins.config))
-        yield from run_ray(work_in_process, jobs, plugins.config.num_processes, on_gpus)
+        on_gpus = any(name.startswith("cuda") for name in devices_of(config))
+        finished = run_ray(work_in_process, jobs, config.num_processes, on_gpus)
     elif num_processes > 1:
-        yield from run_local(work_in_process, jobs, num_processes)
+        finished = run_local(work_in_process, jobs, num_processes)
     else:
-        yield from ((number, work(job, plugins, on_progress)) for number, job in enumerate(jobs))
+        finished = ((number, work(job, plugins, advance)) for number, job in enumerate(jobs))
+    for number, entries in finished:
+        job = jobs[number]
+        job.ledger.entries, job.ledger.is_published = entries, job.published is not None
+        done += job.num_samples
+        advance(0)
+        yield job
 
 
 def _work_in_process(work: Callable[[Any, Plugins, Callable[[int], None]], Result], config: bytes, job: Any) -> Result:
@@ -146,12 +163,9 @@ class _Actor:
         torch.set_num_threads(1)
         self.work = work
 
-    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
-        try:
-            result: Any = self.work(pickle.loads(row["job"]))  # noqa: S301  our own
-        except (UserError, OSError) as error:
-            result = error  # Ray would wrap it in an error of its own
-        return {"number": row["number"], "result": pickle.dumps(result)}
+    def run(self, number: int, job: Any) -> tuple[int, Any]:
+        """Return the number of the job with its result."""
+        return number, self.work(job)
 
 
 def run_ray(
@@ -172,36 +186,21 @@ def run_ray(
         UserError: the cluster has no GPU, or failed. Errors of ``work`` pass through.
     """
     import ray
-    from ray.data import ActorPoolStrategy, DataContext, from_items
+    from ray.util import ActorPool
 
-    logging.getLogger("ray.data").setLevel(logging.ERROR)
     ray.init(ignore_reinit_error=True, log_to_driver=False, logging_level=logging.ERROR)
-    DataContext.get_current().enable_progress_bars = False
     resources = ray.cluster_resources()  # type: ignore[no-untyped-call]
     if on_gpus and not resources.get("GPU"):
         raise UserError("the Ray cluster has no GPU for the encoders; add one, or set their device to cpu")
-    room = PROCESSES_PER_GPU * resources["GPU"] if on_gpus else math.inf
-    now = max(1, min(room, resources.get("CPU", 0)))
-    # Pickled, because Ray would turn known types into columns.
-    rows = [{"number": number, "job": pickle.dumps(job)} for number, job in enumerate(jobs)]
-    # The cluster may grow, so there may be more actors later.
-    most = min(num_actors or len(jobs), len(jobs))
-    worker: Any = _Actor  # Ray's annotation forgets that classes are for actors
-    results = from_items(rows, override_num_blocks=len(rows)).map(
-        worker,
-        fn_constructor_args=(work,),
-        compute=ActorPoolStrategy(min_size=1, max_size=most, initial_size=min(most, int(now))),
-        num_cpus=1,
-        num_gpus=1 / PROCESSES_PER_GPU if on_gpus else 0,
-    )
+    room = min(resources["CPU"], PROCESSES_PER_GPU * resources["GPU"] if on_gpus else math.inf)
+    num_actors = min(num_actors or len(jobs), len(jobs), max(1, int(room)))
+    gpus = 1 / PROCESSES_PER_GPU if on_gpus else 0
+    actor = ray.remote(num_cpus=1, num_gpus=gpus, max_restarts=-1, max_task_retries=-1)(_Actor)
+    pool = ActorPool([actor.remote(work) for _ in range(num_actors)])
     try:
-        for row in results.iter_rows():
-            result = pickle.loads(row["result"])  # noqa: S301  our own
-            if isinstance(result, Exception):
-                raise result
-            yield int(row["number"]), result
-    except ray.exceptions.RayTaskError:
-        raise
+        yield from pool.map_unordered(lambda actor, job: actor.run.remote(*job), list(enumerate(jobs)))
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause from error
     except ray.exceptions.RayError as error:
         raise UserError(f"Ray: {first_line(error)}; mend the cluster and run the same command again") from None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -31,7 +32,7 @@ def merge_groups(
         experiment: the experiment.
         plugins: its source and encoders.
         prepared: the folder; of the shards, only the indices of the groups need to be there.
-        groups: records of all groups, in order.
+        groups: ledger entries of all groups with samples, in order.
 
     Raises:
         UserError: a cluster is empty or too large.
@@ -46,7 +47,7 @@ def merge_groups(
     partition.save(prepared.partition_file)
     num_samples, indices = _merge_folders(prepared.shards, groups)
     clusters = tuple(
-        ClusterSamples(*(num_samples.get(shard_name(k, split), 0) for split in (TRAIN, HELD_OUT)))
+        ClusterSamples(*(num_samples[shard_name(k, split)] for split in (TRAIN, HELD_OUT)))
         for k in range(partition.num_clusters)
     )
     encoder, captions = plugins.image_encoder, plugins.caption_encoder
@@ -64,7 +65,7 @@ def merge_groups(
         caption_encoder=asdict(config.caption_encoder) if config.caption_encoder else None,
         text_size=captions.size if captions else 0,
         token_shape=captions.token_shape if captions else None,
-        columns=next(group["columns"] for group in groups if group["columns"]),
+        columns=groups[0]["columns"],
         num_classes=plugins.source.num_classes,
         features=asdict(config.features),
         provenance=plugins.provenance(),
@@ -81,26 +82,22 @@ def merge_groups(
     )
 
 
-def _merge_folders(shards: Path, groups: Sequence[Mapping[str, Any]]) -> tuple[dict[str, int], dict[str, str]]:
+def _merge_folders(shards: Path, groups: Sequence[Mapping[str, Any]]) -> tuple[Counter[str], dict[str, str]]:
     """Merge the indices of each folder, and remove what no group has written; return its samples and index's hash."""
-    folders: dict[str, list[Mapping[str, Any]]] = {}
+    num_samples, folders, kept = Counter[str](), dict[str, list[Path]](), set[Path]()
     for group in groups:
         for name, entry in group["folders"].items():
-            folders.setdefault(name, []).append(entry)
-    for folder in shards.glob("*/*"):
-        name = folder.relative_to(shards).as_posix()
-        for inner in folder.iterdir():
-            if inner.is_dir() and inner.name not in [entry["folder"] for entry in folders.get(name, ())]:
-                shutil.rmtree(inner)
-        if name not in folders:
-            shutil.rmtree(folder)
-    for folder in shards.iterdir():
-        if not any(folder.iterdir()):
-            folder.rmdir()
-    for name, entries in folders.items():
-        merge_index([shards / name / entry["folder"] for entry in entries], shards / name)
-    hashes = {name: sha256_file(shards / name / "index.json") for name in sorted(folders)}
-    return {name: sum(entry["samples"] for entry in entries) for name, entries in folders.items()}, hashes
+            num_samples[name] += entry["samples"]
+            folder = shards / name / entry["folder"]
+            folders.setdefault(name, []).append(folder)
+            kept |= {folder, folder.parent, folder.parents[1]}
+    for pattern in ("*", "*/*", "*/*/*"):
+        for folder in list(shards.glob(pattern)):
+            if folder.is_dir() and folder not in kept:
+                shutil.rmtree(folder)
+    for name, written in folders.items():
+        merge_index(written, shards / name)
+    return num_samples, {name: sha256_file(shards / name / "index.json") for name in sorted(folders)}
 
 
 def _statistics(groups: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:

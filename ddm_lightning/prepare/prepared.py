@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
 from itertools import chain
-from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from jaxtyping import Int, Shaped, UInt8, UInt64
 
 from ddm_lightning.core import remote
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.core.files import atomic_write_json, atomic_write_text, read_json
+from ddm_lightning.core.files import atomic_write_json, atomic_write_text
 from ddm_lightning.partition.columns import PackedStrings, Rows, StoredArray
+from ddm_lightning.partition.partition import Samples
 from ddm_lightning.prepare.encode import (
     FEATURES,
     LEDGER,
@@ -29,24 +30,18 @@ from ddm_lightning.prepare.encode import (
     ROWS_FILE,
     SAMPLE,
     TEXTS_FILE,
-    Ledger,
     check_broken,
     is_sampled,
 )
+from ddm_lightning.prepare.ledger import Ledger, Published
 from ddm_lightning.prepare.records import BrokenSample, Part
-from ddm_lightning.prepare.store import Store
 
 GROUP_SIZE = 64
 """Consecutive parts whose samples are shuffled together; the same for any number of machines."""
 
 
-class FitSample(NamedTuple):
-    """The usable samples on which the partition is fitted."""
-
-    features: Rows
-    labels: Int[np.ndarray, "n"]
-    split_hash: UInt64[np.ndarray, "n"]
-    keys: Rows
+Kept: TypeAlias = Sequence[Int[np.ndarray, "m"] | None]
+"""Rows of each part; None for all of them."""
 
 
 class Prepared:
@@ -59,7 +54,7 @@ class Prepared:
         parts: of the source; None for those in ``parts.json``.
         first: number of the first of ``parts`` in the source.
         ledgers: of the parts; None for those on this disk.
-        store: where to find files that are not on this disk.
+        published: where to find files that are not on this disk.
     """
 
     def __init__(
@@ -68,9 +63,9 @@ class Prepared:
         parts: Sequence[Part] | None = None,
         first: int = 0,
         ledgers: Sequence[Ledger] | None = None,
-        store: Store | None = None,
+        published: Published | None = None,
     ) -> None:
-        self.folder, self.first, self.store = folder, first, store
+        self.folder, self.first, self.published = folder, first, published
         self.parts_file = folder / "parts.json"
         self.index_file = folder / "index.json"
         self.broken_file = folder / "broken.jsonl"
@@ -103,21 +98,26 @@ class Prepared:
         """The ``part.json`` of each part."""
         return [Ledger(self.folder_of(part) / LEDGER) for part in self.parts]
 
+    def group(self, number: int) -> Prepared:
+        """Return a group of consecutive parts, whose samples are shuffled together."""
+        some = slice(number * GROUP_SIZE, (number + 1) * GROUP_SIZE)
+        return Prepared(self.folder, self.parts[some], some.start, self.ledgers[some], self.published)
+
     def fetch(self, numbers: Iterable[int], *names: str) -> list[Path]:
-        """Bring these files of some parts from the store, or all of them; return those that were not here."""
-        if (store := self.store) is None:
+        """Bring these files of some parts from the URL, or all of them; return those that were not here."""
+        if (published := self.published) is None:
             return []
 
         def pull(number: int) -> list[Path]:
-            folder, work = self.part_folder(number), self.ledgers[number].records
-            return store.pull(f"parts/{folder.name}", folder, work, lambda path: not names or path in names)
+            folder, entries = self.part_folder(number), self.ledgers[number].entries
+            return published.pull(f"parts/{folder.name}", folder, entries, lambda path: not names or path in names)
 
         return list(chain(*remote.in_threads(pull, numbers)))
 
     @cached_property
     def index(self) -> Mapping[str, Any]:
         """``index.json``: number of samples, in all and in each part, and the dropped rows of each part."""
-        return read_json(self.index_file, "the index of the samples", "run prepare again")
+        return dict(json.loads(self.index_file.read_text(encoding="utf-8")))
 
     @cached_property
     def filled_parts(self) -> list[int]:
@@ -125,84 +125,81 @@ class Prepared:
         return [number for number in range(len(self.parts)) if self._num_rows(number)]
 
     @cached_property
-    def kept(self) -> list[Int[np.ndarray, "m"] | None]:
+    def kept(self) -> Kept:
         """Usable rows of each of ``filled_parts``; None for all of them."""
         dropped: Mapping[str, list[int]] = self.index["dropped"]
         num_rows = {str(self.first + number): self._num_rows(number) for number in self.filled_parts}
         return [np.delete(np.arange(num), dropped[key]) if key in dropped else None for key, num in num_rows.items()]
 
-    @cached_property
+    @property
     def first_row(self) -> int:
         """Number of usable samples in the parts of the source before these."""
         return sum(self.index["part_samples"][: self.first])
 
-    def rows(self, group: str, column: str, unusable: bool = False) -> Rows:
-        """Return a column of all usable samples; with ``unusable``, of all samples."""
-        return Rows(self._arrays(group, column), None if unusable else self.kept)
+    @property
+    def num_samples(self) -> int:
+        """Number of usable samples in these parts."""
+        return sum(self.index["part_samples"][self.first :][: len(self.parts)])
 
-    def facts(self, column: str, unusable: bool = False) -> Shaped[np.ndarray, "n"]:
-        """Read a column of ``rows.npz`` of all usable samples; with ``unusable``, of all samples."""
-        return Rows(self._facts(column), None if unusable else self.kept)[:]
+    def rows(self, column_set: str, column: str) -> Rows:
+        """Return a column of all usable samples."""
+        return Rows(self._arrays(column_set, column), self.kept)
 
-    def texts(self, name: str, unusable: bool = False) -> Rows:
-        """Return ``keys``, ``captions``, ``captions_2`` … of all usable samples; with ``unusable``, of all samples."""
-        return Rows(self._texts(name), None if unusable else self.kept)
+    def facts(self, column: str, kept: Kept | None = None) -> Shaped[np.ndarray, "n"]:
+        """Read a column of ``rows.npz`` of all usable samples, or of these rows of each of ``filled_parts``."""
+        arrays = [np.load(self.part_folder(number) / ROWS_FILE)[column] for number in self.filled_parts]
+        return Rows(arrays, kept or self.kept)[:]
 
-    def _facts(self, column: str) -> list[Shaped[np.ndarray, "n"]]:
-        return [np.load(self.part_folder(number) / ROWS_FILE)[column] for number in self.filled_parts]
-
-    def _texts(self, name: str) -> list[PackedStrings]:
-        return [PackedStrings(self.part_folder(n) / TEXTS_FILE, name, self._num_rows(n)) for n in self.filled_parts]
+    def texts(self, name: str, kept: Kept | None = None) -> Rows:
+        """Return ``keys``, ``captions``, ``captions_2`` … of all usable samples, or of these rows of each part."""
+        paths = [(self.part_folder(number) / TEXTS_FILE, self._num_rows(number)) for number in self.filled_parts]
+        return Rows([PackedStrings(path, name, num_rows) for path, num_rows in paths], kept or self.kept)
 
     def _num_rows(self, number: int) -> int:
-        return int(self.ledgers[number].records[RECORDS]["num_rows"])
+        return int(self.ledgers[number].entries[RECORDS]["num_rows"])
 
-    def sample(self, fraction: float) -> FitSample:
-        """Return the usable samples on which a partition is fitted; ``fraction`` as in ``is_sampled``."""
-        group, column = (FEATURES, "features") if fraction == 1 else (SAMPLE, "sample")
+    def sample(self, fraction: float) -> tuple[Samples, UInt64[np.ndarray, "n"]]:
+        """Return the usable samples on which a partition is fitted, and the hashes that decide their split.
+
+        Args:
+            fraction: as in ``is_sampled``.
+        """
+        column_set, column = (FEATURES, "features") if fraction == 1 else (SAMPLE, "sample")
         in_part, in_file = [], []
         for number, usable in zip(self.filled_parts, self.kept, strict=True):
             with np.load(self.part_folder(number) / ROWS_FILE) as rows:
                 sampled = is_sampled(rows["key_hash"], fraction)
             in_part.append(np.flatnonzero(sampled) if usable is None else usable[sampled[usable]])
             in_file.append((np.cumsum(sampled) - 1)[in_part[-1]])
-        return FitSample(
-            Rows(self._arrays(group, column), in_file),
-            Rows(self._facts("label"), in_part)[:],
-            Rows(self._facts("split_hash"), in_part)[:],
-            Rows(self._texts("keys"), in_part),
-        )
+        features = Rows(self._arrays(column_set, column), in_file)
+        samples = Samples(features, self.facts("label", in_part), self.texts("keys", in_part))
+        return samples, self.facts("split_hash", in_part)
 
-    def _arrays(self, group: str, column: str) -> list[StoredArray]:
+    def _arrays(self, column_set: str, column: str) -> list[StoredArray]:
         """Return a column of each of ``filled_parts``. Opens the first file only: all have the same header."""
         name = f"{column}.npy"
         first = StoredArray.of(self.part_folder(self.filled_parts[0]) / name)
-        row_bytes = prod(first.shape[1:]) * first.dtype.itemsize
+        row_bytes = math.prod(first.shape[1:]) * first.dtype.itemsize
         arrays = []
         for number in self.filled_parts:
-            num_bytes = self.ledgers[number].files(group)[name]["bytes"] - first.offset
+            num_bytes = self.ledgers[number].files(column_set)[name]["bytes"] - first.offset
             shape = (num_bytes // row_bytes, *first.shape[1:])
             arrays.append(replace(first, path=self.part_folder(number) / name, shape=shape))
-            if num_bytes % row_bytes or (group != SAMPLE and shape[0] != self._num_rows(number)):
+            if num_bytes % row_bytes or (column_set != SAMPLE and shape[0] != self._num_rows(number)):
                 raise ValueError(f"{arrays[-1].path}: rows differ in size from those of {first.path}")
         return arrays
 
-    def thumbnails(self) -> tuple[UInt8[np.ndarray, "m s s 3"], Int[np.ndarray, "m"]]:
+    def thumbnails(self) -> tuple[list[UInt8[np.ndarray, "s s 3"]], Int[np.ndarray, "m"]]:
         """Return small images of some samples, and their rows counted from the first of these parts."""
-        images, rows = [], []
-        start = 0
-        for number, kept in zip(self.filled_parts, self.kept, strict=True):
+        images, rows, start = list[Any](), list[int](), 0
+        for number, usable in zip(self.filled_parts, self.kept, strict=True):
+            usable = np.arange(self._num_rows(number)) if usable is None else usable
             with np.load(self.part_folder(number) / TEXTS_FILE) as texts:
-                local, found = texts["thumbnail_rows"], texts["thumbnails"]
-            shown = np.ones(len(local), bool) if kept is None else np.isin(local, kept)
-            place = local[shown] if kept is None else np.searchsorted(kept, local[shown])
-            if shown.any():
-                images.append(found[shown])
-                rows.append(place + start)
-            start += self._num_rows(number) if kept is None else len(kept)
-        if not images:
-            return np.empty((0, 1, 1, 3), np.uint8), np.empty(0, np.int64)
-        return np.concatenate(images), np.concatenate(rows)
+                _, places, shown = np.intersect1d(usable, texts["thumbnail_rows"], True, return_indices=True)
+                images += [*texts["thumbnails"][shown]]
+            rows += (start + places).tolist()
+            start += len(usable)
+        return images, np.array(rows, np.int64)
 
     @property
     def clusters(self) -> Int[np.ndarray, "n"]:
@@ -214,12 +211,12 @@ Dropped = dict[int, dict[int, str]]
 """Cause by row, by number of the part."""
 
 
-def write_index(prepared: Prepared, groups: Collection[str], max_bad_fraction: float) -> str:
+def write_index(prepared: Prepared, column_sets: Collection[str], max_bad_fraction: float) -> str:
     """Write ``index.json`` (samples, counts by cause, dropped rows) and ``broken.jsonl`` (each broken sample).
 
     Args:
         prepared: folder with encoded parts.
-        groups: groups of columns in use. Failures in others, left by an earlier configuration, are ignored.
+        column_sets: those in use. Failures in others, left by an earlier configuration, are ignored.
         max_bad_fraction: largest allowed fraction of broken samples.
 
     Returns:
@@ -228,14 +225,14 @@ def write_index(prepared: Prepared, groups: Collection[str], max_bad_fraction: f
     Raises:
         UserError: too many samples are broken, none is left, or parts differ in image size.
     """
-    states = [ledger.records[RECORDS] for ledger in prepared.ledgers]
+    states = [ledger.entries[RECORDS] for ledger in prepared.ledgers]
     sizes = {state["image_size"]: number for number, state in enumerate(states) if state["image_size"]}
     if len(sizes) > 1:
         several = ", ".join(f"{size} pixels in {prepared.parts[number].name!r}" for size, number in sizes.items())
         raise UserError(f"the source has images of several sizes ({several}); set prepare.images.size")
     dropped: Dropped = {}
     for number, ledger in enumerate(prepared.ledgers):
-        unfit = {row: cause for name in groups for row, cause in ledger.records[name].get("unfit", {}).items()}
+        unfit = {row: cause for name in column_sets for row, cause in ledger.entries[name].get("unfit", {}).items()}
         if unfit:
             dropped[number] = {int(row): cause for row, cause in unfit.items()}
     _drop_duplicates(prepared, dropped)
@@ -253,11 +250,11 @@ def write_index(prepared: Prepared, groups: Collection[str], max_bad_fraction: f
     of_filters = _in_words("; taken out by filters", filtered)
     if num_samples == 0:
         raise UserError(f"the source has no usable samples{of_filters}; fix prepare.source or prepare.filters")
-    num_without_caption = 0
-    for number in prepared.filled_parts:
-        with np.load(prepared.part_folder(number) / ROWS_FILE) as rows:
-            has_caption = np.delete(rows["has_caption"], list(dropped.get(number, {})))
-        num_without_caption += int(np.count_nonzero(~has_caption))
+    usable = [
+        np.delete(np.arange(states[number]["num_rows"]), list(dropped[number])) if number in dropped else None
+        for number in prepared.filled_parts
+    ]
+    num_without_caption = int(np.count_nonzero(~prepared.facts("has_caption", usable)))
     index = {
         "num_read": num_read,
         "num_samples": num_samples,
@@ -280,66 +277,62 @@ def _in_words(title: str, counts: Mapping[str, int]) -> str:
 
 
 def _drop_duplicates(prepared: Prepared, dropped: Dropped) -> None:
-    """Drop all but the first usable sample of each key."""
+    """Drop all but the first usable sample of each key, by 64-bit hashes."""
     if not prepared.filled_parts:
         return
-    hashes: UInt64[np.ndarray, "n"] = prepared.facts("key_hash", unusable=True)
-    keys = prepared.texts("keys", unusable=True)
-    start_of = dict(zip(prepared.filled_parts, keys.starts.tolist(), strict=False))
-    fit = np.ones(len(hashes), bool)
+    hashes = prepared.facts("key_hash", [None] * len(prepared.filled_parts))
+    num_rows = [prepared._num_rows(number) for number in prepared.filled_parts]
+    starts = np.cumsum([0, *num_rows[:-1]])
+    start_of = dict(zip(prepared.filled_parts, starts.tolist(), strict=True))
+    usable = np.ones(len(hashes), bool)
     for number, unfit in dropped.items():
-        fit[start_of[number] + np.array(list(unfit))] = False
-    places = np.flatnonzero(fit)
-    order = places[hashes[places].argsort(kind="stable")]
-    same = hashes[order[1:]] == hashes[order[:-1]]
-    # Compare the keys behind equal hashes: 64 bits may collide.
-    places = np.unique(np.concatenate([order[1:][same], order[:-1][same]]))
-    parts = np.array(prepared.filled_parts)[np.unique(np.searchsorted(keys.starts, places, side="right") - 1)]
-    prepared.fetch(parts.tolist(), TEXTS_FILE)
-    first_of: dict[tuple[int, str], int] = {}
-    for place, key in zip(places.tolist(), keys.take(places), strict=True):
-        if first_of.setdefault((int(hashes[place]), key), place) != place:
-            number = prepared.filled_parts[int(np.searchsorted(keys.starts, place, side="right")) - 1]
-            dropped.setdefault(number, {})[place - start_of[number]] = "duplicate key"
+        usable[start_of[number] + np.array(list(unfit))] = False
+    order = hashes.argsort(kind="stable")
+    order = order[usable[order]]
+    again = order[1:][hashes[order[1:]] == hashes[order[:-1]]]
+    parts = np.searchsorted(starts, again, side="right") - 1
+    for part, place in zip(parts.tolist(), again.tolist(), strict=True):
+        number = prepared.filled_parts[part]
+        dropped.setdefault(number, {})[place - start_of[number]] = "duplicate key"
 
 
 def _broken(prepared: Prepared, dropped: Dropped) -> Iterator[dict[str, Any]]:
-    for number, part in enumerate(prepared.parts):
-        records, path = prepared.ledgers[number].records[RECORDS], prepared.part_folder(number) / TEXTS_FILE
-        num_broken = sum(records["broken"].values())
-        if num_broken or number in dropped:
-            prepared.fetch([number], TEXTS_FILE)
-        if num_broken:
-            for line in PackedStrings(path, "broken", num_broken)[:]:
-                yield {"part": part.name, **json.loads(line)}
-        if number in dropped:
-            rows = sorted(dropped[number])
-            for row, key in zip(rows, PackedStrings(path, "keys", records["num_rows"])[np.array(rows)], strict=True):
-                yield {"part": part.name, **asdict(BrokenSample(key, dropped[number][row]))}
+    states = [ledger.entries[RECORDS] for ledger in prepared.ledgers]
+    named = [number for number, state in enumerate(states) if state["broken"] or number in dropped]
+    prepared.fetch(named, TEXTS_FILE)
+    for number in named:
+        part, path, rows = (
+            prepared.parts[number].name,
+            prepared.part_folder(number) / TEXTS_FILE,
+            dropped.get(number, {}),
+        )
+        for line in PackedStrings(path, "broken", sum(states[number]["broken"].values()))[:]:
+            yield {"part": part, **json.loads(line)}
+        keys = PackedStrings(path, "keys", states[number]["num_rows"])[np.array(sorted(rows), np.int64)]
+        for row, key in zip(sorted(rows), keys, strict=True):
+            yield {"part": part, **asdict(BrokenSample(key, rows[row]))}
 
 
 class Thumbnails(NamedTuple):
     """Small images of some samples."""
 
     images: UInt8[np.ndarray, "m s s 3"]
-    key_hash: UInt64[np.ndarray, "m"]
     clusters: Int[np.ndarray, "m"]
     captions: Sequence[str]
 
     @classmethod
     def read(cls, paths: Iterable[Path]) -> Thumbnails:
-        """Read the lowest hashes of the files of all groups, in the order of the samples."""
-        found = []
+        """Read the files of all groups, in the order of the samples."""
+        images, clusters, captions = list[Any](), list[int](), list[str]()
         for path in paths:
             with np.load(path) as arrays:
-                columns = [arrays[name] for name in ("images", "key_hash", "clusters")]
-            found.append((*columns, PackedStrings(path, "captions", len(columns[1]))[:]))
-        images, hashes, clusters, captions = (
-            np.concatenate([column for column in columns if len(column)] or columns[:1])
-            for columns in zip(*found, strict=True)
-        )
-        lowest = np.sort(hashes.argsort(kind="stable")[:MAX_THUMBNAILS])
-        return cls(images[lowest], hashes[lowest], clusters[lowest], captions[lowest].tolist())
+                images += [*arrays["images"]]
+                clusters += arrays["clusters"].tolist()
+            captions += PackedStrings(path, "captions", len(clusters) - len(captions))[:].tolist()
+        # More parts than ``MAX_THUMBNAILS`` have one each.
+        every = slice(None, None, max(1, math.ceil(len(images) / MAX_THUMBNAILS)))
+        stacked = np.stack(images[every]) if images else np.empty((0, 1, 1, 3), np.uint8)
+        return cls(stacked, np.array(clusters[every], np.int32), captions[every])
 
 
 def example_captions(folder: Path, num: int) -> list[str]:

@@ -28,6 +28,7 @@ from ddm_lightning.encoders.interfaces import CaptionEncoder, Features, ImageEnc
 from ddm_lightning.prepare.filters import PROPERTIES, Filters, extra_columns, number_in, properties
 from ddm_lightning.prepare.records import BrokenSample, Part, Record, Source
 from ddm_lightning.prepare.sources.decode import caption_in
+from ddm_lightning.shards.manifest import DataSizes
 
 Item = TypeVar("Item")
 
@@ -95,6 +96,42 @@ class Plugins:
         _ = self.filters
         packages = {name for plugin in (self.source, *self._encoders().values()) for name in plugin.packages}
         return {name: version(name) for name in sorted({*_COMMON_PACKAGES, *packages})}
+
+    @cached_property
+    def parts(self) -> list[Part]:
+        """Parts of the source.
+
+        Raises:
+            UserError: the source cannot be listed, has no parts, or two of one name.
+        """
+        name, parts = self.config.source.name, list(self.source.parts())
+        if not parts:
+            raise UserError(f"source {name!r}: has no samples; fix prepare.source")
+        part, times = Counter(part.name for part in parts).most_common(1)[0]
+        if times > 1:
+            raise UserError(f"source {name!r}: has {times} parts named {part!r}; fix the source")
+        return parts
+
+    def sizes(self) -> DataSizes:
+        """Return the sizes of the data to be written; the image size may come from the first readable image.
+
+        Raises:
+            UserError: bad input.
+        """
+        size = self.config.images.size
+        if size is None:
+            samples = (sample for part in self.parts for sample in self.source.read(part))
+            first = next((sample for sample in samples if isinstance(sample, Record)), None)
+            if first is None:
+                raise UserError(f"source {self.config.source.name!r}: no sample can be read; fix prepare.source")
+            size = first.image.shape[0]
+        captions = self.caption_encoder
+        return DataSizes(
+            self.image_encoder.x_shape(size),
+            captions.size if captions else 0,
+            captions.token_shape if captions else None,
+            self.source.num_classes,
+        )
 
     def provenance(self) -> dict[str, dict[str, str]]:
         """Return the origin of each network's weights; may load them."""

@@ -143,20 +143,20 @@ def report_partition(experiment: Experiment, plugins: Plugins, prepared: Prepare
         "seed": experiment.seed,
     }
     partition = Partition.load(prepared.partition_file)
-    features, clusters = prepared.sample(config.partition.fit_fraction).features, prepared.clusters
+    sample, _ = prepared.sample(config.partition.fit_fraction)
     data = ReportData(
         thumbnails=thumbnails.images,
         thumbnail_clusters=thumbnails.clusters,
         captions=thumbnails.captions,
-        features=features,
-        clusters=clusters,
+        features=sample.features,
+        clusters=prepared.clusters,
         metric=getattr(partition.rule, "metric", config.partition.metric),
         counts=partition.counts.numpy(),
         num_read=index["num_read"],
         broken=index["broken"],
         filtered=index["filtered"],
         num_without_caption=index["num_without_caption"],
-        displaced=displaced_fractions(partition, features, clusters, config.partition.device),
+        displaced=displaced_fractions(partition, sample.features, prepared.clusters, config.partition.device),
         facts={name: getattr(config, name.replace(" ", "_")).name for name in ("source", "features", "image encoder")},
     )
     save_png(prepared.folder / "clusters.png", cluster_grid(data, **credit))
@@ -190,14 +190,8 @@ def write_report(path: Path, data: ReportData, *, title: str, attribution: str, 
         data=data,
         measures=measures,
         clusters=[_describe_cluster(data, measures, k, indices) for k, indices in enumerate(shown)],
-        broken=_largest_first(data.broken),
-        filtered=_largest_first(data.filtered),
     )
     atomic_write_text(path, html)
-
-
-def _largest_first(counts: Mapping[str, int]) -> list[tuple[str, int]]:
-    return sorted(counts.items(), key=lambda item: (-item[1], item[0]))
 
 
 def _number(value: float, style: str = ".3f") -> str:

@@ -3,7 +3,7 @@
 Two stages are maps: ``encode`` over parts, ``shards`` over groups of parts. ``index`` and ``partition`` need only
 hashes and the features of a sample of all parts, and ``merge`` only counts and indices of all groups.
 
-A stage writes its files under temporary names, renames them, and records itself in a ``Ledger`` with a hash of its
+A stage writes its files under temporary names, renames them, and enters itself in a ``Ledger`` with a hash of its
 inputs: its part of the configuration and the hashes of earlier files. So a second run does nothing, a killed run
 continues where it stopped (at the unfinished part or group), and a changed key reruns only the stages that depend on
 it.
@@ -11,16 +11,17 @@ it.
 
 from __future__ import annotations
 
+import math
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from filelock import FileLock, Timeout
@@ -33,14 +34,25 @@ from ddm_lightning.encoders.interfaces import bytes_per_sample
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.partition.build import check_sizes, fit_partition
 from ddm_lightning.partition.columns import save_array
-from ddm_lightning.prepare.encode import CAPTIONS, FEATURES, LATENTS, RECORDS, SAMPLE, Ledger, PartJob, encode_parts
+from ddm_lightning.partition.partition import Partition
+from ddm_lightning.prepare.encode import (
+    FEATURES,
+    RECORDS,
+    SAMPLE,
+    TEXTS_FILE,
+    PartJob,
+    check_broken,
+    encode_part,
+    inputs_of_columns,
+    part_jobs,
+)
 from ddm_lightning.prepare.engine import Reporter, run_jobs
+from ddm_lightning.prepare.ledger import Job, Ledger, Published, hash_of_files
 from ddm_lightning.prepare.merge import merge_groups
 from ddm_lightning.prepare.prepared import GROUP_SIZE, Prepared, Thumbnails, write_index
 from ddm_lightning.prepare.reading import Plugins
-from ddm_lightning.prepare.records import Part, Record, count_samples
+from ddm_lightning.prepare.records import Part, count_samples
 from ddm_lightning.prepare.report import report_partition
-from ddm_lightning.prepare.store import Store
 from ddm_lightning.prepare.write_shards import GROUP, GroupJob, Split, write_group
 from ddm_lightning.shards.manifest import DataSizes, Manifest, manifest_path
 
@@ -70,7 +82,6 @@ def prepare(
         UserError: bad input. Nothing is written; if only a stage can detect it (too many broken samples, unbalanced
             clusters), no further stage runs.
     """
-    torch.set_float32_matmul_precision("highest")  # nearest centroids depend on float32's rounding
     preparation = Preparation(experiment, run_dir, reporter or Reporter())
     preparation.bring_up_to_date(check)
     preparation.handle_unlisted(prune)
@@ -90,8 +101,8 @@ class Stage:
     """Writes the result files; may return a line to print."""
     compute: Callable[[], object] = lambda: None
     """Called before ``write``, while the old files are still there; raises for bad input."""
-    unfinished: Callable[[], object] = lambda: None
-    """Returns what a map has still to do; nothing if it is done."""
+    jobs: Callable[[], Sequence[Job]] = list
+    """Lists the jobs of a map, which have keys of their own."""
 
     @property
     def key(self) -> str:
@@ -99,50 +110,59 @@ class Stage:
         return sha256_json({"version": STAGES_VERSION, "inputs": self.inputs()})
 
 
+_Job = TypeVar("_Job", bound=Job)
+
+
 class Preparation:
-    """One call of ``prepare``. Plug-ins are built only when a stage needs them."""
+    """One call of ``prepare``. Plug-ins are built only when a stage needs them.
+
+    Args:
+        experiment: its ``prepare`` section and its seed are used.
+        run_dir: the run folder.
+        reporter: receives progress.
+
+    Raises:
+        UserError: the source cannot be listed, unless its shards are finished; it has no parts; or two of one name.
+    """
 
     waits_for_others = True
     """Whether to wait while another process prepares the same folder."""
-
-    store: Store | None = None
+    published: Published | None = None
     """Where parts and groups are published, if several machines share the work."""
 
     def __init__(self, experiment: Experiment, run_dir: Path, reporter: Reporter) -> None:
-        self.experiment = experiment
-        self.config = experiment.prepare
+        self.experiment, self.config = experiment, experiment.prepare
         self.plugins = Plugins(experiment.prepare)
-        self.run_dir = run_dir
+        self.run_dir, self.folder = run_dir, RunFolder(run_dir).prepared
         self.reporter = reporter
-        self.folder = RunFolder(run_dir).prepared
+        self.columns = inputs_of_columns(self.plugins)
         self.parts = self._list_parts()
-        self._read_records()
-
-    def _read_records(self) -> None:
-        self.ledger = Ledger(self.folder / "stages.json")
-        self.prepared = Prepared(self.folder, self.parts, store=self.store)
+        self._read_ledgers()
 
     def _list_parts(self) -> list[Part]:
-        name = self.config.source.name
         try:
-            parts = list(self.plugins.source.parts())
+            return self.plugins.parts
         except UserError as error:
             # Finished shards outlive their source.
-            manifest = Manifest.read(self.run_dir) if manifest_path(self.run_dir).exists() else None
-            if manifest is None or manifest.source != asdict(self.config.source):
+            parts_file, source = Prepared(self.folder).parts_file, asdict(self.config.source)
+            is_finished = parts_file.exists() and manifest_path(self.run_dir).exists()
+            if not is_finished or Manifest.read(self.run_dir).source != source:
                 raise
             self.reporter.say(f"the source cannot be listed ({error}); its prepared parts are used")
             return Prepared(self.folder).parts
-        if not parts:
-            raise UserError(f"source {name!r}: has no samples; fix prepare.source")
-        part, times = Counter(part.name for part in parts).most_common(1)[0]
-        if times > 1:
-            raise UserError(f"source {name!r}: has {times} parts named {part!r}; fix the source")
-        return parts
+
+    def _read_ledgers(self) -> None:
+        self.ledger = Ledger(self.folder / "stages.json")
+        self.prepared = Prepared(self.folder, self.parts, published=self.published)
+        numbers = range(math.ceil(len(self.parts) / GROUP_SIZE))
+        self.groups = [Ledger(self.folder / "groups" / f"{number:05}.json", self.folder) for number in numbers]
+
+    def is_own(self, number: int) -> bool:
+        """Whether a part or group is this machine's."""
+        return True
 
     def _stages(self) -> list[Stage]:
-        config, seed = self.config, self.experiment.seed
-        files, groups, keys = self.ledger.files, self._group_files, self._group_keys()
+        config, seed, files, columns = self.config, self.experiment.seed, self.ledger.files, self.columns
         parts = [asdict(part) for part in self.parts]
         other = Path(config.partition.path or "")  # the partition of another run, which may have changed
         fit = [asdict(config.partition), asdict(config.features), sha256_file(other) if other.is_file() else None]
@@ -155,34 +175,28 @@ class Preparation:
                 ("parts.json",),
                 lambda: atomic_write_json(self.prepared.parts_file, parts),
             ),
-            Stage("encode", lambda: keys, (), self._encode, unfinished=self.unfinished_parts),
+            Stage("encode", lambda: columns, (), self._encode, jobs=self.part_jobs),
             Stage(
                 "index",
                 lambda: [
-                    groups(*keys),
-                    [ledger.records[RECORDS].get("filtered") for ledger in self.prepared.ledgers],
+                    hash_of_files(self.prepared.ledgers, columns),
+                    [ledger.entries[RECORDS].get("filtered") for ledger in self.prepared.ledgers],
                     config.max_bad_fraction,
                 ],
                 ("index.json", "broken.jsonl"),
-                lambda: write_index(self.prepared, keys.keys() - {SAMPLE}, config.max_bad_fraction),
+                lambda: write_index(self.prepared, columns.keys() - {SAMPLE}, config.max_bad_fraction),
             ),
             Stage(
                 "partition",
-                lambda: [fit, seed, config.held_out_fraction, groups(*self._fit_groups), files("index")],
+                lambda: [fit, seed, config.held_out_fraction, self._fitted_files(), files("index")],
                 ("rule.safetensors", "split.json", "clusters.npy"),
                 self._write_partition,
                 self._compute_partition,
             ),
-            Stage(
-                "shards",
-                lambda: [job.key for job in self.group_jobs()],
-                (),
-                self._write_shards,
-                unfinished=self.unfinished_groups,
-            ),
+            Stage("shards", self._group_keys, (), self._write_shards, jobs=self.group_jobs),
             Stage(
                 "merge",
-                lambda: [everything, self.experiment.name, files("index"), [job.key for job in self.group_jobs()]],
+                lambda: [everything, self.experiment.name, files("index"), self._group_keys()],
                 (
                     "partition.safetensors",
                     "shards/*/*/index.json",
@@ -201,93 +215,11 @@ class Preparation:
             return
         self.check_before_writing(check)
         with self._alone():
-            self._remove_temporary()
             for stage in self._stages():
                 if not self._is_done(stage):
                     self._run(stage)
         if self.plugins.source.attribution:
             self.reporter.say(self.plugins.source.attribution)
-
-    def _run(self, stage: Stage) -> None:
-        start = time.monotonic()
-        stage.compute()
-        # Remove the manifest first, so that a half-changed folder does not look finished.
-        manifest_path(self.run_dir).unlink(missing_ok=True)
-        self.ledger.forget(stage.name)
-        found = stage.write()
-        self.ledger.record(stage.name, stage.key, chain(*map(self.folder.glob, stage.outputs)))
-        self.ledger.save()
-        self.reporter.say(f"{stage.name}: done in {time.monotonic() - start:.1f} s" + (f": {found}" if found else ""))
-
-    def pending(self) -> list[Stage]:
-        """List the first stage that is not done and all later ones."""
-        stages = self._stages()
-        return next((stages[number:] for number, stage in enumerate(stages) if not self._is_done(stage)), [])
-
-    def _is_done(self, stage: Stage) -> bool:
-        return self.ledger.is_done(stage.name, stage.key) and not stage.unfinished()
-
-    def unfinished_parts(self) -> dict[int, dict[str, str]]:
-        """Map the number of each unfinished part to its missing groups of columns, each with its key."""
-        wanted = {}
-        for number, (keys, ledger) in enumerate(zip(self._part_keys(), self.prepared.ledgers, strict=True)):
-            if missing := {name: key for name, key in keys.items() if not ledger.is_done(name, key)}:
-                # New records may have other rows.
-                wanted[number] = keys if RECORDS in missing else missing
-                if FEATURES in missing and SAMPLE in keys:
-                    missing[SAMPLE] = keys[SAMPLE]
-        return wanted
-
-    def _part_keys(self) -> list[dict[str, str]]:
-        """Return the key of each group of columns of each part."""
-        inputs = {name: sha256_json(inputs) for name, inputs in self._group_keys().items()}
-        samples = [sha256_json([part.name, part.fingerprint]) for part in self.parts]
-        return [{name: f"{part} {digest}" for name, digest in inputs.items()} for part in samples]
-
-    def _group_keys(self) -> dict[str, Any]:
-        """Return the inputs of each group of columns, other than the part."""
-        config = self.config
-        base: dict[str, Any] = {"source": asdict(config.source), "images": asdict(config.images)}
-        if self.plugins.filters or config.keep:
-            base |= {"filters": self.plugins.filters.inputs, "keep": config.keep}
-        keys: dict[str, Any] = {
-            RECORDS: base,
-            LATENTS: [base, asdict(config.image_encoder), config.horizontal_flips],
-            FEATURES: [base, asdict(config.features)],
-        }
-        if (fraction := config.partition.fit_fraction) < 1:
-            keys[SAMPLE] = [keys[FEATURES], fraction]
-        if config.captions:  # not their weights
-            base["captions"] = [caption.column for caption in config.captions]
-        if config.caption_encoder is not None:
-            keys[CAPTIONS] = [base, asdict(config.caption_encoder)]
-        return keys
-
-    @property
-    def _fit_groups(self) -> tuple[str, str]:
-        """Groups of columns that the fit of the partition reads."""
-        return RECORDS, FEATURES if self.config.partition.fit_fraction == 1 else SAMPLE
-
-    def _group_files(self, *names: str) -> str:
-        """Return a hash of the files of some groups of columns, over all parts."""
-        return _hash_of(self.prepared.ledgers, names)
-
-    def group_jobs(self) -> list[GroupJob]:
-        """List the groups of parts whose shards are written together, with keys of all that they are made from."""
-        config, seed, names = self.config, self.experiment.seed, self._group_keys().keys() - {SAMPLE}
-        stored = [config.held_out_fraction, asdict(config.shards), seed, self.ledger.files("index")]
-        stored.append(self.ledger.files("partition"))
-        jobs = []
-        for first in range(0, len(self.parts), GROUP_SIZE):
-            some = slice(first, first + GROUP_SIZE)
-            key = sha256_json([STAGES_VERSION, stored, _hash_of(self.prepared.ledgers[some], names)])
-            records = [ledger.records for ledger in self.prepared.ledgers[some]]
-            jobs.append(GroupJob(first // GROUP_SIZE, self.folder, self.parts[some], first, seed, key, records))
-        return jobs
-
-    def unfinished_groups(self) -> list[GroupJob]:
-        """List the groups whose shards are not written."""
-        return [job for job in self.group_jobs() if not job.ledger.is_done(GROUP, job.key)]
 
     def check_before_writing(self, check: Callable[[DataSizes], None] | None) -> None:
         """Build all plug-ins and compare sizes, so that bad input is refused before a file is touched; see ``prepare``.
@@ -302,32 +234,69 @@ class Preparation:
             )
         if (num_samples := count_samples(self.parts)) is not None:
             check_sizes(self.config.partition, num_samples)
+        if self.config.partition.path is not None:
+            Partition.load(Path(self.config.partition.path))
         if check is not None:
-            check(self.sizes())
+            check(self.plugins.sizes())
 
-    def sizes(self) -> DataSizes:
-        """Return the sizes of the data to be written; the image size may come from the first readable image.
+    def _run(self, stage: Stage) -> None:
+        start = time.monotonic()
+        stage.compute()
+        # Remove the manifest first, so that a half-changed folder does not look finished.
+        manifest_path(self.run_dir).unlink(missing_ok=True)
+        self.ledger.forget(stage.name)
+        found = stage.write()
+        self.ledger.add(stage.name, stage.key, chain(*map(self.folder.glob, stage.outputs)))
+        self.ledger.save()
+        self._renew()
+        self.reporter.say(f"{stage.name}: done in {time.monotonic() - start:.1f} s" + (f": {found}" if found else ""))
 
-        Raises:
-            UserError: bad input.
-        """
-        size = self.config.images.size
-        if size is None:
-            samples = (sample for part in self.parts for sample in self.plugins.source.read(part))
-            first = next((sample for sample in samples if isinstance(sample, Record)), None)
-            if first is None:
-                raise UserError(f"source {self.config.source.name!r}: no sample can be read; fix prepare.source")
-            size = first.image.shape[0]
-        captions = self.plugins.caption_encoder
-        return DataSizes(
-            self.plugins.image_encoder.x_shape(size),
-            captions.size if captions else 0,
-            captions.token_shape if captions else None,
-            self.plugins.source.num_classes,
-        )
+    def pending(self) -> list[Stage]:
+        """List the first stage that is not done and all later ones."""
+        stages = self._stages()
+        return next((stages[number:] for number, stage in enumerate(stages) if not self._is_done(stage)), [])
+
+    def _is_done(self, stage: Stage) -> bool:
+        return self.ledger.is_done(stage.name, stage.key) and not self.unfinished(stage.jobs())
+
+    def _renew(self) -> None:
+        """Forget what is cached of files that have changed."""
+        self.prepared = Prepared(self.folder, self.parts, ledgers=self.prepared.ledgers, published=self.published)
+
+    def _fitted_files(self) -> str:
+        """Return a hash of the files that the fit of the partition reads."""
+        features = FEATURES if self.config.partition.fit_fraction == 1 else SAMPLE
+        return hash_of_files(self.prepared.ledgers, (RECORDS, features))
+
+    def part_jobs(self) -> list[PartJob]:
+        """List the parts, with keys of all that their columns are made from."""
+        return part_jobs(self.parts, self.prepared.ledgers, self.columns, self.published)
+
+    def group_jobs(self) -> list[GroupJob]:
+        """List the groups of parts whose shards are written together, with keys of all that they are made from."""
+        config, seed = self.config, self.experiment.seed
+        stored = [config.held_out_fraction, asdict(config.shards), seed]
+        stored += [self.ledger.files("index"), self.ledger.files("partition")]
+        jobs = []
+        for number, ledger in enumerate(self.groups):
+            prepared, name = self.prepared.group(number), f"groups/{number:05}"
+            if prepared.filled_parts:
+                files = hash_of_files(prepared.ledgers, self.columns.keys() - {SAMPLE})
+                keys = {GROUP: sha256_json([STAGES_VERSION, stored, files])}
+                jobs.append(GroupJob(number, name, ledger, keys, self.published, prepared, seed))
+        return jobs
+
+    def _group_keys(self) -> list[str]:
+        return [job.keys[GROUP] for job in self.group_jobs()]
+
+    def unfinished(self, jobs: Sequence[_Job]) -> list[_Job]:
+        """List this machine's jobs whose work is not done, or not published."""
+        return [job for job in jobs if self.is_own(job.number) and not job.is_done()]
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
+        """Let one process at a time work in the folder."""
+        torch.set_float32_matmul_precision("highest")  # nearest centroids depend on float32's rounding
         self.folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(self.folder / ".lock")
         try:
@@ -339,19 +308,14 @@ class Preparation:
                 ) from None
             self.reporter.say(f"{self.folder}: another process is preparing this run; waiting for it")
             acquired = lock.acquire()
-            self._read_records()
+            self._read_ledgers()
         with acquired:
+            for path in self.folder.rglob(".tmp-*"):  # of a killed process; the lock excludes running ones
+                if path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
             yield
-
-    def _remove_temporary(self) -> None:
-        """Remove half-written files of a killed process; the lock excludes running ones."""
-        for path in chain(
-            *map(self.folder.glob, (".tmp-*", "report/.tmp-*", "groups/.tmp-*", "parts/*/.tmp-*", "shards/*/*/.tmp-*"))
-        ):
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
 
     def handle_unlisted(self, prune: bool) -> None:
         """Report encoded parts that the source no longer lists; remove them if ``prune``."""
@@ -370,15 +334,13 @@ class Preparation:
         )
 
     def _encode(self) -> str:
-        wanted, ledgers = self.unfinished_parts(), self.prepared.ledgers
-        jobs = [
-            PartJob(self.parts[number], self.prepared.part_folder(number), keys, len(self.parts), self.store)
-            for number, keys in wanted.items()
-        ]
-        for number, records in encode_parts(jobs, self.plugins, partial(self.reporter.advance, "encode")):
-            ledgers[[*wanted][number]].records = records
-        self.prepared = Prepared(self.folder, self.parts, ledgers=ledgers, store=self.store)  # may have other rows
-        num_parts, num_kept = len(self.parts), len(self.parts) - len(wanted)
+        jobs, broken, num_read = self.unfinished(self.part_jobs()), Counter[str](), 0
+        total = count_samples(job.part for job in jobs)
+        for job in run_jobs("encode", encode_part, jobs, self.plugins, total, self.reporter):
+            num_read += job.num_samples
+            broken.update(job.ledger.entries[RECORDS]["broken"])
+            check_broken(broken, num_read, self.config.max_bad_fraction, job.ledger.folder / TEXTS_FILE)
+        num_parts, num_kept = len(self.parts), len(self.parts) - len(jobs)
         return f"{num_parts:,} part{'s' * (num_parts != 1)}" + (f", {num_kept:,} already encoded" if num_kept else "")
 
     def _compute_partition(self) -> None:
@@ -388,8 +350,8 @@ class Preparation:
         """
         config, seed = self.config.partition, self.experiment.seed
         fine = [config.metric, config.num_fine_centroids, config.fit_fraction, config.num_iterations, config.device]
-        fine_key = sha256_json([fine, seed, self._group_files(*self._fit_groups), self.ledger.files("index")])
-        sample = self.prepared.sample(config.fit_fraction)
+        fine_key = sha256_json([fine, seed, self._fitted_files(), self.ledger.files("index")])
+        sample, _ = self.prepared.sample(config.fit_fraction)
         self._fitted = fit_partition(
             sample.features,
             config,
@@ -404,7 +366,7 @@ class Preparation:
     def _write_partition(self) -> str:
         """Write the rule of the fitted partition, the clusters of the sample and the split by hashes."""
         prepared, (partition, clusters) = self.prepared, self._fitted
-        hashes = prepared.sample(self.config.partition.fit_fraction).split_hash
+        _, hashes = prepared.sample(self.config.partition.fit_fraction)
         split = Split.of(hashes, clusters, partition.num_clusters, self.config.held_out_fraction)
         partition.save(prepared.rule_file)
         atomic_write(prepared.clusters_file, lambda path: save_array(path, clusters))
@@ -414,28 +376,18 @@ class Preparation:
         return f"{len(sizes)} clusters of {min(sizes):,} to {max(sizes):,} samples"
 
     def _write_shards(self) -> str:
-        jobs, sizes = self.unfinished_groups(), self.prepared.index["part_samples"]
-        total = sum(sum(sizes[job.first : job.first + len(job.parts)]) for job in jobs)
-        done, num_bytes = 0, 0
-        advance = partial(self.reporter.advance, "shards")
-        run = run_jobs(
-            write_group, jobs, self.plugins, total, lambda here: advance(done + here, total), self.config.engine
-        )
-        for _, record in run:
-            done += sum(folder["samples"] for folder in record["folders"].values())
-            num_bytes += sum(file["bytes"] for file in record["files"].values())
-            advance(done, total)
-        return f"{done:,} samples, {format_bytes(num_bytes)}"
-
-    def _group_ledgers(self) -> list[Ledger]:
-        return [job.ledger for job in self.group_jobs()]
+        jobs, num_bytes = self.unfinished(self.group_jobs()), 0
+        total = sum(job.num_samples for job in jobs)
+        for job in run_jobs("shards", write_group, jobs, self.plugins, total, self.reporter):
+            num_bytes += sum(file["bytes"] for file in job.ledger.files(GROUP).values())
+        return f"{total:,} samples, {format_bytes(num_bytes)}"
 
     def _merge(self) -> None:
-        ledgers = self._group_ledgers()
-        groups = [ledger.records[GROUP] for ledger in ledgers]
+        ledgers = [job.ledger for job in self.group_jobs()]
         for path in list((self.folder / "groups").iterdir()):
             if path.with_suffix(".json") not in [ledger.file for ledger in ledgers]:
                 path.unlink()
+        groups = [ledger.entries[GROUP] for ledger in ledgers]
         manifest = merge_groups(self.experiment, self.plugins, self.prepared, groups)
         thumbnails = Thumbnails.read(ledger.file.with_suffix(".npz") for ledger in ledgers)
         report_partition(self.experiment, self.plugins, self.prepared, thumbnails)
@@ -443,8 +395,3 @@ class Preparation:
         sizes = ", ".join(f"{name} {bytes_per_sample({name: text})}" for name, text in manifest.columns.items())
         self.reporter.say(f"bytes per sample: {sizes}, and its caption")
         self.reporter.advance("merge", manifest.num_samples, manifest.num_samples)
-
-
-def _hash_of(ledgers: Sequence[Ledger], names: Iterable[str]) -> str:
-    """Return a hash of the files of some groups of columns, over some parts."""
-    return sha256_json([[ledger.files(name) for name in sorted(names)] for ledger in ledgers])

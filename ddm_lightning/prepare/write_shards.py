@@ -2,62 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float64, Int, UInt64
+from jaxtyping import Bool, Float64, Int, Shaped, UInt64
 
 from ddm_lightning.config.experiment import ShardsConfig
 from ddm_lightning.core.files import atomic_files, read_json, sha256_file
 from ddm_lightning.encoders.interfaces import StoredForm, array_encoding, numbered, parse_encoding
 from ddm_lightning.partition.columns import Rows, packed_strings
-from ddm_lightning.partition.partition import Partition
-from ddm_lightning.partition.partition import Samples as Assignable
-from ddm_lightning.prepare.encode import CAPTIONS, FEATURES, LATENTS, MAX_THUMBNAILS, RECORDS, Ledger, num_captions
+from ddm_lightning.partition.partition import Partition, Samples
+from ddm_lightning.prepare.encode import CAPTIONS, FEATURES, LATENTS, RECORDS, num_captions
+from ddm_lightning.prepare.ledger import Entries, Job
 from ddm_lightning.prepare.prepared import Prepared
 from ddm_lightning.prepare.reading import Plugins
-from ddm_lightning.prepare.records import Part
-from ddm_lightning.prepare.store import Store
 from ddm_lightning.shards.manifest import HELD_OUT, TRAIN, shard_name
 from ddm_lightning.shards.mosaic import open_writer
 
 GROUP = "group"
 """Name of a group's work in its ledger."""
 _SAMPLES_AT_ONCE = 256
-
-
-def held_out_samples(
-    split_hash: UInt64[np.ndarray, "n"], clusters: Int[np.ndarray, "n"], num_clusters: int, fraction: float
-) -> Bool[np.ndarray, "n"]:
-    """Choose the held-out samples: those whose hash is below ``fraction`` of its range.
-
-    The hash is of the sample's group or key alone. So samples keep their split when the data set grows or the clusters
-    change, and a group stays together. Every cluster keeps samples to train on. With a fraction above 0, every cluster
-    of at least two groups also has held-out samples, unless another cluster needs them for training.
-    """
-    held_out = split_hash < np.uint64(int(fraction * 2.0**64))
-    members = [np.flatnonzero(clusters == cluster) for cluster in range(num_clusters)]
-    members = [rows for rows in members if len(rows)]
-    for rows in members:
-        ranks = split_hash[rows]
-        if fraction > 0 and ranks.min() != ranks.max() and not held_out[rows].any():
-            held_out[split_hash == ranks.min()] = True
-    # Afterwards: a group just held out may be all that another cluster trains on.
-    for rows in members:
-        if held_out[rows].all():
-            held_out[split_hash == split_hash[rows].max()] = False
-    return held_out
+_MAX_BYTES = 1 << 29
+"""Bytes of samples that a process reads at a time: many, because it reads them in the order of the disk."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """The split by hashes as a file that every machine reads: the limit, and groups on the other side of it."""
+    """The split by hashes as a file that every machine reads: the limit, and hashes on the other side of it.
+
+    The hash is of the sample's group or key alone. So samples keep their split when the data set grows or the clusters
+    change, and a group stays together.
+    """
 
     limit: float
     """Fraction of the range of hashes below which samples are held out."""
@@ -70,11 +50,25 @@ class Split:
     def of(
         cls, split_hash: UInt64[np.ndarray, "n"], clusters: Int[np.ndarray, "n"], num_clusters: int, fraction: float
     ) -> Split:
-        """Decide from the samples of the fit, as ``held_out_samples``."""
-        below = split_hash < np.uint64(int(fraction * 2.0**64))
-        held_out = held_out_samples(split_hash, clusters, num_clusters, fraction)
-        others = [np.unique(split_hash[side]).tolist() for side in (held_out & ~below, below & ~held_out)]
-        return cls(fraction, *others)
+        """Decide from the samples of the fit.
+
+        Every cluster keeps samples to train on. With a fraction above 0, every cluster of at least two groups also has
+        held-out samples, unless another cluster needs them for training.
+        """
+        below = cls(fraction, (), ()).is_held_out(split_hash)
+        held_out = below.copy()
+        members = [np.flatnonzero(clusters == cluster) for cluster in range(num_clusters)]
+        members = [rows for rows in members if len(rows)]
+        for rows in members:
+            ranks = split_hash[rows]
+            if fraction > 0 and ranks.min() != ranks.max() and not held_out[rows].any():
+                held_out[split_hash == ranks.min()] = True
+        # Afterwards: a group just held out may be all that another cluster trains on.
+        for rows in members:
+            if held_out[rows].all():
+                held_out[split_hash == split_hash[rows].max()] = False
+        moved = (split_hash[held_out & ~below], split_hash[below & ~held_out])
+        return cls(fraction, *(np.unique(hashes).tolist() for hashes in moved))
 
     def is_held_out(self, split_hash: UInt64[np.ndarray, "n"]) -> Bool[np.ndarray, "n"]:
         """Whether each sample is held out."""
@@ -84,8 +78,8 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Samples:
-    """Rows to store in the shards."""
+class ShardColumns:
+    """What the shards of a group store."""
 
     columns: Mapping[str, Rows]
     """``x_0``, ``label``, the caption encoder's columns and those of ``prepare.keep``; ``x_0_flipped`` if stored."""
@@ -117,7 +111,7 @@ def write_split(
     folder: Path,
     cluster: int,
     order: Int[np.ndarray, "m"],
-    samples: Samples,
+    samples: ShardColumns,
     config: ShardsConfig,
     on_progress: Callable[[int], None],
 ) -> Float64[np.ndarray, "3 c"]:
@@ -128,7 +122,7 @@ def write_split(
     Args:
         folder: the MDS folder.
         cluster: number of the cluster.
-        order: rows of ``samples`` to write; all of them are read into memory, part after part.
+        order: rows of ``samples`` to write.
         samples: rows of all samples of the group.
         config: shard size and compression.
         on_progress: called with the number of samples written so far.
@@ -137,124 +131,108 @@ def write_split(
         Per channel of ``x_0``: number of values, their sum, and the sum of their squares.
     """
     moments: list[Float64[np.ndarray, "3 c"]] = []
-    types = {name: parse_encoding(encoding)[0] for name, encoding in samples.encodings.items()}
     encodings = {**samples.encodings, "sample_id": "int64", "cluster": "int32"} | dict.fromkeys(samples.captions, "str")
-    columns = {name: rows.take(order).astype(types[name], copy=False) for name, rows in samples.columns.items()}
-    columns |= {"sample_id": order + samples.first_id, "cluster": np.full(len(order), cluster, np.int32)}
-    columns |= {name: captions.take(order) for name, captions in samples.captions.items()}
+    num_written = 0
     with open_writer(folder, encodings, config.compression, config.max_bytes) as writer:
-        for start in range(0, len(order), _SAMPLES_AT_ONCE):
-            block = {name: values[start : start + _SAMPLES_AT_ONCE] for name, values in columns.items()}
+        for block in _blocks(samples, order):
             stored = torch.from_numpy(block["x_0"])
             mean, std = samples.form.mean(stored, torch.float64).numpy(), samples.form.std(stored, torch.float64)
             squares = mean**2 + (0.0 if std is None else std.square().numpy())
             moments.append(np.stack([np.ones_like(mean).sum((0, 2, 3)), mean.sum((0, 2, 3)), squares.sum((0, 2, 3))]))
             for row in range(len(stored)):
-                writer.write({name: values[row] for name, values in block.items()})
-            on_progress(start + len(stored))
+                writer.write({name: values[row] for name, values in block.items()} | {"cluster": np.int32(cluster)})
+            num_written += len(stored)
+            on_progress(num_written)
     return sum(moments[1:], moments[0])
 
 
+def _blocks(samples: ShardColumns, order: Int[np.ndarray, "m"]) -> Iterator[dict[str, Shaped[np.ndarray, "b ..."]]]:
+    """Yield the samples in this order, some at a time, of which no more than ``_MAX_BYTES`` are read ahead."""
+    types = {name: parse_encoding(encoding)[0] for name, encoding in samples.encodings.items()}
+    row_bytes = sum(math.prod(rows.row_shape) * rows.dtype.itemsize for rows in samples.columns.values())
+    num_read = max(1, _MAX_BYTES // (row_bytes * _SAMPLES_AT_ONCE)) * _SAMPLES_AT_ONCE
+    for start in range(0, len(order), num_read):
+        rows = order[start : start + num_read]
+        columns = {name: column.take(rows).astype(types[name], copy=False) for name, column in samples.columns.items()}
+        columns |= {name: captions.take(rows) for name, captions in samples.captions.items()}
+        columns["sample_id"] = rows + samples.first_id
+        for first in range(0, len(rows), _SAMPLES_AT_ONCE):
+            yield {name: values[first : first + _SAMPLES_AT_ONCE] for name, values in columns.items()}
+
+
 @dataclass(frozen=True)
-class GroupJob:
+class GroupJob(Job):
     """The shards of one group of parts."""
 
-    number: int
-    folder: Path
-    """``prepared``."""
-    parts: Sequence[Part]
-    first: int
-    """Number of the first part in the source."""
-    seed: int
-    key: str
-    """Hash of everything the shards are made from."""
-    records: Sequence[Mapping[str, Any]]
+    prepared: Prepared
     """Of the parts."""
-    store: Store | None = None
-    """Where to find parts that are not on this disk, and to publish the shards; they are not kept here then."""
+    seed: int
 
     @property
-    def ledger(self) -> Ledger:
-        """The record of the finished group."""
-        return Ledger(self.folder / "groups" / f"{self.number:05}.json", self.folder)
+    def num_samples(self) -> int:
+        """Usable samples."""
+        return self.prepared.num_samples
 
 
-def write_group(job: GroupJob, plugins: Plugins, on_progress: Callable[[int], None]) -> dict[str, Any]:
-    """Write the shards of a group, or publish them; return its record."""
+def write_group(job: GroupJob, plugins: Plugins, on_progress: Callable[[int], None]) -> Entries:
+    """Write the shards of a group, or publish them and keep none; return the entries of its ledger."""
     ledger = job.ledger
-    if not ledger.is_done(GROUP, job.key):
-        ledgers = [Ledger(job.folder, records=records) for records in job.records]
-        prepared = Prepared(job.folder, job.parts, job.first, ledgers, job.store)
-        fetched = prepared.fetch(range(len(job.parts)))
+    if not ledger.is_done(GROUP, job.keys[GROUP]):
+        fetched = job.prepared.fetch(range(len(job.prepared.parts)))
         try:
-            _write_group(job, prepared, ledger, plugins, on_progress)
+            _write_group(job, plugins, on_progress)
         finally:
             for path in fetched:
                 path.unlink()
-    if job.store is not None:
-        job.store.publish(f"groups/{ledger.file.stem}", job.folder, ledger.records)
-        for name in ledger.files(GROUP):
-            if name.startswith("shards/"):
-                (job.folder / name).unlink()
-    return ledger.records[GROUP]
+    job.publish()
+    for name in ledger.files(GROUP):
+        if job.published and name.startswith("shards/"):
+            (ledger.folder / name).unlink()
+    return ledger.entries
 
 
-def _write_group(
-    job: GroupJob, prepared: Prepared, ledger: Ledger, plugins: Plugins, on_progress: Callable[[int], None]
-) -> None:
+def _write_group(job: GroupJob, plugins: Plugins, on_progress: Callable[[int], None]) -> None:
     """Assign the samples of a group to clusters, write their shards and keep some thumbnails.
 
     The folder of a cluster and split is named after its content, so an upload that was stopped can go on.
     """
-    config = plugins.config
+    config, ledger, prepared = plugins.config, job.ledger, job.prepared
     ledger.forget(GROUP)
     partition = Partition.load(prepared.rule_file)
+    labels, keys = prepared.facts("label"), prepared.texts("keys")
+    features = prepared.rows(FEATURES, "features")
+    clusters = partition.rule.assign(Samples(features, labels, keys), config.partition.device)
+    counts = np.zeros((partition.num_clusters, plugins.source.num_classes), np.int64)
+    np.add.at(counts, (clusters, labels), 1)
+    samples = columns_of(prepared, plugins, labels)
+    split = Split(**read_json(prepared.split_file, "the split", "run prepare again"))
+    held_out = split.is_held_out(prepared.facts("split_hash"))
     thumbnails = ledger.file.with_suffix(".npz")
-    num_classes, done, folders, paths = plugins.source.num_classes, 0, {}, [thumbnails]
-    cells = np.zeros((partition.num_clusters, num_classes), np.int64)
+    done, folders, paths = 0, {}, [thumbnails]
 
-    def advance(before: int, here: int) -> None:
-        on_progress(before + here)
+    def advance(here: int) -> None:
+        on_progress(done + here)
 
-    columns: dict[str, str] = {}
-    shown: dict[str, Any] = {
-        "images": np.empty((0, 1, 1, 3), np.uint8),
-        "key_hash": np.empty(0, np.uint64),
-        "clusters": np.empty(0, np.int32),
-        **packed_strings("captions", []),
-    }
-    if prepared.filled_parts:
-        labels, keys = prepared.facts("label"), prepared.texts("keys")
-        assignable = Assignable(prepared.rows(FEATURES, "features"), labels, keys)
-        clusters = partition.rule.assign(assignable, config.partition.device)
-        np.add.at(cells, (clusters, labels), 1)
-        samples = samples_of(prepared, plugins, labels)
-        split = Split(**read_json(prepared.split_file, "the split", "run prepare again"))
-        held_out = split.is_held_out(prepared.facts("split_hash"))
-        for cluster, side, order in split_orders(held_out, clusters, partition.num_clusters, job.seed, job.number):
-            name = shard_name(cluster, side)
-            with atomic_files(prepared.shards / name) as temporary:
-                folder = temporary / f"{job.number:05}"
-                moments = write_split(folder, cluster, order, samples, config.shards, partial(advance, done))
-                folder = folder.rename(f"{folder}-{sha256_file(folder / 'index.json')[:12]}")
-                written = [prepared.shards / name / folder.name / path.name for path in folder.iterdir()]
-            done += len(order)
-            paths += written
-            folders[name] = {"folder": folder.name, "samples": len(order), "moments": moments.tolist()}
-        columns = dict(samples.encodings)
-        images, rows = prepared.thumbnails()
-        hashes = prepared.facts("key_hash")[rows]
-        lowest = np.sort(hashes.argsort(kind="stable")[:MAX_THUMBNAILS])
-        shown = {"images": images[lowest], "key_hash": hashes[lowest], "clusters": clusters[rows[lowest]]}
-        shown |= packed_strings("captions", samples.captions["caption"].take(rows[lowest]).tolist())
+    for cluster, side, order in split_orders(held_out, clusters, partition.num_clusters, job.seed, job.number):
+        name = shard_name(cluster, side)
+        with atomic_files(prepared.shards / name) as temporary:
+            folder = temporary / f"{job.number:05}"
+            moments = write_split(folder, cluster, order, samples, config.shards, advance)
+            folder = folder.rename(f"{folder}-{sha256_file(folder / 'index.json')[:12]}")
+            paths += [prepared.shards / name / folder.name / path.name for path in folder.iterdir()]
+        done += len(order)
+        folders[name] = {"folder": folder.name, "samples": len(order), "moments": moments.tolist()}
+    images, rows = prepared.thumbnails()
+    captions = packed_strings("captions", samples.captions["caption"].take(rows).tolist())
     with atomic_files(thumbnails.parent) as temporary:
-        np.savez(temporary / thumbnails.name, **shown)
-    ledger.record(GROUP, job.key, paths, folders=folders, columns=columns, class_counts=cells.tolist())
+        np.savez(temporary / thumbnails.name, images=np.array(images), clusters=clusters[rows], **captions)
+    columns = dict(samples.encodings)
+    ledger.add(GROUP, job.keys[GROUP], paths, folders=folders, columns=columns, class_counts=counts.tolist())
     ledger.save()
 
 
-def samples_of(prepared: Prepared, plugins: Plugins, labels: Int[np.ndarray, "n"]) -> Samples:
-    """Return the rows to store in the shards and their encodings."""
+def columns_of(prepared: Prepared, plugins: Plugins, labels: Int[np.ndarray, "n"]) -> ShardColumns:
+    """Return the columns to store in the shards and their encodings."""
     encoder, captions = plugins.image_encoder, plugins.caption_encoder
     latents = ["x_0", *(["x_0_flipped"] if plugins.config.horizontal_flips else [])]
     columns = {name: prepared.rows(LATENTS, name) for name in latents}
@@ -269,7 +247,7 @@ def samples_of(prepared: Prepared, plugins: Plugins, labels: Int[np.ndarray, "n"
         encodings["has_caption"] = array_encoding("uint8", [num])
     for number, name in enumerate(plugins.config.keep):
         columns[name], encodings[name] = prepared.rows(RECORDS, f"kept-{number}"), "float64"
-    return Samples(
+    return ShardColumns(
         columns,
         encodings,
         {numbered("caption", number): prepared.texts(numbered("captions", number)) for number in range(num)},

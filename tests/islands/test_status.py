@@ -170,6 +170,7 @@ def test_the_progress_of_preparing_is_that_of_all_machines(run):
     for name in ("parts/a", "parts/b", "groups/00000"):
         remote.write(f"{run.url}/prepared/{name}.json", b"{}")
         remote.write(f"{run.url}/prepared/{name}/x_0-ab.npy", b"{}")
+    remote.write(f"{run.url}/prepared/parts/of-other-settings.json", b"")
     assert status.preparing_line(run) == "prepare: 2 of 130 parts encoded, 1 of 3 groups of shards written"
     remote.write(f"{run.url}/prepared/manifest.json", b"{}")
     assert status.preparing_line(run) is None

@@ -11,9 +11,10 @@ from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import sha256_file
 from ddm_lightning.core.formatting import format_bytes
 from ddm_lightning.core.registry import CAPTION_ENCODERS, FEATURES, IMAGE_ENCODERS, SOURCES
-from ddm_lightning.prepare import encode, write_shards
+from ddm_lightning.prepare import encode
 from ddm_lightning.prepare import prepared as prepared_files
-from ddm_lightning.prepare.encode import LEDGER, Ledger, key_hash
+from ddm_lightning.prepare.encode import LEDGER, key_hash
+from ddm_lightning.prepare.ledger import Ledger
 from ddm_lightning.prepare.prepared import Prepared, Thumbnails
 from ddm_lightning.prepare.records import BrokenSample
 from ddm_lightning.prepare.stages import prepare
@@ -32,7 +33,7 @@ def experiment(source, monkeypatch):
 
 
 def read_state(folder):
-    return Ledger(folder / LEDGER).records
+    return Ledger(folder / LEDGER).entries
 
 
 def groups_written(folder):
@@ -337,7 +338,7 @@ def test_a_change_that_was_stopped_and_taken_back_leaves_no_column_of_it(tmp_pat
 
     with monkeypatch.context() as patch:
         experiment.prepare.features = plug_in(patch, FEATURES, Brighter(), "brighter")
-        patch.setattr(encode.Ledger, "record", stopped)
+        patch.setattr(Ledger, "add", stopped)
         with pytest.raises(Stopped):
             prepare(experiment, tmp_path)
     assert digests(tmp_path) != before and not list((tmp_path / "prepared").rglob(".tmp-*"))
@@ -346,20 +347,21 @@ def test_a_change_that_was_stopped_and_taken_back_leaves_no_column_of_it(tmp_pat
     assert digests(tmp_path) == before
 
 
-def test_thumbnails_are_the_lowest_hashes_of_all_parts(tmp_path, monkeypatch):
-    """Kept within a budget over all parts, whatever their number."""
-    for module in (encode, prepared_files, write_shards):
-        monkeypatch.setattr(module, "MAX_THUMBNAILS", 40)
+def test_each_part_keeps_thumbnails_of_its_lowest_hashes(tmp_path, monkeypatch):
+    """Of as many samples as its share of the budget allows, but of one at least."""
+    monkeypatch.setattr(encode, "MAX_THUMBNAILS", 40)
     parts = {f"part {n}": records(25, f"{n}-", size=120) for n in range(8)}
     prepare(experiment_of(plug_in(monkeypatch, SOURCES, Listed(parts))), tmp_path)
     kept = [np.load(part_folder(tmp_path, name) / "texts.npz")["thumbnails"] for name in parts]
-    assert 60 < sum(map(len, kept)) < 100 and kept[0].shape[1:] == (96, 96, 3), "twice the budget"
-    samples = [one for part in parts.values() for one in part]
-    lowest = sorted(range(200), key=lambda row: key_hash(samples[row].key))[:40]
+    assert {images.shape for images in kept} == {(5, 96, 96, 3)}
+    chosen = {one.key for part in parts.values() for one in sorted(part, key=lambda one: key_hash(one.key))[:5]}
     found = Thumbnails.read([tmp_path / "prepared" / "groups" / "00000.npz"])
-    assert found.captions == [samples[row].caption for row in sorted(lowest)]
-    means = [samples[row].image.mean((0, 1)) for row in sorted(lowest)]
+    expected = [one for part in parts.values() for one in part if one.key in chosen]
+    assert found.captions == [one.caption for one in expected]
+    means = [one.image.mean((0, 1)) for one in expected]
     np.testing.assert_allclose(found.images.mean((1, 2)), means, atol=1.5)
+    monkeypatch.setattr(prepared_files, "MAX_THUMBNAILS", 15)  # fewer than there are parts, as it were
+    assert Thumbnails.read([tmp_path / "prepared" / "groups" / "00000.npz"]).captions == found.captions[::3]
 
 
 def test_flips_store_the_encoding_of_the_mirrored_image(tmp_path, monkeypatch):

@@ -5,6 +5,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
 
@@ -20,9 +22,12 @@ from ddm_lightning.core import remote
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import sha256_json
 from ddm_lightning.core.registry import SOURCES
+from ddm_lightning.islands.shared import check_free
+from ddm_lightning.members.run import Run
+from ddm_lightning.prepare import stages
+from ddm_lightning.prepare.ledger import Published, publish_shards
 from ddm_lightning.prepare.share import Share
 from ddm_lightning.prepare.stages import prepare
-from ddm_lightning.prepare.store import Store, publish_shards
 
 pytestmark = [*WARNINGS, pytest.mark.slow, pytest.mark.usefixtures("quick_prepare")]
 
@@ -45,7 +50,7 @@ def test_two_machines_with_only_a_bucket_write_what_one_process_writes(tmp_path,
         assert manifest == alone[0] and nothing is None
         assert "encode: done" in " ".join(lines) and "shards: done" in " ".join(others)
         folder = tmp_path / "a" / "prepared"
-        publish_shards(folder, Store(f"{url}/prepared", manifest.versions), manifest.index_sha256, lambda *_: None)
+        publish_shards(folder, Published(f"{url}/prepared", manifest.versions), manifest.index_sha256, lambda *_: None)
         shards = f"{url}/prepared/shards"
         written = {name: sha256(remote.read(f"{shards}/{name}")).hexdigest() for name in remote.files(shards)}
         assert written == alone[1]
@@ -107,12 +112,70 @@ def test_duplicates_and_broken_samples_of_other_machines_are_left_out(tmp_path, 
     assert manifest == alone and manifest.broken == {"duplicate key": 4, "empty file": 1}
 
 
+def test_machines_agree_on_parts_that_one_finds_changed_after_another_has_used_them(tmp_path, monkeypatch):
+    parts = {name: records(20, name) for name in "abcde"}
+    source = Listed(parts)
+    experiment = experiment_of(plug_in(monkeypatch, SOURCES, source))
+    experiment.remote = f"file://{tmp_path}/remote"
+    together(experiment, [tmp_path / "1", tmp_path / "2"])
+    source.samples["b"], source.fingerprints["b"] = records(21, "new"), "2"
+    with ThreadPoolExecutor() as threads:
+        first = threads.submit(machine, experiment, tmp_path / "1", 1, 2)
+        folder = tmp_path / "1" / "prepared"
+        assert time_until(lambda: not (folder / "manifest.json").exists()), "it trusts the old part"
+        machine(experiment, tmp_path / "2", 2, 2)
+        lines, manifest = first.result()
+    experiment.remote = None
+    assert manifest == prepare(experiment, tmp_path / "alone") and manifest.num_samples == 101
+    assert "waiting for groups of machine 2; Ctrl-C leaves" in lines
+
+
+def time_until(holds, seconds=30):
+    end = time.monotonic() + seconds
+    while not holds() and time.monotonic() < end:
+        time.sleep(0.02)
+    return holds()
+
+
+def test_a_replaced_first_machine_takes_the_partition_that_others_have_used(tmp_path, monkeypatch, alone):
+    experiment = experiment_at(f"file://{tmp_path}/remote")
+    machine(experiment, tmp_path / "a", 1, 1)
+    monkeypatch.setattr(stages, "fit_partition", lambda *_, **__: pytest.fail("on another machine it may differ"))
+    assert machine(experiment, tmp_path / "b", 1, 1)[1] == alone[0]
+
+
+def test_a_url_of_other_data_or_of_unfinished_parts_is_refused_at_the_start(tmp_path):
+    experiment = experiment_at(f"file://{tmp_path}/remote")
+    run = Run(experiment)
+    _, manifest = machine(experiment, tmp_path / "a", 1, 1)
+    check_free(run, parts=True)
+    with pytest.raises(UserError, match=r"^key 'remote': .*/remote: holds an unfinished prepare --parts; finish it"):
+        check_free(run)
+    manifest.write(tmp_path / "remote")
+    check_free(run)
+    experiment.prepare.source.params["num_samples"] = 130
+    with pytest.raises(UserError, match=r"remote: holds a run prepared from other data; set another address"):
+        check_free(run, parts=True)
+
+
+def test_a_source_that_is_gone_afterwards_is_one_line(tmp_path, monkeypatch):
+    experiment = experiment_at(f"file://{tmp_path}/remote")
+    machine(experiment, tmp_path / "a", 1, 1)
+
+    def gone(_):
+        raise UserError("/media/stick: is not there")
+
+    monkeypatch.setattr(type(SOURCES.build("blobs", {})), "parts", gone)
+    with pytest.raises(UserError, match="is not there"):
+        prepare(experiment, tmp_path / "a")
+
+
 def broken_store(tmp_path, damage):
     """Both machines have encoded their parts; ``damage`` changes what the second one has published."""
     experiment = experiment_at(f"file://{tmp_path}/remote")
     machine(experiment, tmp_path / "all", 1, 1)
     root = tmp_path / "remote" / "prepared"
-    for record in [*root.glob("groups/*.json"), root / "fit.json"]:
+    for record in [*root.glob("groups/*.json"), root / "partition.json"]:
         record.unlink()
     damage(root)
     with pytest.raises(UserError) as refusal:
@@ -127,16 +190,16 @@ def test_other_content_of_the_same_size_is_refused(tmp_path):
         file.write_bytes(file.read_bytes()[:-1] + b"\x7f")
 
     line = broken_store(tmp_path, damage)
-    assert "features-" in line and "is missing, or differs from its record in size or content" in line
+    assert "features-" in line and "is missing, or differs from its entry in size or content" in line
 
 
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
         (lambda text: text.replace('"numpy": "', '"numpy": "0.'), "was made with numpy 0."),
-        (lambda text: text.replace('"bytes": ', '"bytes": 9'), "differs from its record in size"),
+        (lambda text: text.replace('"bytes": ', '"bytes": 9'), "differs from its entry in size"),
         (lambda text: text.replace('"rows.npz"', '"../rows.npz"'), "leaves its folder"),
-        (lambda _: "[]", "is no record of prepare"),
+        (lambda _: "[]", "is no ledger of prepare"),
     ],
 )
 def test_a_record_that_lies_is_refused(tmp_path, change, problem):

@@ -11,14 +11,9 @@ from streaming.base.format import reader_from_json
 from ddm_lightning.config.experiment import ShardsConfig
 from ddm_lightning.encoders.interfaces import StoredForm
 from ddm_lightning.partition.columns import Rows
+from ddm_lightning.prepare import write_shards
 from ddm_lightning.prepare.merge import statistics_of
-from ddm_lightning.prepare.write_shards import (
-    Samples,
-    Split,
-    held_out_samples,
-    split_orders,
-    write_split,
-)
+from ddm_lightning.prepare.write_shards import ShardColumns, Split, split_orders, write_split
 from ddm_lightning.shards.manifest import shard_name
 
 NUM, K = 50, 3
@@ -39,7 +34,7 @@ def samples(columns):
     encodings = {"x_0": "ndarray:uint8:3,6,6", "label": "int32", "text": "ndarray:float16:4"}
     halves = {name: Rows([rows[:20], rows[20:]]) for name, rows in columns.items()}
     captions = {"caption": Rows([np.array([f"caption {i}, Åland" for i in range(NUM)], object)])}
-    return Samples(halves, encodings, captions, 0, PIXELS)
+    return ShardColumns(halves, encodings, captions, 0, PIXELS)
 
 
 CLUSTERS = np.random.default_rng(1).integers(0, K, NUM)
@@ -80,6 +75,16 @@ def test_each_sample_lies_once_in_its_clusters_folder_with_all_its_columns(tmp_p
                     np.testing.assert_array_equal(sample[name], rows[i])
                     assert np.asarray(sample[name]).dtype == rows.dtype
     assert sorted(seen) == list(range(NUM)) and sum(ticks) == NUM  # one call per folder
+
+
+def test_reading_some_samples_at_a_time_changes_no_byte(tmp_path, samples, monkeypatch):
+    write(tmp_path / "at once", samples)
+    taken = []
+    monkeypatch.setattr(Rows, "take", lambda rows, which, take=Rows.take: taken.append(len(which)) or take(rows, which))
+    monkeypatch.setattr(write_shards, "_SAMPLES_AT_ONCE", 2)
+    monkeypatch.setattr(write_shards, "_MAX_BYTES", 4 * 120)  # of 3 * 36 + 4 + 4 * 2 bytes per sample
+    write(tmp_path / "some", samples)
+    assert max(taken) == 4 and hashes(tmp_path / "some") == hashes(tmp_path / "at once")
 
 
 def test_the_order_is_that_of_the_seed_cluster_and_split():
@@ -138,14 +143,17 @@ def test_a_channel_that_never_changes_has_no_spread():
     assert statistics_of(constant)["std"] == pytest.approx([0], abs=1e-8)
 
 
+def held_out_samples(split_hash, clusters, num_clusters, fraction):
+    return Split.of(split_hash, clusters, num_clusters, fraction).is_held_out(split_hash)
+
+
 def test_a_split_of_the_sample_holds_for_all_samples():
     """By hashes alone, so machines agree that see other samples."""
     hashes, clusters = hashes_of(500), np.repeat([0, 1], [497, 3])
     split = Split.of(hashes, clusters, 2, 0.01)
-    expected = held_out_samples(hashes, clusters, 2, 0.01)
-    assert len(split.held_out) == 1 and expected[497:].sum() == 1
-    np.testing.assert_array_equal(split.is_held_out(hashes), expected)
-    np.testing.assert_array_equal(split.is_held_out(hashes[::-7]), expected[::-7])
+    held_out = split.is_held_out(hashes)
+    assert len(split.held_out) == 1 and held_out[497:].sum() == 1
+    np.testing.assert_array_equal(split.is_held_out(hashes[::-7]), held_out[::-7])
 
 
 def hashes_of(num, seed=0):

@@ -9,8 +9,8 @@ from shards.mds import WARNINGS
 
 from ddm_lightning.core import remote as core_remote
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.prepare.encode import Ledger
-from ddm_lightning.prepare.store import Store
+from ddm_lightning.prepare import ledger
+from ddm_lightning.prepare.ledger import Ledger, Published
 
 pytestmark = [*WARNINGS, pytest.mark.slow]
 FILES = {"x_0.npy": b"0" * 70_000, "groups/a.npz": b"a", "shards/cluster-0/train/0-ab/shard.00000.mds": b"s" * 300}
@@ -38,9 +38,9 @@ def work(tmp_path):
     for name, content in FILES.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
-    ledger = Ledger(folder / "work.json", folder)
-    ledger.record("columns", "the key", [folder / name for name in FILES], num_rows=3)
-    return folder, ledger.records
+    made = Ledger(folder / "work.json", folder)
+    made.add("columns", "the key", [folder / name for name in FILES], num_rows=3)
+    return folder, made.entries
 
 
 @pytest.fixture
@@ -57,40 +57,49 @@ def puts(monkeypatch):
 
 
 def test_work_is_published_once_and_pulled_elsewhere(place, work, puts, tmp_path):
-    (url, _), (folder, records) = place, work
-    store, arrived = Store(f"{url}/prepared", {"numpy": "2"}), []
+    (url, _), (folder, entries) = place, work
+    store = Published(f"{url}/prepared", {"numpy": "2"})
     assert store.names("parts") == set() and store.read("parts/one") is None
-    store.publish("parts/one", folder, records, arrived.append)
-    assert sorted(arrived) == sorted(map(len, FILES.values()))
+    store.publish("parts/one", folder, entries)
     assert puts[-1] == f"{url}/prepared/parts/one.json" and len(puts) == 4, "the record goes last"
     assert f"{url}/prepared/shards/cluster-0/train/0-ab/shard.00000.mds" in puts, "readers know it by this name"
-    assert store.names("parts") == {"one"} and store.read("parts/one") == records
+    assert store.names("parts") == {"parts/one"} and store.read("parts/one") == entries
     puts.clear()
-    store.publish("parts/one", folder, records)
+    store.publish("parts/one", folder, entries)
     assert puts == [f"{url}/prepared/parts/one.json"]
 
     elsewhere = tmp_path / "elsewhere"
-    found = store.pull("parts/one", elsewhere, records, lambda path: path != "x_0.npy")
+    found = store.pull("parts/one", elsewhere, entries, lambda path: path != "x_0.npy")
     assert [path.name for path in found] == ["a.npz", "shard.00000.mds"]
-    assert [path.name for path in store.pull("parts/one", elsewhere, records)] == ["x_0.npy"]
-    assert hashes(elsewhere) == hashes(folder) and store.pull("parts/one", elsewhere, records) == []
+    assert [path.name for path in store.pull("parts/one", elsewhere, entries)] == ["x_0.npy"]
+    assert hashes(elsewhere) == hashes(folder) and store.pull("parts/one", elsewhere, entries) == []
     stale = elsewhere / "x_0.npy"
     stale.write_bytes(bytes(stale.stat().st_size))  # of another preparation
-    assert store.pull("parts/one", elsewhere, records) == [stale] and hashes(elsewhere) == hashes(folder)
+    assert store.pull("parts/one", elsewhere, entries) == [stale] and hashes(elsewhere) == hashes(folder)
 
 
-def test_a_broken_connection_is_one_line_and_what_had_arrived_is_not_sent_again(place, work, puts):
-    (url, line), (folder, records) = place, work
-    store = Store(f"{url}/prepared", {})
+def test_a_broken_connection_is_waited_for_or_one_line_and_what_had_arrived_is_not_sent_again(
+    place, work, puts, monkeypatch
+):
+    (url, line), (folder, entries) = place, work
+    store = Published(f"{url}/prepared", {})
     if line is None:
         return
-    line.fail(0 if url.startswith("s3") else 3_000)
-    with pytest.raises(UserError, match=f"^key 'remote': {url}") as refusal:
-        store.publish("parts/one", folder, records)
+    num_bytes = 0 if url.startswith("s3") else 3_000
+    with monkeypatch.context() as patch:
+        patch.setattr(core_remote, "_ATTEMPTS", 2)
+        patch.setattr(ledger, "POLL_SECONDS", 0.01)
+        line.fail(num_bytes, times=3)
+        store.publish("parts/zero", folder, entries)
+        assert store.read("parts/zero") == entries
+        patch.setattr(ledger, "PATIENCE_SECONDS", 0)
+        line.fail(num_bytes)
+        with pytest.raises(UserError, match=f"^key 'remote': {url}") as refusal:
+            store.publish("parts/one", folder, entries)
     assert "\n" not in str(refusal.value)
     line.fail(0, times=0)
-    store.publish("parts/one", folder, records)
-    assert store.read("parts/one") == records
+    store.publish("parts/one", folder, entries)
+    assert store.read("parts/one") == entries
 
 
 @pytest.mark.parametrize(
@@ -101,7 +110,8 @@ def test_a_broken_connection_is_one_line_and_what_had_arrived_is_not_sent_again(
         ("file:///proc/nowhere/run", "nowhere"),
     ],
 )
-def test_an_unwritable_address_is_one_line(work, url, words):
+def test_an_unwritable_address_is_one_line(work, url, words, monkeypatch):
+    monkeypatch.setattr(ledger, "PATIENCE_SECONDS", 0)
     with pytest.raises(UserError, match=f"^key 'remote': {url}") as refusal:
-        Store(url, {}).publish("parts/one", *work)
+        Published(url, {}).publish("parts/one", *work)
     assert words in str(refusal.value) and "\n" not in str(refusal.value)

@@ -1,0 +1,281 @@
+"""Finished work: ledgers on this disk, and their twins at the run's URL, which machines share.
+
+A ledger names files with their sizes and hashes, and comes last. Files at the URL are named by content, so publishing
+twice changes nothing, an interrupted upload goes on with the missing files, and machines need no locks.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeAlias, TypeVar, cast
+
+from ddm_lightning.core import checks, remote
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.files import atomic_write_json, inside, sha256_file, sha256_json
+
+POLL_SECONDS = 5.0
+PATIENCE_SECONDS = 600.0
+"""Time for which an unreachable URL is tried again; work of days goes on when the network does."""
+_SHA256 = checks.matching("[0-9a-f]{64}", "a SHA-256")
+_FILES = checks.values_of(
+    checks.object_of({"bytes": checks.integer(0), "sha256": _SHA256}), "files with sizes and hashes"
+)
+_ENTRY = {"key": checks.TEXT, "files": _FILES}
+
+Entries: TypeAlias = dict[str, Any]
+"""Finished work by name: the key of its inputs, its files with sizes and hashes, and facts."""
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+class Ledger:
+    """A JSON file of finished work.
+
+    An unreadable file counts as an empty one, so the work is done again.
+
+    Args:
+        file: the JSON file.
+        folder: of the finished files; None for that of the JSON file.
+        entries: None to read the JSON file.
+    """
+
+    def __init__(self, file: Path, folder: Path | None = None, entries: Entries | None = None) -> None:
+        self.file, self.folder = file, folder or file.parent
+        self.is_published = False
+        """Whether the entries are at the URL; their files need not be here then."""
+        if entries is None:
+            try:
+                entries = json.loads(file.read_text(encoding="utf-8"))
+            except (OSError, ValueError):
+                entries = None
+        self.entries: Entries = entries if isinstance(entries, dict) else {}
+
+    def is_done(self, name: str, key: str | None = None) -> bool:
+        """Whether the work is recorded, under ``key`` unless that is None, and its files exist with their sizes."""
+        entry = self.entries.get(name)
+        if entry is None or key not in (None, entry["key"]):
+            return False
+        files = {self.folder / path: file["bytes"] for path, file in entry["files"].items()}
+        return self.is_published or all(path.is_file() and path.stat().st_size == size for path, size in files.items())
+
+    def forget(self, *names: str) -> None:
+        """Remove work whose files are about to be replaced, first its entry: a kill then leaves no false one."""
+        gone = [self.entries.pop(name) for name in names if name in self.entries]
+        if gone:
+            self.save()
+            for path in _files_of(gone):
+                (self.folder / path).unlink(missing_ok=True)
+
+    def add(self, name: str, key: str, paths: Iterable[Path], **facts: Any) -> None:
+        """Record finished work; ``save`` makes it last."""
+        files = {
+            path.relative_to(self.folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
+            for path in sorted(paths)
+        }
+        self.entries[name] = {"key": key, **facts, "files": files}
+
+    def save(self) -> None:
+        """Write the JSON file."""
+        atomic_write_json(self.file, self.entries)
+
+    def files(self, name: str) -> dict[str, Any]:
+        """Return the files of recorded work; empty before it is done."""
+        return self.entries.get(name, {}).get("files", {})
+
+
+def _files_of(work: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    return {path: file for entry in work for path, file in entry["files"].items()}
+
+
+def hash_of_files(ledgers: Sequence[Ledger], names: Iterable[str]) -> str:
+    """Return a hash of the files of some entries of each ledger."""
+    return sha256_json([[ledger.files(name) for name in sorted(names)] for ledger in ledgers])
+
+
+def _patient(method: _Method) -> _Method:
+    """Repeat a method while the URL cannot be reached; errors of the URL become one line for the user."""
+
+    @wraps(method)
+    def call(*args: Any) -> Any:
+        end = time.monotonic() + PATIENCE_SECONDS
+        while True:
+            with remote.reaching():
+                try:
+                    return method(*args)
+                except ConnectionError:
+                    if time.monotonic() >= end:
+                        raise
+            time.sleep(POLL_SECONDS)
+
+    return cast("_Method", call)
+
+
+@dataclass(frozen=True)
+class Published:
+    """``prepared`` at the run's URL. All methods try for ``PATIENCE_SECONDS`` to reach it.
+
+    Raises:
+        UserError: by all methods, if the URL cannot be read or written.
+    """
+
+    url: str
+    versions: Mapping[str, str]
+    """Versions of the packages that shape the result; ledgers of others are refused."""
+
+    @_patient
+    def names(self, kind: str) -> set[str]:
+        """List the ledgers ``kind``/NAME.json that are not empty."""
+        found = remote.files(f"{self.url}/{kind}", recursive=False)
+        return {
+            f"{kind}/{name.removesuffix('.json')}" for name, size in found.items() if name.endswith(".json") and size
+        }
+
+    @_patient
+    def forget(self, name: str) -> None:
+        """Empty a ledger of other inputs."""
+        remote.write(f"{self.url}/{name}.json", b"")
+
+    @_patient
+    def read(self, name: str) -> Entries | None:
+        """Return the entries of a ledger; None if there is none yet.
+
+        Raises:
+            UserError: the ledger is damaged, or other versions made it.
+        """
+        address = f"{remote.shown(self.url)}/{name}.json"
+        try:
+            content = json.loads(remote.read(f"{self.url}/{name}.json"))
+            versions, entries = content["versions"], content["work"]
+            for entry in entries.values():
+                if problem := checks.problem_with({key: entry[key] for key in _ENTRY}, _ENTRY):
+                    raise ValueError(problem)
+        except FileNotFoundError:
+            return None
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"{address}: is no ledger of prepare ({error}); remove it, then repeat the command"
+            ) from None
+        if versions != self.versions:
+            package = min(name for name, _ in versions.items() ^ self.versions.items())
+            theirs, ours = (found.get(package, "none") for found in (versions, self.versions))
+            raise UserError(
+                f"{address}: was made with {package} {theirs}, and this machine has {ours}; install the same versions "
+                "on all machines, or set another remote"
+            )
+        return dict(entries)
+
+    @_patient
+    def publish(self, name: str, folder: Path, entries: Entries) -> None:
+        """Send the files of some work that are not there, and last its ledger.
+
+        Args:
+            name: of the ledger.
+            folder: of the files.
+            entries: finished work by name.
+        """
+        addresses = {
+            self._address(name, path, file): (path, file) for path, file in _files_of(entries.values()).items()
+        }
+        places = sorted({address.rpartition("/")[0] for address in addresses})
+        listed = zip(places, remote.in_threads(remote.files, places), strict=True)
+        present = {f"{place}/{file}": size for place, found in listed for file, size in found.items()}
+        absent = [address for address, (_, file) in addresses.items() if present.get(address) != file["bytes"]]
+        remote.in_threads(lambda address: remote.put(folder / addresses[address][0], address), absent)
+        content = {"versions": dict(self.versions), "work": entries}
+        remote.write(f"{self.url}/{name}.json", json.dumps(content).encode())
+
+    def pull(
+        self, name: str, folder: Path, entries: Entries, wanted: Callable[[str], bool] = lambda _: True
+    ) -> list[Path]:
+        """Bring files of recorded work that are not in ``folder``; return those that came.
+
+        Raises:
+            UserError: a file is missing or differs from its entry.
+        """
+        found = []
+        for path, file in _files_of(entries.values()).items():
+            target, address = inside(folder, path, Path(f"{name}.json")), self._address(name, path, file)
+            if not wanted(path) or _is_there(target, file):
+                continue
+            self._get(address, target)
+            found.append(target)
+            if not _is_there(target, file):
+                target.unlink(missing_ok=True)
+                raise UserError(
+                    f"{remote.shown(address)}: is missing, or differs from its entry in size or content; remove "
+                    f"{name}.json there, then repeat prepare on the machine that made it"
+                )
+        return found
+
+    @_patient
+    def _get(self, address: str, target: Path) -> None:
+        with suppress(FileNotFoundError):
+            remote.get(address, target)
+
+    def _address(self, name: str, path: str, file: Mapping[str, Any]) -> str:
+        if path.startswith("shards/"):  # read by their names, in folders that are named by content
+            return f"{self.url}/{path}"
+        inner = PurePosixPath(path)
+        return f"{self.url}/{name}/{inner.stem}-{file['sha256'][:16]}{inner.suffix}"
+
+
+def _is_there(path: Path, file: Mapping[str, Any]) -> bool:
+    return path.is_file() and path.stat().st_size == file["bytes"] and sha256_file(path) == file["sha256"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """Work on a part, or on a group of parts, that has a ledger of its own."""
+
+    number: int
+    """Of the part or group."""
+    name: str
+    """Of the ledger at the URL."""
+    ledger: Ledger
+    keys: Mapping[str, str]
+    """Key of each entry: a hash of everything it is made from."""
+    published: Published | None
+    """Where to publish the work, if several machines share it."""
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of the finished work."""
+        raise NotImplementedError
+
+    def is_done(self) -> bool:
+        """Whether all is done, and published."""
+        is_here = all(self.ledger.is_done(name, key) for name, key in self.keys.items())
+        return is_here and self.ledger.is_published == bool(self.published)
+
+    def publish(self) -> None:
+        """Publish the work, if several machines share it."""
+        if self.published is not None:
+            self.published.publish(self.name, self.ledger.folder, self.ledger.entries)
+
+
+def publish_shards(
+    prepared: Path, published: Published, indices: Iterable[str], tick: Callable[[int, int], None]
+) -> None:
+    """Send the shards of all groups on this machine, then the merged index of each folder.
+
+    Args:
+        prepared: the folder.
+        published: its twin at the run's URL.
+        indices: folders below ``shards`` with a merged index.
+        tick: called with groups done and groups in total.
+
+    Raises:
+        UserError: the URL cannot be written.
+    """
+    ledgers = [Ledger(path, prepared) for path in sorted((prepared / "groups").glob("*.json"))]
+    for number, ledger in enumerate(ledgers, 1):
+        published.publish(f"groups/{ledger.file.stem}", prepared, ledger.entries)
+        tick(number, len(ledgers))
+    with remote.reaching():
+        for name in indices:
+            remote.put(prepared / "shards" / name / "index.json", f"{published.url}/shards/{name}/index.json")
