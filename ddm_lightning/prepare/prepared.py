@@ -98,6 +98,11 @@ class Prepared:
         """The ``part.json`` of each part."""
         return [Ledger(self.folder_of(part) / LEDGER) for part in self.parts]
 
+    @property
+    def num_groups(self) -> int:
+        """Number of groups of parts."""
+        return math.ceil(len(self.parts) / GROUP_SIZE)
+
     def group(self, number: int) -> Prepared:
         """Return a group of consecutive parts, whose samples are shuffled together."""
         some = slice(number * GROUP_SIZE, (number + 1) * GROUP_SIZE)

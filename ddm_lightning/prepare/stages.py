@@ -11,7 +11,6 @@ it.
 
 from __future__ import annotations
 
-import math
 import shutil
 import time
 from collections import Counter
@@ -49,7 +48,7 @@ from ddm_lightning.prepare.encode import (
 from ddm_lightning.prepare.engine import Reporter, run_jobs
 from ddm_lightning.prepare.ledger import Job, Ledger, Published, hash_of_files
 from ddm_lightning.prepare.merge import merge_groups
-from ddm_lightning.prepare.prepared import GROUP_SIZE, Prepared, Thumbnails, write_index
+from ddm_lightning.prepare.prepared import Prepared, Thumbnails, write_index
 from ddm_lightning.prepare.reading import Plugins
 from ddm_lightning.prepare.records import Part, count_samples
 from ddm_lightning.prepare.report import report_partition
@@ -154,7 +153,7 @@ class Preparation:
     def _read_ledgers(self) -> None:
         self.ledger = Ledger(self.folder / "stages.json")
         self.prepared = Prepared(self.folder, self.parts, published=self.published)
-        numbers = range(math.ceil(len(self.parts) / GROUP_SIZE))
+        numbers = range(self.prepared.num_groups)
         self.groups = [Ledger(self.folder / "groups" / f"{number:05}.json", self.folder) for number in numbers]
 
     def is_own(self, number: int) -> bool:

@@ -17,7 +17,7 @@ from prepare.tiny_experiment import tiny_experiment
 
 from ddm_lightning.core.compat import ensure_torchvision_importable
 from ddm_lightning.core.files import sha256_file, sha256_json
-from ddm_lightning.prepare import engine, records, report, stages
+from ddm_lightning.prepare import engine, prepared, records, report
 from ddm_lightning.prepare.engine import Reporter
 from ddm_lightning.prepare.stages import prepare
 
@@ -224,7 +224,7 @@ def main(folder):
     seconds = child_run("parts")
     result["parts"] = files_of(folder / "parts")
     result["random"] = list(kill_at_random(folder, run, seconds))
-    records.BLOCK_SIZE, stages.GROUP_SIZE = 100, 4
+    records.BLOCK_SIZE, prepared.GROUP_SIZE = 100, 4
     result["large"], *result["processes"] = kill_with_processes(folder, tiny_experiment(num_samples=1200))
     print(json.dumps(result))
 

@@ -13,7 +13,7 @@ from prepare.listed import Listener
 from prepare.tiny_experiment import tiny_experiment
 
 from ddm_lightning.core.files import sha256_json
-from ddm_lightning.prepare import ledger, prepared, records, share, stages
+from ddm_lightning.prepare import ledger, prepared, records, share
 from ddm_lightning.prepare.share import Share, prepare_share
 
 NUM_KILLS = 20
@@ -30,8 +30,7 @@ def set_sizes(set_value=setattr):
     set_value(records, "BLOCK_SIZE", 20)
     set_value(ledger, "POLL_SECONDS", 0.05)
     set_value(share, "RECHECK_SECONDS", 1.0)
-    for module in (prepared, stages):
-        set_value(module, "GROUP_SIZE", 2)
+    set_value(prepared, "GROUP_SIZE", 2)
 
 
 def machine(experiment, folder, index, count):

@@ -13,7 +13,7 @@ from prepare.tiny_experiment import tiny_experiment
 from ddm_lightning.config.experiment import PluginConfig, PrepareConfig
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import sha256_file
-from ddm_lightning.prepare import engine, stages
+from ddm_lightning.prepare import engine, prepared
 from ddm_lightning.prepare.engine import WORTH_PROCESSES, gpu_of, num_gpus_for, num_processes_for, run_local, run_ray
 from ddm_lightning.prepare.stages import prepare
 
@@ -121,7 +121,7 @@ def small(**changes):
 @pytest.mark.slow
 @pytest.mark.long
 def test_two_processes_write_the_same_bytes_as_one(tmp_path, monkeypatch, quick_prepare):
-    monkeypatch.setattr(stages, "GROUP_SIZE", 1)
+    monkeypatch.setattr(prepared, "GROUP_SIZE", 1)
     one = prepare(small(num_processes=1), tmp_path / "one")
     monkeypatch.setattr(engine, "WORTH_PROCESSES", 1)
     used = []

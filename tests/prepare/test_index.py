@@ -8,7 +8,6 @@ from prepare.listed import Listed, experiment_of, plug_in, record, records
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import CAPTION_ENCODERS, FEATURES, IMAGE_ENCODERS, SOURCES
-from ddm_lightning.prepare import encode
 from ddm_lightning.prepare.encode import check_broken
 from ddm_lightning.prepare.prepared import Prepared, Thumbnails
 from ddm_lightning.prepare.records import BrokenSample
@@ -67,13 +66,6 @@ def test_a_key_whose_first_bearer_cannot_be_used_is_given_to_the_second(run, mon
     manifest, prepared, _ = run({"one": first}, features=plugin)
     assert manifest.broken == {"features are not finite": 1}
     assert dict(zip(prepared.texts("keys"), prepared.texts("captions"), strict=True))["x"] == "well"
-
-
-def test_keys_of_one_hash_that_differ_both_stay(run, monkeypatch):
-    monkeypatch.setattr(encode, "key_hash", lambda text: 2**63 + len(text))
-    manifest, prepared, _ = run({"one": records(30), "two": [*records(10, "b"), record("a7")]})
-    assert manifest.broken == {"duplicate key": 1} and manifest.num_samples == 40
-    assert len(set(prepared.texts("keys"))) == 40
 
 
 def test_what_is_broken_is_counted_by_cause_listed_and_left_out(run, monkeypatch):
