@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Int, Shaped
+
+_ROWS_AT_ONCE = 65_536
 
 
 class GrowingArray(AbstractContextManager["GrowingArray"]):
@@ -181,3 +183,8 @@ class Rows(Sequence[Any]):
     def __getitem__(self, which: Any) -> Any:
         """Return a copy of one row by its number, or of the rows of a slice."""
         return self.take(_numbers(which, len(self))) if isinstance(which, slice) else self.take(np.array([which]))[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        # Many rows at a time, because a file of strings is read whole.
+        for start in range(0, len(self), _ROWS_AT_ONCE):
+            yield from self[start : start + _ROWS_AT_ONCE]
