@@ -37,7 +37,7 @@ _LedgerJob = TypeVar("_LedgerJob", bound=ledger.Job)
 WORTH_PROCESSES = 4096
 # One process cannot read and decode images as fast as a GPU encodes them; each has its own copy of the networks.
 PROCESSES_PER_GPU = 4
-# Deaths of a local process with no job finished in between, after which the others go on.
+# Deaths after which a job is tried no more: of local processes with no job finished in between, of Ray's during a job.
 _MOST_DEATHS = 3
 
 
@@ -195,14 +195,16 @@ def run_ray(
     room = min(resources["CPU"], PROCESSES_PER_GPU * resources["GPU"] if on_gpus else math.inf)
     num_actors = min(num_actors or len(jobs), len(jobs), max(1, int(room)))
     gpus = 1 / PROCESSES_PER_GPU if on_gpus else 0
-    actor = ray.remote(num_cpus=1, num_gpus=gpus, max_restarts=-1, max_task_retries=-1)(_Actor)
+    actor = ray.remote(num_cpus=1, num_gpus=gpus, max_restarts=-1, max_task_retries=_MOST_DEATHS)(_Actor)
     pool = ActorPool([actor.remote(work) for _ in range(num_actors)])
     try:
         yield from pool.map_unordered(lambda actor, job: actor.run.remote(*job), list(enumerate(jobs)))
     except ray.exceptions.RayTaskError as error:
         raise error.cause from error
     except ray.exceptions.RayError as error:
-        raise UserError(f"Ray: {first_line(error)}; mend the cluster and run the same command again") from None
+        raise UserError(
+            f"Ray: {first_line(error).rstrip('.')}; repair the cluster and run the same command again"
+        ) from None
 
 
 def _begin() -> None:
