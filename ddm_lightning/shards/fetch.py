@@ -159,7 +159,7 @@ def tidy(store: Path, index_sha256: str | None) -> None:
     if index.exists() and index_sha256 not in (None, sha256_file(index)):
         shutil.rmtree(store)
     for leftover in store.rglob(".tmp-*"):
-        leftover.unlink()
+        leftover.unlink(missing_ok=True)  # a thread of an epoch that was closed may end it now
 
 
 def read_ahead(path: Path) -> None:
