@@ -80,7 +80,7 @@ def _webdataset(place: str, _cache: Path, num_workers: int) -> Iterable[Any]:
         endpoint = os.environ["S3_ENDPOINT_URL"]
         listed = boto3.client("s3", endpoint_url=endpoint).list_objects_v2(Bucket=bucket, Prefix=f"{prefix}/tar/")
         keys = sorted(one["Key"] for one in listed["Contents"])
-        tars = [f"pipe:curl -s {endpoint}/{bucket}/{key}" for key in keys]
+        tars = [f"pipe:curl -sf --retry 5 --retry-all-errors {endpoint}/{bucket}/{key}" for key in keys]
     else:
         tars = sorted(str(path) for path in Path(place, "tar").glob("*.tar"))
     dataset = webdataset.WebDataset(tars, shardshuffle=len(tars), seed=_SEED, empty_check=False)
