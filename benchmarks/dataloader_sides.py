@@ -78,9 +78,11 @@ def _webdataset(place: str, _cache: Path, num_workers: int) -> Iterable[Any]:
     if "://" in place:
         bucket, _, prefix = place.removeprefix("s3://").partition("/")
         endpoint = os.environ["S3_ENDPOINT_URL"]
-        listed = boto3.client("s3", endpoint_url=endpoint).list_objects_v2(Bucket=bucket, Prefix=f"{prefix}/tar/")
+        client = boto3.client("s3", endpoint_url=endpoint)
+        listed = client.list_objects_v2(Bucket=bucket, Prefix=f"{prefix}/tar/")
         keys = sorted(one["Key"] for one in listed["Contents"])
-        tars = [f"pipe:curl -sf --retry 5 --retry-all-errors {endpoint}/{bucket}/{key}" for key in keys]
+        signed = [client.generate_presigned_url("get_object", Params={"Bucket": bucket, "Key": key}) for key in keys]
+        tars = [f"pipe:curl -sf --retry 5 --retry-all-errors '{address}'" for address in signed]
     else:
         tars = sorted(str(path) for path in Path(place, "tar").glob("*.tar"))
     dataset = webdataset.WebDataset(tars, shardshuffle=len(tars), seed=_SEED, empty_check=False)
