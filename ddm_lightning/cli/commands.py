@@ -205,8 +205,9 @@ def _captions(experiment: Experiment, options: argparse.Namespace) -> None:
     from ddm_lightning.prepare.prepared import Prepared
 
     prepared = Prepared(Run.open(experiment).folder.prepared)
-    if not prepared.index_file.exists():
-        raise UserError(f"{prepared.index_file}: is missing; search for captions on the machine that has the images")
+    for file in (prepared.index_file, prepared.parts_file):  # the latter has the machine that prepared alone
+        if not file.exists():
+            raise UserError(f"{file}: is missing; search for captions on the machine that has the images")
     word = options.captions.casefold()
     for text in sorted({text for text in prepared.texts("captions") if word in text.casefold()}):
         print(text)

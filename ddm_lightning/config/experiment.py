@@ -80,7 +80,7 @@ class PartitionConfig:
 class ShardsConfig:
     """The MDS shards that the islands stream."""
 
-    max_bytes: int = option(1 << 26, low=1024)
+    max_bytes: int = option(1 << 26, low=1024, high=(1 << 32) - 1)
     """Maximum bytes of one shard before compression."""
     compression: str | None = None
     """MDS compression, such as ``zstd:3``; null for none."""
@@ -128,7 +128,7 @@ class PrepareConfig:
     max_bad_fraction: float = option(0.01, low=0, high=1)
     """Fraction of broken samples that may be skipped; above it ``prepare`` stops."""
     horizontal_flips: bool = False
-    """Whether to store the encoding of the mirrored image as well; training picks one of the two at random."""
+    """Whether to store the encoding of the mirrored image as well, for ``train.horizontal_flip``."""
     shards: ShardsConfig = field(default_factory=ShardsConfig)
     """Size and compression of the shards."""
     engine: str = option("local", choices=("local", "ray"), changeable=True)

@@ -90,7 +90,7 @@ def get(url: str, path: Path) -> None:
     def fetch(remote: AbstractFileSystem, inner: str) -> None:
         atomic_write(path, lambda temporary: remote.get_file(inner, str(temporary)))
 
-    _attempt(url, fetch)
+    attempt(url, fetch)
 
 
 def put(path: Path, url: str) -> None:
@@ -109,7 +109,7 @@ def put(path: Path, url: str) -> None:
         else:  # an object store shows no object before it is complete
             remote.put_file(str(path), inner)
 
-    _attempt(url, send)
+    attempt(url, send)
 
 
 def read(url: str) -> bytes:
@@ -119,7 +119,7 @@ def read(url: str) -> bytes:
         FileNotFoundError: nothing is there.
         OSError: as ``get``.
     """
-    return _attempt(url, lambda remote, inner: remote.cat_file(inner))
+    return attempt(url, lambda remote, inner: remote.cat_file(inner))
 
 
 def write(url: str, content: bytes) -> None:
@@ -157,7 +157,7 @@ def create(url: str, content: bytes) -> bool:
             return bool(remote.cat_file(inner) == content)  # an earlier attempt may have succeeded without an answer
         return True
 
-    return _attempt(url, claim)
+    return attempt(url, claim)
 
 
 def remove(url: str) -> None:
@@ -173,7 +173,7 @@ def remove(url: str) -> None:
         with suppress(OSError):  # an object store has no folders
             remote.rmdir(inner)
 
-    _attempt(url, delete)
+    attempt(url, delete)
 
 
 def files(url: str, recursive: bool = True) -> dict[str, int]:
@@ -187,20 +187,24 @@ def files(url: str, recursive: bool = True) -> dict[str, int]:
 
     def listed(remote: AbstractFileSystem, root: str) -> dict[str, int]:
         try:
-            return {os.path.relpath(name, root): size for name, size in _walk(remote, root, recursive)}
+            found = {one["name"]: one["size"] for one in walk(remote, root, recursive)}
+            return {os.path.relpath(name, root): size for name, size in found.items() if not name.endswith(_PARTIAL)}
         except FileNotFoundError:
             return {}
 
-    return _attempt(url, listed)
+    return attempt(url, listed)
 
 
-def _walk(remote: AbstractFileSystem, folder: str, recursive: bool) -> Iterator[tuple[str, int]]:
-    # Not fsspec's own, which takes a broken connection for an empty folder.
+def walk(remote: AbstractFileSystem, folder: str, recursive: bool = True) -> Iterator[dict[str, Any]]:
+    """Yield what fsspec tells of each file below a folder.
+
+    fsspec's own walk takes a broken connection, or a folder that cannot be read, for an empty folder.
+    """
     for entry in remote.ls(folder, detail=True):
         if entry["type"] == "directory":
-            yield from _walk(remote, entry["name"], recursive) if recursive else ()
-        elif not entry["name"].endswith((_PARTIAL, "/")):
-            yield entry["name"], entry["size"]
+            yield from walk(remote, entry["name"]) if recursive else ()
+        elif not entry["name"].endswith("/"):  # an object store's mark of a folder
+            yield entry
 
 
 def in_threads(function: Callable[..., _Result], items: Iterable[Any]) -> list[_Result]:
@@ -219,7 +223,13 @@ def disconnect() -> None:
         kind.clear_instance_cache()
 
 
-def _attempt(url: str, action: Callable[[Any, str], _Result]) -> _Result:
+def attempt(url: str, action: Callable[[Any, str], _Result]) -> _Result:
+    """Call ``action`` with the file system of ``url`` and the path in it; if a store fails, several times.
+
+    Raises:
+        FileNotFoundError: nothing is there.
+        OSError: it failed, each time if it is a store; the message begins with the URL.
+    """
     for attempt in range(_ATTEMPTS):
         try:
             remote, inner = filesystem(url)

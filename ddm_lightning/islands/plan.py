@@ -69,21 +69,21 @@ def data_of(experiment: Experiment, num_samples: int | None = None) -> Data:
     from ddm_lightning.prepare.reading import Plugins
     from ddm_lightning.prepare.records import count_samples
 
-    copies = 1 + prepare.horizontal_flips
+    copies, num_captions = 1 + prepare.horizontal_flips, max(1, len(prepare.captions))
     try:
         plugins = Plugins(prepare)
         sizes, found = plugins.sizes(), count_samples(plugins.parts)
         images, captions = plugins.image_encoder, plugins.caption_encoder
         stored = prod(sizes.x_shape) * np.dtype(images.dtype).itemsize * (1 + (images.stores == "posterior"))
-        columns = {"label": "int32", **(captions.columns if captions else {})}
-        sample_bytes = copies * stored + bytes_per_sample(columns)
+        text = num_captions * bytes_per_sample(captions.columns if captions else {})
+        sample_bytes = copies * stored + bytes_per_sample({"label": "int32"}) + text
         source = "from the source and the encoders"
     except (UserError, OSError) as error:
         edge = (prepare.images.size or 256) // 8
         sizes, found = DataSizes((4, edge, edge), 768, (77, 768), 1000), None
         params = prepare.caption_encoder.params if prepare.caption_encoder else {}
         text = {"ids": 4 * 77, "tokens": 2 * 77 * 768}.get(params.get("store", ""), 2 * 768)
-        sample_bytes = copies * 4 * prod(sizes.x_shape) + text
+        sample_bytes = copies * 4 * prod(sizes.x_shape) + num_captions * text
         source = f"assumed: Stable Diffusion's latents, CLIP ViT-L/14's text, 1000 classes ({first_line(error)})"
     num = num_samples or found
     clusters = prepare.partition.num_clusters

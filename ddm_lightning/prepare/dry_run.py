@@ -88,16 +88,17 @@ def dry_run(experiment: Experiment, run_dir: Path, check: Callable[[DataSizes], 
         )
     _, records, images = first
     num = len(records)
-    texts = sum(len(f"{record.key}{record.caption}".encode()) for record in records)
+    captions = [text for record in records for text in record.captions or (record.caption,)]
+    texts = sum(len(text.encode()) for text in [*captions, *(record.key for record in records)])
     estimates = {"keys and captions": (texts // num, seconds / num)}
     work: dict[str, Callable[[], Mapping[str, np.ndarray]]] = {"encoded images": lambda: latent_rows(plugins, images)}
     if (encoder := plugins.caption_encoder) is not None:
-        work["encoded captions"] = lambda: encoder.encode([record.caption for record in records])
+        work["encoded captions"] = lambda: encoder.encode(captions)
     work["features"] = lambda: {"features": plugins.features.encode(images)}
     for name, encode in work.items():
         encode()  # loads the weights
         start = time.monotonic()
-        num_bytes = sum(rows[0].nbytes for rows in encode().values())
+        num_bytes = sum(rows.nbytes for rows in encode().values()) // num
         estimates[name] = num_bytes, (time.monotonic() - start) / num
     estimates["shards"] = sum(size for size, _ in estimates.values()) - estimates["features"][0], 0.0
     return DryRun(

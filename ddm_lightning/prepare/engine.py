@@ -9,12 +9,15 @@ from __future__ import annotations
 import logging
 import math
 import multiprocessing
+import os
 import pickle
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -159,8 +162,10 @@ def run_local(work: Callable[[Job], Result], jobs: Sequence[Job], num_processes:
 class _Actor:
     """A process of ``run_ray``; loads the plug-ins at its first job and keeps them."""
 
-    def __init__(self, work: Callable[[Any], Any]) -> None:
+    def __init__(self, work: Callable[[Any], Any], folder: Path) -> None:
         torch.set_num_threads(1)
+        with suppress(OSError):  # a machine without it can do jobs whose paths are absolute
+            os.chdir(folder)
         self.work = work
 
     def run(self, number: int, job: Any) -> tuple[int, Any]:
@@ -196,7 +201,7 @@ def run_ray(
     num_actors = min(num_actors or len(jobs), len(jobs), max(1, int(room)))
     gpus = 1 / PROCESSES_PER_GPU if on_gpus else 0
     actor = ray.remote(num_cpus=1, num_gpus=gpus, max_restarts=-1, max_task_retries=_MOST_DEATHS)(_Actor)
-    pool = ActorPool([actor.remote(work) for _ in range(num_actors)])
+    pool = ActorPool([actor.remote(work, Path.cwd()) for _ in range(num_actors)])
     try:
         yield from pool.map_unordered(lambda actor, job: actor.run.remote(*job), list(enumerate(jobs)))
     except ray.exceptions.RayTaskError as error:

@@ -77,7 +77,7 @@ class Filters:
         if config.drop_keys is not None:
             path = Path(config.drop_keys)
             try:
-                self._dropped = frozenset(path.read_text(encoding="utf-8").splitlines())
+                self._dropped = frozenset(path.read_text(encoding="utf-8-sig").splitlines())
             except (OSError, UnicodeDecodeError) as error:
                 raise UserError(f"key 'prepare.drop_keys': {path} cannot be read ({error}); change the path") from None
             self.inputs.append(sha256_file(path))

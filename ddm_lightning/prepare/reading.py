@@ -15,6 +15,7 @@ from functools import cached_property
 from importlib.metadata import version
 from itertools import islice
 from threading import Thread
+from types import NoneType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -228,7 +229,8 @@ class Reading:
     def _with_kept(self, record: Record, values: Mapping[str, Any]) -> Record:
         """Return the record with the values of ``prepare.keep`` as numbers, NaN for none."""
         kept = {name: number_in(values[name]) for name in self.plugins.config.keep}
-        words = [name for name, number in kept.items() if math.isnan(number) and isinstance(values[name], str)]
+        absent = (NoneType, float, np.floating)
+        words = [name for name, number in kept.items() if math.isnan(number) and not isinstance(values[name], absent)]
         for name in words:
             raise self._error(record, f"has {values[name]!r:.60} in column {name!r}", "remove it from prepare.keep")
         return replace(record, values=kept)

@@ -114,7 +114,8 @@ class SharedPreparation(Preparation):
         """Bring what the fit and the report read of all parts."""
         partition = self.config.partition
         files = [ROWS_FILE, "features.npy" if partition.fit_fraction == 1 else "sample.npy"]
-        self.prepared.fetch(range(len(self.parts)), *files, *([TEXTS_FILE] if partition.kind == "random" else []))
+        by_key = partition.kind in ("random", "existing")
+        self.prepared.fetch(range(len(self.parts)), *files, *([TEXTS_FILE] if by_key else []))
 
     def _agree_on_parts(self) -> None:
         """Publish the list of parts, or compare it with that of other machines."""

@@ -275,7 +275,7 @@ class Preparation:
         """List the groups of parts whose shards are written together, with keys of all that they are made from."""
         config, seed = self.config, self.experiment.seed
         stored = [config.held_out_fraction, asdict(config.shards), seed]
-        stored += [self.ledger.files("index"), self.ledger.files("partition")]
+        stored += [self.ledger.files("index"), self.ledger.files("partition"), *config.keep]
         jobs = []
         for number, ledger in enumerate(self.groups):
             prepared, name = self.prepared.group(number), f"groups/{number:05}"

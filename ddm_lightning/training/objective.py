@@ -414,7 +414,8 @@ def build_objective(member: Member, run: Run) -> Objective:
             memory.
     """
     manifest = run.manifest
-    if member.train.horizontal_flip and manifest.stores == "posterior" and "x_0_flipped" not in manifest.columns:
+    is_latent = manifest.image_encoder["name"] != "pixels"
+    if member.train.horizontal_flip and is_latent and "x_0_flipped" not in manifest.columns:
         raise UserError(
             f"key '{member.role.section}.train.horizontal_flip': the shards hold no latents of mirrored images; "
             "prepare with prepare.horizontal_flips=true, or set it to false"

@@ -15,6 +15,7 @@ from ddm_lightning.core.devices import autocast, device_of
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.formatting import table
 from ddm_lightning.members.run import Run
+from ddm_lightning.members.run_folder import lock_member
 from ddm_lightning.shards.datamodule import ClusterDataModule
 from ddm_lightning.training.checkpoint import checkpoints_in, damage_of, load_tensors, step_of
 from ddm_lightning.training.fit import build_data
@@ -50,7 +51,7 @@ def replay_step(name: str, run: Run, step: int | None, rank: int) -> tuple[Skipp
         The step, the path of the nearest checkpoint (or "the initial weights"), and the samples, replayed with it.
 
     Raises:
-        UserError: no such step was skipped, or its samples are not on this machine.
+        UserError: no such step was skipped, its samples are not on this machine, or the member is in use.
     """
     folder, island = run.folder.member(name), run.experiment.island
     skipped = _find(folder, step, rank)
@@ -63,7 +64,9 @@ def replay_step(name: str, run: Run, step: int | None, rank: int) -> tuple[Skipp
     # The kind of device it was trained on, because each has its own random generator.
     device = device_of(island.accelerator)
     network.to(device)
-    batch = {name: values.to(device) for name, values in _samples(build_data(member, run), skipped).items()}
+    with lock_member(folder):  # a training keeps its shards in the same cache
+        samples = _samples(build_data(member, run), skipped)
+    batch = {name: values.to(device) for name, values in samples.items()}
     at = Position(skipped.step, skipped.rank, member.batch_size // len(skipped.sample_ids))
     noisy = objective.noisy_batch(batch, at)
     found = []
@@ -120,7 +123,7 @@ def _samples(data: ClusterDataModule, skipped: SkippedStep) -> dict[str, Tensor]
 
 def replay_table(samples: list[ReplayedSample]) -> Table:
     """Tabulate the samples, those to blame first."""
-    columns = "not finite in the shards"
+    columns = "no finite number in the shards"
     rows = [
         (
             str(sample.sample_id),

@@ -259,9 +259,10 @@ def test_captions_are_listed_and_searched_in_any_case(
     found = called(capsys, "sample", *settings(finished_run), "--captions", "RED d").splitlines()
     assert found == [text for text in every if "red d" in text]
     run = copy_run(finished_run, tmp_path / "run")
-    (run / "prepared" / "index.json").unlink()
-    assert main(["sample", *settings(run), "--captions", "red"]) == 2
-    assert "index.json: is missing; search for captions on the machine that" in capsys.readouterr().err
+    for name in ("parts.json", "index.json"):
+        (run / "prepared" / name).unlink()
+        assert main(["sample", *settings(run), "--captions", "red"]) == 2
+        assert f"{name}: is missing; search for captions on the machine that" in capsys.readouterr().err
 
 
 def samples(path: Path) -> str:

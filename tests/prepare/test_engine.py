@@ -166,7 +166,8 @@ def test_nodes_of_ray_write_the_same_bytes_each_actor_sees_a_gpu_and_a_mistake_i
     one = prepare(small(num_processes=1), tmp_path / "one")
     # The encoders of this machine compute on the CPU; their actors need a GPU all the same.
     monkeypatch.setattr(engine, "devices_of", lambda _: {"cuda"})
-    assert prepare(small(engine="ray"), tmp_path / "ray") == one
+    monkeypatch.chdir(tmp_path)  # the nodes were started elsewhere
+    assert prepare(small(engine="ray"), Path("ray")) == one
     assert files_of(tmp_path / "ray") == files_of(tmp_path / "one")
     places = [found for _, found in run_ray(place, range(20), on_gpus=True)]
     assert {gpus for gpus, _, _ in places} == {"0"} and len({node for _, node, _ in places}) == 2

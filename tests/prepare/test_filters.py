@@ -111,7 +111,7 @@ def test_the_table_of_filters_adds_up_to_the_number_read(tmp_path, write):
 
 
 def test_kept_columns_are_in_the_shards(tmp_path):
-    (tmp_path / "drop.txt").write_text("k2\nk7\nnone\n")
+    (tmp_path / "drop.txt").write_text("k2\nk7\nnone\n", encoding="utf-8-sig")
     keep = ["aesthetic", "image_height", "image_width", "crop_top", "crop_left"]
     changes = {"keep": keep, "drop_keys": str(tmp_path / "drop.txt"), "filters": {"aesthetic": None}}
     manifest = prepare(experiment_of(write_table(tmp_path / "data"), **changes), tmp_path)
@@ -135,6 +135,14 @@ def test_kept_columns_are_in_the_shards(tmp_path):
     for caption, values in found.items():
         np.testing.assert_allclose(values[:3], expected[caption][:3])
         np.testing.assert_allclose(values[3:], expected[caption][3:], atol=0.5)
+
+
+def test_another_column_of_the_same_numbers_is_kept_under_its_own_name(tmp_path):
+    for name in ("image_width", "image_height"):  # of square images
+        manifest = prepare(tiny_experiment(keep=[name]), tmp_path)
+        assert [column for column in manifest.columns if column.startswith("image_")] == [name]
+        (shards, *_) = (tmp_path / "prepared" / "shards").glob("*/*/index.json")
+        assert name in json.loads(shards.read_text())["shards"][0]["column_names"]
 
 
 def test_another_list_of_keys_is_applied(tmp_path):
@@ -180,6 +188,9 @@ def test_a_column_that_no_sample_has_is_refused(tmp_path, write):
     assert not (tmp_path / "run").exists()
     with pytest.raises(UserError, match=r"sample '\S*k0' has 'NSFW' in column 'nsfw'; remove it from prepare\.keep"):
         prepare(experiment_of(source, keep=["nsfw"], filters={}), tmp_path / "run")
+    if write is write_table:
+        with pytest.raises(UserError, match=r"has b'.* in column 'image'; remove it from prepare\.keep"):
+            prepare(experiment_of(source, keep=["image"], filters={}), tmp_path / "run")
 
 
 def test_what_filters_leave_nothing_of_is_told(tmp_path):

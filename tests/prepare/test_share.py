@@ -89,10 +89,16 @@ def test_a_machine_that_is_gone_is_replaced_by_one_with_an_empty_folder(tmp_path
     assert again == [], "what had arrived is not sent again"
 
 
-@pytest.mark.parametrize("kind", ["kmeans", "random", "labels"])
+@pytest.mark.parametrize("kind", ["kmeans", "random", "labels", "existing"])
 def test_a_sample_of_the_features_is_all_that_the_fit_reads(tmp_path, kind):
     experiment = experiment_at(f"file://{tmp_path}/remote")
-    experiment.prepare.partition.kind, experiment.prepare.partition.fit_fraction = kind, 0.6
+    experiment.prepare.partition.fit_fraction = 0.6
+    if kind == "existing":
+        theirs = experiment_at(None)
+        theirs.prepare.partition.kind = "random"
+        prepare(theirs, tmp_path / "theirs")
+        experiment.prepare.partition.path = str(tmp_path / "theirs" / "prepared" / "partition.safetensors")
+    experiment.prepare.partition.kind = kind
     experiment.prepare.partition.max_largest_over_mean = 2.0
     alone = prepare(experiment, tmp_path / "alone")
     (_, manifest), _ = together(experiment, [tmp_path / "a", tmp_path / "b"])

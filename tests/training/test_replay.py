@@ -9,8 +9,10 @@ from training.short_fits import SHORT, member
 
 from ddm_lightning.cli.parser import main
 from ddm_lightning.config.load import load_experiment
+from ddm_lightning.core.errors import UserError
 from ddm_lightning.members.load import load_network
 from ddm_lightning.members.run import Run
+from ddm_lightning.members.run_folder import lock_member
 from ddm_lightning.training.checkpoint import load_tensors
 from ddm_lightning.training.fit import build_data
 from ddm_lightning.training.guard import SkippedStep
@@ -68,6 +70,14 @@ def test_each_sample_has_its_own_loss_and_gradient_at_the_nearest_weights(finish
         assert sample.t == float(one.t) and sample.not_finite == ()
         assert sample.loss == pytest.approx(float(loss.detach()), rel=1e-5)
         assert sample.gradient_norm == pytest.approx(float(norm), rel=1e-4)
+
+
+def test_a_member_in_training_is_left_alone(finished, tiny_run):
+    """Both would tidy the same cache."""
+    left_out(tiny_run, 3)
+    opened = Run(load_experiment(TINY, [f"run_dir={tiny_run}", *SHORT]))
+    with lock_member(opened.folder.member("expert-0")), pytest.raises(UserError, match="expert-0 is in use"):
+        replay_step("expert-0", opened, 3, 0)
 
 
 def test_before_the_first_checkpoint_it_takes_the_weights_that_the_member_started_from(finished, tiny_run):

@@ -20,6 +20,7 @@ from ddm_lightning.config.experiment import CaptionConfig, PluginConfig
 from ddm_lightning.config.validate import check_experiment
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.encoders.captions import HashedWords
+from ddm_lightning.prepare.dry_run import dry_run
 from ddm_lightning.prepare.stages import prepare
 from ddm_lightning.shards.manifest import HELD_OUT, TRAIN, shard_name
 from ddm_lightning.shards.mds import open_shards
@@ -58,6 +59,8 @@ THREE = [("alt", 0.2), ("recap", 0.5), ("long", 0.3)]
 
 @pytest.mark.usefixtures("quick_prepare")
 def test_all_captions_are_encoded_and_stored(source, tmp_path):
+    plan = dry_run(experiment_of(source, THREE), tmp_path)
+    assert plan.estimates["encoded captions"][0] == 3 * HashedWords(8).encode(["a"])["text"].nbytes
     manifest = prepare(experiment_of(source, THREE), tmp_path)
     assert manifest.captions == [{"column": name, "weight": weight} for name, weight in THREE]
     assert manifest.num_without_caption == 64 // 8

@@ -62,7 +62,7 @@ class Files:
             if has_magic(inner):
                 found = filesystem.glob(inner, detail=True)
             elif self._is_folder:
-                found = filesystem.find(inner, detail=True)
+                found = {info["name"]: info for info in remote.walk(filesystem, inner)}
             else:
                 found = {inner: filesystem.info(inner)}
         states = {}
@@ -106,10 +106,13 @@ class Files:
             return file.read()
 
     def contents(self, paths: Sequence[str]) -> Iterator[bytes | Exception]:
-        """Yield each file's content, or the error; several are read at a time."""
+        """Yield each file's content, or the error of a file that is damaged or gone; several are read at a time.
+
+        Raises:
+            UserError: a store fails, after several attempts.
+        """
         for start in range(0, len(paths), _READ_AT_ONCE):
-            batch = [self.inner_path(path) for path in paths[start : start + _READ_AT_ONCE]]
-            yield from remote.in_threads(lambda path: content_or_error(self.path, path), batch)
+            yield from remote.in_threads(self._content_or_error, paths[start : start + _READ_AT_ONCE])
 
     def inner_path(self, relative: str) -> str:
         """Return the path in the form of the file system."""
@@ -132,17 +135,26 @@ class Files:
                 f"{_KEY}: {self.shown(relative)} cannot be read: {one_line(error)}; fix the address or the access"
             ) from error
 
+    def _content_or_error(self, relative: str) -> bytes | Exception:
+        with self.reading(relative):
+            try:
+                return remote.attempt(self.path, lambda files, _: files.cat_file(self.inner_path(relative)))
+            except OSError as error:
+                if self.is_local or isinstance(error, FileNotFoundError):
+                    return error
+                raise
+
     def _filesystem(self) -> tuple[AbstractFileSystem, str]:
         # Not kept here: fsspec caches it, and must make another one after a fork.
         with self.reading():
             return remote.filesystem(self.path)
 
 
-def content_or_error(url: str, path: str | None = None) -> bytes | Exception:
-    """Read the file of a URL or, by its ``path``, another one of the same file system."""
+def content_or_error(url: str) -> bytes | Exception:
+    """Read the file of a URL; of many hosts, some fail."""
     try:
         filesystem, inner = remote.filesystem(url)
-        return filesystem.cat_file(path or inner)
+        return filesystem.cat_file(inner)
     except Exception as error:  # noqa: BLE001  each fsspec back end raises its own errors
         return error
 
@@ -150,7 +162,7 @@ def content_or_error(url: str, path: str | None = None) -> bytes | Exception:
 def _follow_link(filesystem: AbstractFileSystem, name: str, info: dict[str, Any]) -> dict[str, Any]:
     """Return the target's information; a dead or circular link counts as a file, found broken later."""
     try:
-        return filesystem.info(name) if info.get("islink") else info
+        return filesystem.info(name) if info.get("islink") or info["type"] == "link" else info  # SFTP has only the type
     except OSError:
         return {**info, "type": "file"}
 

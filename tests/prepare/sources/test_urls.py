@@ -3,9 +3,11 @@ import re
 
 import fsspec
 import pytest
+from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 from source_files import write
 
+from ddm_lightning.core import remote
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import SOURCES
 from ddm_lightning.prepare.sources.urls import Files
@@ -26,6 +28,49 @@ class Refusing(LocalFileSystem):
 
 fsspec.register_implementation("refusing", Refusing, clobber=True)
 fsspec.register_implementation("absent", "no_such_package_there.FileSystem", errtxt="Install it", clobber=True)
+
+
+class Store(AbstractFileSystem):
+    """Breaks ``num_breaks`` times; marks its folder as S3's console does, and shows a link as SFTP does."""
+
+    protocol = "breaking"
+    num_breaks = 0
+
+    def _reach(self):
+        if Store.num_breaks:
+            Store.num_breaks -= 1
+            raise ConnectionError("reset by peer")
+
+    def info(self, path, **kwargs):
+        return {"name": path, "type": "file" if path.endswith(".png") else "directory", "size": 1}
+
+    def ls(self, path, detail=True, **kwargs):
+        entries = {"": "file", "a.png": "file", "b.png": "link", "sub": "directory"}
+        if path.endswith("sub"):
+            self._reach()
+            entries = {"c.png": "file"}
+        return [{"name": f"{path}/{name}", "type": kind, "size": 1} for name, kind in entries.items()]
+
+    def cat_file(self, path, **kwargs):
+        self._reach()
+        return path.encode()
+
+
+fsspec.register_implementation("breaking", Store, clobber=True)
+
+
+def test_a_store_that_breaks_is_asked_again_and_no_image_is_lost(monkeypatch):
+    monkeypatch.setattr(remote.time, "sleep", lambda _: None)
+    files = Files("breaking://images")
+    assert list(files.states) == ["a.png", "b.png", "sub/c.png"]
+    monkeypatch.setattr(Store, "num_breaks", 1)
+    with pytest.raises(UserError, match=r"'breaking://images' cannot be read: .*reset by peer; fix"):
+        _ = Files("breaking://images").states
+    Store.num_breaks = 2
+    assert list(files.contents(["a.png"])) == [b"images/a.png"]
+    Store.num_breaks = 1000
+    with pytest.raises(UserError, match=r"'breaking://images: a\.png' cannot be read: .*reset by peer; fix"):
+        list(files.contents(["a.png"]))
 
 
 def test_files_are_listed_by_their_path_in_the_folder(folder):
