@@ -318,7 +318,8 @@ def _export(experiment: Experiment, options: argparse.Namespace) -> None:
     out, member = Path(options.out), experiment.sample.member if options.to == "diffusers" else None
     manifest = manifest_with_about(RunFolder.of(experiment).root, experiment, member=member)
     if options.to == "peft":
-        export_peft(manifest, out)
+        if others := export_peft(manifest, out):
+            note(f"{', '.join(others)}: trained, but no adapters; {CONDITION_FILE} beside each adapter keeps them")
         print(f"peft: {out}")
         return
     if member is None:

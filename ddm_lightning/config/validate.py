@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from omegaconf import OmegaConf
 
 from ddm_lightning.config.experiment import Experiment, ExpertConfig, InitConfig, IslandConfig
-from ddm_lightning.config.merge import expert_clusters, expert_section, init_keys
+from ddm_lightning.config.merge import expert_clusters, expert_section, init_keys, init_of
 from ddm_lightning.core import checks
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import SOLVERS, STRATEGIES
@@ -213,6 +213,11 @@ def _rules_of_expert(name: str, expert: ExpertConfig, experiment: Experiment) ->
             expert.network.lora is not None and expert.init_from is None,
             "init_from",
             f"must name the base that {name}.network.lora adapts; set it",
+        ),
+        (
+            None not in (expert.network.lora, base.network.lora) and init_of(expert) != init_of(base),
+            "init_from",
+            "must be that of all experts, because adapters share one base; remove it",
         ),
         *((is_wrong, "train.ema_widths", problem) for is_wrong, problem in _rules_of_widths(expert.train.ema_widths)),
     ):

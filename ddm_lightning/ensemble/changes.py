@@ -86,7 +86,9 @@ def _with_artifact(
         raise UserError(f"{folder / MEMBER_FILE}: is the {meta.role}; give the artifact of an expert")
     # Refuses weights that no sampling could load.
     load_network(folder, mapped=True, bases=Bases([folder, *ensemble.folders.values()]))
-    counts = {**_counts(ensemble), name: num_images}
+    own = dict(zip(ensemble.experts, ensemble.expert_clusters, strict=True))
+    changed = {name, *(key for key in own if own[key] == own.get(name))}  # experts of one cluster
+    counts = {**_counts(ensemble), **dict.fromkeys(changed, num_images)}
     order = sorted(counts, key=expert_number)
     folders = {key: folder if key == name else ensemble.folders[key] for key in order}
     router = router or ensemble.folders.get(ROUTER)

@@ -166,7 +166,8 @@ def _build_bounded(meta: ArtifactMeta, weights: Mapping[str, Tensor], base: Mapp
         network = ROLES[meta.role].build(plugin, meta.x_shape, condition, meta.num_clusters)
         if meta.lora is not None:
             named, own = prefixed(base, network), network.state_dict()
-            frozen = {name: value for name, value in named.items() if name in own and name not in weights}
+            trained = {name.replace(".base_layer.", ".") for name in weights}
+            frozen = {name: value for name, value in named.items() if name in own and name not in trained}
             adapt(network, LoraConfig(**meta.lora), frozen)
         return network
     finally:

@@ -56,8 +56,9 @@ def check_keys(name: str, run: Run) -> None:
         initial = init_of(role.config(name, run.experiment))
         if initial is not None and initial.sha256 is None:
             raise UserError(
-                f"key '{role.section}.init_from': nobody signs these weights, and island.trusted_keys is set; add the "
-                f"hash that a run you trust has in initial/*.json: {{source: {shown(initial.source)}, sha256: …}}"
+                f"key '{role.section}.init_from': nobody signs these weights, and island.trusted_keys is set; "
+                f"prepare a new run with their hash: {{source: {shown(initial.source)}, sha256: …}} "
+                "(in initial/*.json of a run you trust, or by sha256sum)"
             )
 
 

@@ -136,7 +136,7 @@ class ConditionEmbedding(nn.Module):
         if condition is None:
             return null
         values = condition.values
-        if isinstance(self.embed, nn.Linear):
+        if not isinstance(self.embed, nn.Embedding):  # a linear layer, perhaps with an adapter
             # Text may be stored in float16.
             values = values.to(self.embed.weight.dtype)
             values = values if self.tokens or values.ndim == 2 else values.mean(1)

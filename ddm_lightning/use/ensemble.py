@@ -311,7 +311,7 @@ class DecentralizedEnsemble:
 
         Args:
             prompts: texts. None, without classes, is the experiment's.
-            classes: names or numbers, for an experiment conditioned on classes. None is all.
+            classes: names or numbers, for an experiment conditioned on classes. None is the first 32.
             strategy: routing strategy; None is the experiment's.
             num: images per prompt or class; None is the experiment's.
             seed: seed of the noise; None is the experiment's.

@@ -24,15 +24,18 @@ from ddm_lightning.use.diffusers_pipeline import DecentralizedPipeline  # noqa: 
 '''
 _MEMBER_CARD = TEMPLATES.get_template("member_card.md.j2")
 CONDITION_FILE = "condition.safetensors"
-"""Weights of a member that its class of diffusers has no place for."""
+"""Weights of a member that its class of diffusers, or an adapter, has no place for."""
 
 
-def export_peft(manifest: EnsembleManifest, out: Path) -> None:
+def export_peft(manifest: EnsembleManifest, out: Path) -> list[str]:
     """Write each adapter as a folder that peft loads onto the base; ``out`` appears whole or not at all.
 
     Args:
         manifest: from ``manifest_with_about``.
         out: new folder.
+
+    Returns:
+        Weights that were trained but are no adapters; they are in ``CONDITION_FILE`` of each folder.
 
     Raises:
         UserError: ``out`` exists, an artifact is damaged, or no expert is an adapter.
@@ -40,12 +43,16 @@ def export_peft(manifest: EnsembleManifest, out: Path) -> None:
     adapters = {name: meta.lora for name, meta in manifest.metas.items() if meta.lora is not None}
     if not adapters:
         raise UserError("--to peft: no expert is an adapter (expert.network.lora); export with --to ensemble")
+    others: dict[str, Any] = {}
     with atomic_folder(out, is_new=True) as temporary:
         for name, lora in adapters.items():
             meta, state = read_artifact(manifest.folders[name])
             (temporary / name).mkdir()
             inner = getattr(EXPERTS.get(meta.network), "wraps", "")
             write_peft(temporary / name, LoraConfig(**lora), state, inner)
+            if others := {key: value for key, value in state.items() if ".lora_" not in key}:
+                save_weights(temporary / name / CONDITION_FILE, others, str(out))
+    return [*others]
 
 
 def export_diffusers(manifest: EnsembleManifest, out: Path, licence: str | None = None) -> None:

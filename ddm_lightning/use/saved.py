@@ -34,7 +34,7 @@ from ddm_lightning.config.merge import changed
 from ddm_lightning.config.validate import check_experiment
 from ddm_lightning.core import checks, remote
 from ddm_lightning.core.errors import DOWNLOADS, UserError
-from ddm_lightning.core.files import atomic_folder, inside
+from ddm_lightning.core.files import atomic_folder, check_file, inside
 from ddm_lightning.core.weights import check_recorded
 from ddm_lightning.ensemble.manifest import (
     About,
@@ -273,6 +273,13 @@ def resolve(
     return resolved
 
 
+def _refuse_link(path: Path) -> None:
+    try:
+        check_file(path)
+    except ValueError as error:
+        raise UserError(f"{path}: {error}; {REMEDY}") from None
+
+
 def save_ensemble(ensemble: EnsembleManifest, out: Path, licence: str | None = None) -> None:
     """Write a saved ensemble; ``out`` appears whole or not at all.
 
@@ -292,6 +299,7 @@ def save_ensemble(ensemble: EnsembleManifest, out: Path, licence: str | None = N
             (temporary / name).mkdir()
             for file in _FILES:
                 if (folder / file).exists():
+                    _refuse_link(folder / file)
                     shutil.copyfile(folder / file, temporary / name / file)
             if (sha256 := ensemble.metas[name].base_sha256) is not None:
                 base, copy = bases.file(ensemble.metas[name], str(folder)), base_file(temporary, ensemble.metas[name])

@@ -25,10 +25,11 @@ from ddm_lightning.ensemble.load import load_ensemble
 from ddm_lightning.ensemble.manifest import read_ensemble, single, write_ensemble
 from ddm_lightning.ensemble.residency import ResidentExperts
 from ddm_lightning.ensemble.velocity import Ensemble
-from ddm_lightning.flow.condition import Condition
+from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.members.artifact import write_artifact
 from ddm_lightning.members.cost import _Held
 from ddm_lightning.members.load import load_network
+from ddm_lightning.networks.embeddings import ConditionEmbedding
 from ddm_lightning.networks.lora import adapt, merged
 from ddm_lightning.use.export import export_member, export_peft
 from ddm_lightning.use.saved import save_ensemble
@@ -165,13 +166,44 @@ def test_adapters_on_a_model_of_diffusers(tmp_path):
     with torch.no_grad():
         expected = network.eval()(x_t, t, condition)
         assert torch.equal(loaded(x_t, t, condition), expected)
-        export_peft(manifest, tmp_path / "peft")
+        assert export_peft(manifest, tmp_path / "peft") == ["null"]
+        kept = load_file(tmp_path / "peft" / "expert-0" / "condition.safetensors")
+        assert torch.equal(kept["null"], network.null) and len(kept) == 1
         export_member(replace(manifest, about=ABOUT), tmp_path / "merged")
         with_adapter = peft.PeftModel.from_pretrained(model, tmp_path / "peft" / "expert-0")
         for theirs in (with_adapter, type(model).from_pretrained(tmp_path / "merged")):
             got = theirs(x_t, timestep=torch.full((3,), 500), encoder_hidden_states=condition.values).sample[:, :4]
             torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
     assert expected.std() > 0.1
+
+
+def test_an_adapted_layer_that_the_base_has_in_another_shape_is_loaded(tmp_path):
+    run = write_adapters(tmp_path, 1)
+    (path,) = run.glob("initial/*/model.safetensors")
+    base, name = load_file(path), "blocks.0.mlp.0.weight"
+    network = EXPERTS.build("dit", PARAMS, x_shape=SHAPE, condition=TEXT)
+    adapt(network, LORA, {key: value for key, value in base.items() if key != name})
+    sha256 = save_weights(tmp_path / "new.safetensors", base | {name: torch.zeros(2, 2)}, "base")
+    (tmp_path / "initial" / sha256).mkdir()
+    (tmp_path / "new.safetensors").rename(tmp_path / "initial" / sha256 / "model.safetensors")
+    meta = replace(make_meta("expert-1"), lora=asdict(LORA), init_from="base", init_sha256=sha256)
+    write_artifact(run / "members" / "expert-1" / "artifact", network.state_dict(), meta)
+    _, loaded = load_network(run / "members" / "expert-1" / "artifact")
+    assert all(torch.equal(value, loaded.state_dict()[key]) for key, value in network.state_dict().items())
+
+
+def test_an_adapter_reads_tokens_as_they_are_stored():
+    embedding = ConditionEmbedding(ConditionSpec("tokens", 6, length=3), 8, keep_tokens=True)
+    adapt(embedding, LoraConfig(rank=2, target_modules=["embed"]), {})
+    assert embedding(Condition.of(torch.randn(2, 3, 6).half()), 2).shape == (2, 3, 8)
+
+
+def test_a_link_out_of_an_artifact_is_not_copied(tmp_path):
+    manifest = replace(read_ensemble(write_adapters(tmp_path, 1) / "ensemble.json"), about=ABOUT)
+    link = manifest.folders["expert-0"] / "model.sig"
+    link.symlink_to("/etc/hostname")
+    refused(lambda: save_ensemble(manifest, tmp_path / "saved"), link, "a link that leads out of its folder")
+    assert not (tmp_path / "saved").exists()
 
 
 def test_a_strangers_adapter_comes_without_the_base(tmp_path):

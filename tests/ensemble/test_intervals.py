@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,10 @@ import torch
 from artifact_files import SHAPE, edit, put, refused
 from ensemble_networks import ExactExpert, ExactRouter, finite_set
 from finite_set import FiniteSetOracle
+from saved_ensembles import ABOUT
 
 from ddm_lightning.config.experiment import SampleConfig
+from ddm_lightning.ensemble.changes import replaced
 from ddm_lightning.ensemble.load import load_ensemble
 from ddm_lightning.ensemble.manifest import read_ensemble, single, write_ensemble
 from ddm_lightning.ensemble.residency import ResidentExperts
@@ -112,6 +115,12 @@ def test_a_cluster_leaves_with_any_of_its_experts(run_dir: Path) -> None:
     assert rest.experts == ["expert-2", "expert-3"] and rest.priors == (1.0,) and rest.lost == {"expert-1": 0.25}
     loaded = load_ensemble(rest)
     assert loaded.clusters == [1] and loaded.expert_clusters == [0, 0]
+
+
+def test_a_new_number_of_images_counts_for_all_experts_of_the_cluster(run_dir: Path) -> None:
+    manifest = replace(read_ensemble(run_dir / "ensemble.json"), about=replace(ABOUT, num_images=400))
+    changed = replaced(manifest, "expert-0", run_dir / "expert-0", 300)
+    assert changed.shares == dict.fromkeys(EDGES, 0.5)
 
 
 def test_intervals_of_strangers_that_do_not_cover_all_noise_levels_are_refused(run_dir: Path) -> None:

@@ -319,6 +319,7 @@ def test_an_adapter_is_written_merged_with_its_base(tmp_path):
         (DIT, {"config": None}, "set expert.init_from to the folder"),
         (PIXART, {"condition": TOKENS, "also": {"use_additional_conditions": True}}, "resolution and aspect ratio"),
         (PIXART, {"also": {"_class_name": "os.system"}}, "_class_name is 'os.system', not one of DiT"),
+        (LUMINA, {"condition": TOKENS, "also": {"axes_lens": [6, 8, 10**8]}}, "axes_lens is more than 65536"),
         (DIT, {"also": {"num_layers": "many"}}, "config: TypeError"),
     ],
 )

@@ -155,6 +155,7 @@ def test_the_monolith_is_an_adapter_too(run, tiny_prepared, tmp_path):
         (["expert.network.lora.target_modules=[qkv, to_q]"], ["to_q", "attention.qkv"]),
         (["expert.network.lora.rank=0"], ["expert.network.lora.rank", "at least 1"]),
         (["expert.init_from=null"], ["expert.network.lora", "init_from"]),
+        (["expert.overrides.expert-1.init_from=other"], ["expert.overrides.expert-1", "adapters share one base"]),
     ],
 )
 def test_settings_that_cannot_be_are_refused(tiny_run, base, capsys, more, words):

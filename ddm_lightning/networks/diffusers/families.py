@@ -20,6 +20,7 @@ from ddm_lightning.flow.path import Samples, Times
 
 Settings: TypeAlias = Mapping[str, Any]
 """Arguments of a model's constructor."""
+_LONGEST_AXIS = 1 << 16
 TextTokens: TypeAlias = Float[Tensor, "b m size"]
 
 
@@ -90,6 +91,8 @@ class Family:
         Raises:
             ValueError: they do not fit.
         """
+        if max(settings.get("axes_lens") or [0]) > _LONGEST_AXIS:
+            raise ValueError(f"axes_lens is more than {_LONGEST_AXIS}")
         channels, patch, largest = settings["in_channels"], settings["patch_size"], self.largest(settings)
         if self.has_one_size:
             size = settings["sample_size"]
