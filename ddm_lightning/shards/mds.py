@@ -173,13 +173,16 @@ class _Map:
         begin = self._offsets[rows].astype(np.int64)
         begins = [begin + 4 * len(self._layout.texts)]
         for text in range(len(self._layout.texts)):
-            begins.append(begins[-1] + self._items(4)[begin + 4 * text].view(np.uint32))
+            begins.append(begins[-1] + self._items(4)[begin + 4 * text].view(np.uint32)[:, 0])
         return begins
 
     def _items(self, num_bytes: int) -> np.ndarray:
-        """View the file as overlapping items of ``num_bytes``; item i begins at byte i."""
-        shape = (len(self._content) - num_bytes + 1,)
-        return np.ndarray(shape, np.dtype((np.void, num_bytes)), self._content, strides=(1,))
+        """View the file as overlapping rows of ``num_bytes``; row i begins at byte i.
+
+        Bytes in two dimensions, because NumPy copies these without Python's lock, but not items of a type of their own.
+        """
+        shape = (len(self._content) - num_bytes + 1, num_bytes)
+        return np.ndarray(shape, np.uint8, self._content, strides=(1, 1))
 
 
 def _content(file: ShardFile) -> np.ndarray:
@@ -232,10 +235,7 @@ class Shards:
         """
         columns = [column for column in self.layout.columns if names is None or column.name in names]
         batch = {column.name: np.empty((len(ids), *column.shape), column.dtype) for column in columns}
-        items = {
-            column.name: batch[column.name].reshape(len(ids), -1).view((np.void, column.num_bytes)).reshape(-1)
-            for column in columns
-        }
+        items = {column.name: batch[column.name].reshape(len(ids), -1).view(np.uint8) for column in columns}
         self._visit(ids, lambda shard, rows, places: shard.gather(rows, items, places))
         return {column.name: _as_tensor(column, batch[column.name]) for column in columns}
 
