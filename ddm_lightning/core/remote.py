@@ -93,6 +93,18 @@ def get(url: str, path: Path) -> None:
     attempt(url, fetch)
 
 
+def download(url: str, path: Path) -> None:
+    """Fetch a file whose hash the caller checks, without waiting for the disk as ``get`` does.
+
+    An error may leave a part of it.
+
+    Raises:
+        FileNotFoundError: nothing is there.
+        OSError: as ``get``.
+    """
+    attempt(url, lambda remote, inner: remote.get_file(inner, str(path)))
+
+
 def put(path: Path, url: str) -> None:
     """Send a file; it appears at ``url`` whole or not at all.
 

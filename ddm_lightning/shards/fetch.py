@@ -131,7 +131,7 @@ class Origin:
         end = time.monotonic() + PATIENCE_SECONDS * remote.is_url(url)
         while True:
             try:
-                remote.get(url, path)
+                remote.download(url, path)
                 if problem := file_problem(path, stored):
                     raise ConnectionError(f"{url}: {problem}")
                 self._is_down = False
@@ -158,7 +158,7 @@ def tidy(store: Path, index_sha256: str | None) -> None:
     index = store / "index.json"
     if index.exists() and index_sha256 not in (None, sha256_file(index)):
         shutil.rmtree(store)
-    for leftover in store.rglob(".tmp-*"):
+    for leftover in (*store.rglob(".tmp-*"), *store.rglob("*.part")):
         leftover.unlink(missing_ok=True)  # a thread of an epoch that was closed may end it now
 
 

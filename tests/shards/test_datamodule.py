@@ -312,7 +312,7 @@ def test_a_cache_of_a_tenth_gives_the_same_batches(tmp_path, monkeypatch, num_wo
     expected = [list(whole) for _ in range(3)]
     sizes = {file.path.name: file.num_bytes for file in whole.shards.files}
     limit, peak, held, fetched = sum(sizes.values()) // 10, 0, set(), []
-    get, remove = remote.get, Origin.remove
+    get, remove = remote.download, Origin.remove
 
     def counting_get(url, path):
         nonlocal peak
@@ -332,7 +332,7 @@ def test_a_cache_of_a_tenth_gives_the_same_batches(tmp_path, monkeypatch, num_wo
             assert len(loader.shards._maps) < 30
         assert {path.name for path in (tmp_path / "cache").rglob("*.mds")} <= held
 
-    monkeypatch.setattr(remote, "get", counting_get)
+    monkeypatch.setattr(remote, "download", counting_get)
     monkeypatch.setattr(Origin, "remove", counting_remove)
     settings = {"num_workers": num_workers, "max_cache_bytes": limit}
     loader = module_of(f"file://{tmp_path}/shards", [0], 16, tmp_path, **settings).train_dataloader()

@@ -41,9 +41,9 @@ def ids(batches):
 
 
 def test_shards_are_fetched_in_the_order_of_first_need(folder, tmp_path, monkeypatch):
-    loader, asked, get = loader_of(folder, tmp_path / "cache", 0, batch_size=1), [], remote.get
+    loader, asked, get = loader_of(folder, tmp_path / "cache", 0, batch_size=1), [], remote.download
     monkeypatch.setattr(ahead, "_NUM_THREADS", 1)
-    monkeypatch.setattr(remote, "get", lambda url, path: (asked.append(url.rpartition("/")[2]), get(url, path)))
+    monkeypatch.setattr(remote, "download", lambda url, path: (asked.append(url.rpartition("/")[2]), get(url, path)))
     order = shuffled(loader.shards.sizes, 3, 0)
     assert sorted(ids(loader)) == list(range(NUM_SAMPLES))
     assert asked == list(
@@ -67,7 +67,7 @@ def test_a_damaged_shard_raises_within_seconds_now_and_later(folder, tmp_path, m
 
 
 def test_a_store_that_sends_something_else_is_asked_again(folder, tmp_path, monkeypatch):
-    loader, get, answers = loader_of(folder, tmp_path / "cache", 0), remote.get, []
+    loader, get, answers = loader_of(folder, tmp_path / "cache", 0), remote.download, []
 
     def answer(url, path):
         answers.append(url)
@@ -77,7 +77,7 @@ def test_a_store_that_sends_something_else_is_asked_again(folder, tmp_path, monk
             get(url, path)
 
     monkeypatch.setattr(fetch, "_PAUSE_SECONDS", 0.0)
-    monkeypatch.setattr(remote, "get", answer)
+    monkeypatch.setattr(remote, "download", answer)
     assert len(list(loader)) > 0 and len(answers) > 4
 
 
@@ -96,7 +96,7 @@ def test_an_interrupted_wait_for_a_store_ends_all_threads(folder, tmp_path, monk
     def fail(url, path):
         raise ConnectionError(f"{url}: down")
 
-    monkeypatch.setattr(remote, "get", fail)
+    monkeypatch.setattr(remote, "download", fail)
     with pytest.raises(TimeoutError), within(1):
         next(iter(loader))
     assert ended(threads)
