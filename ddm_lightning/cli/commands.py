@@ -24,6 +24,7 @@ from ddm_lightning.core.registry import require
 from ddm_lightning.ensemble.changes import added, removed, replaced
 from ddm_lightning.ensemble.manifest import assemble
 from ddm_lightning.islands.local import default_jobs, fit_alone, fit_members
+from ddm_lightning.islands.publish import published
 from ddm_lightning.islands.shared import check_free, is_shared, publish_prepared, pull_ensemble, pull_manifest
 from ddm_lightning.members.member import ROUTER, island_of, parse_members
 from ddm_lightning.members.preflight import check_networks, check_plugins, check_strategy, is_collected, refuse_stale
@@ -131,7 +132,8 @@ def _fit(experiment: Experiment, options: argparse.Namespace) -> int | None:
     members = parse_members(options.member, experiment)
     if options.jobs is not None and options.jobs < 1:
         raise UserError(f"--jobs {options.jobs}: must be at least 1")
-    check_devices(experiment.island.accelerator, experiment.island.devices)
+    for island in (island_of(member, experiment) for member in members):
+        check_devices(island.accelerator, island.devices)
     if len(members) == 1 and options.member != "all":
         return _fit_one(members[0], experiment, options)
     return _fit_several(members, experiment, options)  # also if the whole ensemble is one expert
@@ -306,7 +308,8 @@ def _ema(experiment: Experiment, options: argparse.Namespace) -> None:
         Console().print(widths_table(widths.compare(options.width)))
         print(f"next: {command_line('ema', options)} member={member} --use WIDTH")
         return
-    widths.use(width)
+    with published(member, run):  # else the next command would fetch the former artifact
+        widths.use(width)
     print(f"artifact: {run.folder.artifact(member)}")
     if run.folder.ensemble.exists() and member in run.names:
         assemble(run)

@@ -68,7 +68,9 @@ class S3FileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no a
 
     def get_file(self, rpath: str, lpath: str, **_: Any) -> None:
         with _missing(rpath):
-            self._client.download_file(*_split(rpath), lpath, Config=TransferConfig(use_threads=False))
+            # In one request: boto3's parts of 8 MB would follow one another.
+            one = TransferConfig(use_threads=False, multipart_threshold=1 << 50)
+            self._client.download_file(*_split(rpath), lpath, Config=one)
 
     def put_file(self, lpath: str, rpath: str, **_: Any) -> None:
         self._client.upload_file(lpath, *_split(rpath), Config=TransferConfig(use_threads=False))

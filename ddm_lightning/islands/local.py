@@ -20,6 +20,7 @@ from rich.console import Console
 from ddm_lightning.config.experiment import Experiment, IslandConfig
 from ddm_lightning.config.load import to_yaml
 from ddm_lightning.core.devices import resolve_accelerator
+from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write_text
 from ddm_lightning.core.formatting import Bars
 from ddm_lightning.core.processes import FITTED_BY, STARTED, STOPPED, end_imports, handling, num_cores
@@ -160,9 +161,10 @@ def fit_members(members: Sequence[str], run: Run, jobs: int, console: Console) -
                         note=status.state if run.is_finished(member) else "waiting",
                     )
                 while (waiting or running) and not requests:
-                    if waiting and seconds_left(run.experiment.island) < LEAVING_SECONDS:
-                        failures |= {name: Failure(STOPPED, "not started: the slot is over") for name in waiting}
-                        waiting.clear()
+                    with suppress(OSError, UserError):  # island.lease_file is being written
+                        if waiting and seconds_left(run.experiment.island) < LEAVING_SECONDS:
+                            failures |= {name: Failure(STOPPED, "not started: the slot is over") for name in waiting}
+                            waiting.clear()
                     free = [slot for slot in range(jobs) if slot not in {child.slot for child in running}]
                     for slot in free[: len(waiting)]:
                         if requests:

@@ -166,12 +166,12 @@ class Publisher:
                     if self._lost is None:
                         self._lost = error
                         os.kill(os.getpid(), signal.SIGTERM)
-                except OSError as error:
+                except (OSError, UserError) as error:  # the latter for a file here that cannot be read for a moment
                     self._complain(error)
 
         return threading.Thread(target=repeat, daemon=True)
 
-    def _complain(self, error: OSError) -> None:
+    def _complain(self, error: Exception) -> None:
         """Say once that the store is down."""
         if not self._is_down:
             _say(f"{self.name}: cannot publish: {first_line(error)}; goes on and tries again")
@@ -212,7 +212,10 @@ class Publisher:
         copy.mkdir()
         try:
             for path in checkpoint.iterdir():
-                os.link(path, copy / path.name)
+                try:
+                    os.link(path, copy / path.name)
+                except OSError:  # a disk without hard links
+                    shutil.copyfile(path, copy / path.name)
             yield copy
         finally:
             shutil.rmtree(copy, ignore_errors=True)
@@ -237,6 +240,7 @@ class Publisher:
 
     def _send(self, folder: Path, url: str, last: str) -> None:
         """Send a folder of files, ``last`` at the end and only if this process still holds the lease."""
+        self.held.check()
         for path in sorted(folder.iterdir(), key=lambda path: (path.name == last, path.name)):
             if path.name == last:
                 self.held.check()

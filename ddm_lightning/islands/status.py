@@ -118,7 +118,8 @@ class Watch:
         left = None
         if health == "training" and status.samples_per_second > 0:
             batch_size = role_of(status.member).batch_size(status.member, self.run.experiment)
-            left = (status.max_steps - status.step) * batch_size / status.samples_per_second
+            seconds = (status.max_steps - status.step) * batch_size / status.samples_per_second
+            left = seconds if math.isfinite(seconds) else None
         return Seen(status, health, age, starts, left)
 
 

@@ -40,6 +40,7 @@ from ddm_lightning.core.checks import SHA256
 from ddm_lightning.core.devices import local, resolve_accelerator
 from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.files import atomic_write_json, move_folder, sha256_file
+from ddm_lightning.members.member import STUDENT
 from ddm_lightning.members.run_folder import refuse_changes
 
 FILES, REST = "files.json", "rest.pt"
@@ -359,7 +360,7 @@ def check_origin(path: Path, member: str, experiment: Experiment, initial_sha256
     A checkpoint may have been copied, and the experiment changed since.
 
     Raises:
-        UserError: the checkpoint is another member's, of another experiment or of other initial weights.
+        UserError: the checkpoint is another member's, of another experiment, teacher or initial weights.
     """
     rest, own = read_rest(path), origin_of(member, experiment, initial_sha256)
     if rest.get("member") != member:
@@ -367,6 +368,13 @@ def check_origin(path: Path, member: str, experiment: Experiment, initial_sha256
             f"{path}: is a checkpoint of {rest.get('member')}, not of {member}; move it to that folder, or remove it"
         )
     refuse_changes(path, rest["experiment"], own["experiment"])
+    for key in ("teacher", "global_batch_size") if member == STUDENT else ():
+        was, now = (one["experiment"]["distill"][key] for one in (rest, own))
+        if was != now:
+            raise UserError(
+                f"{path}: was trained with distill.{key} = {was!r}, not {now!r}; set it back, or use another folder "
+                "with run_dir=…"
+            )
     if (started := rest.get("initial_sha256")) != initial_sha256:
         raise UserError(
             f"{path}: started from weights with SHA-256 {started}, and init_from has {initial_sha256}; put the right "

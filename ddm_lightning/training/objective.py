@@ -316,6 +316,9 @@ class Distillation(Regression):
         self.strategy = None if name == "owner" else STRATEGIES.build(name, {})
         if self.strategy is not None and type(self.strategy).weights is Strategy.weights:
             raise UserError(f"key 'distill.teacher' = {name!r}: does not weight velocities; set owner, full or top-1")
+        is_blind = self.teacher.router is None and len(self.teacher.priors) > 1
+        if self.strategy is not None and is_blind and self.strategy.needs_router:
+            raise UserError(f"key 'distill.teacher' = {name!r}: needs the router, which the ensemble lacks; set owner")
 
     def compute_losses(self, noisy: NoisyBatch, batch: dict[str, Tensor]) -> dict[str, Float[Tensor, " b"]]:
         return {"loss": self._squared_error(noisy, *self.ends(noisy, batch))}

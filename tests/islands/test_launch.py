@@ -14,6 +14,7 @@ from tiny_runs import ROOT, TINY, prepared
 
 from ddm_lightning.cli.parser import main
 from ddm_lightning.config.load import load_experiment
+from ddm_lightning.islands.launchers.ssh import SshLauncher
 from ddm_lightning.members.member import island_of
 
 pytestmark = [*WARNINGS, pytest.mark.slow]
@@ -129,6 +130,11 @@ def test_an_engine_out_of_reach_is_one_line(run, tmp_path, capsys, monkeypatch, 
     assert main(["launch", *run, *more, "--only", "expert-0"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(words)
+
+
+def test_a_host_that_has_died_runs_nothing(capsys):
+    assert not SshLauncher(options="-o BatchMode=yes -p 1").is_active("me@127.0.0.1 4711")
+    assert "its member is taken for ended" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -175,6 +175,15 @@ def test_a_member_in_use_is_refused(run, capsys, how):
     assert sha256_file(run / "members/expert-0/artifact/member.json") == before
 
 
+def test_the_choice_is_published(run, tmp_path):
+    where = f"remote=file://{tmp_path}/remote"
+    assert command("prepare", run, where, member=None) == 0
+    assert command("fit", run, where) == 0
+    assert command("ema", run, where, "--use", "0.15") == 0
+    there = tmp_path / "remote/members/expert-0/artifact/model.safetensors"
+    assert sha256_file(there) == sha256_file(run / "members/expert-0/artifact/model.safetensors")
+
+
 def test_no_other_process_has_the_member_while_its_artifact_changes(run, monkeypatch):
     write, found = ema_choice.write_artifact, []
 

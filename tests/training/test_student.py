@@ -7,7 +7,9 @@ from training.members import Recorder, batch, build, expert, figures, losses_of
 
 from ddm_lightning.cli.parser import main
 from ddm_lightning.config.load import load_experiment
+from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import STRATEGIES
+from ddm_lightning.ensemble.manifest import read_ensemble, write_ensemble
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.members.artifact import read_artifact
 from ddm_lightning.members.member import ROLES
@@ -61,6 +63,14 @@ def test_its_teacher_computes_in_the_precision_of_samples(finished_run):
     assert objective.teacher.precision == "bf16-mixed"
 
 
+def test_a_teacher_without_its_router_is_refused(finished_run, tmp_path):
+    run = copy_run(finished_run, tmp_path / "run")
+    manifest = read_ensemble(run / "ensemble.json")
+    write_ensemble(run, [manifest.folders[name] for name in manifest.experts], manifest.priors)
+    with pytest.raises(UserError, match=r"^key 'distill\.teacher' = 'full': needs the router.*; set owner"):
+        student(Recorder()).teach(Run(load_experiment(TINY, ["distill.teacher=full"]), RunFolder(run)))
+
+
 @pytest.mark.slow
 def test_it_trains_from_a_finished_ensemble_by_the_command_line(finished_run, tmp_path, capsys):
     run = copy_run(finished_run, tmp_path / "run")
@@ -68,6 +78,9 @@ def test_it_trains_from_a_finished_ensemble_by_the_command_line(finished_run, tm
     assert main(["fit", *own]) == 0
     meta, _ = read_artifact(run / "members" / "student" / "artifact")
     assert (meta.role, meta.step, meta.num_samples) == ("student", 3, 12)
+    capsys.readouterr()
+    assert main(["fit", *own, "distill.max_steps=4", "distill.teacher=full"]) == 2
+    assert "was trained with distill.teacher = 'owner', not 'full'; set it back" in capsys.readouterr().err
     (run / "ensemble.json").unlink()
     assert main(["fit", *own, "distill.max_steps=4"]) == 2
     assert "ensemble.json: the ensemble's manifest is missing; fit the missing members" in capsys.readouterr().err

@@ -19,6 +19,7 @@ DEFAULT = "efficientnet-lite0"
 """Feature network."""
 NUM_HALVES = 200
 _ROWS_AT_ONCE = 1024
+_BLOCK = 1 << 25
 
 
 class Score(NamedTuple):
@@ -115,7 +116,7 @@ def kernel_distance(
     """Squared maximum mean discrepancy with the kernel (x·y/d + 1)³; all pairs, unbiased, float64.
 
     Equation 4 of 1801.01401. The published protocol averages it over subsets of 1,000 images; a few hundred held-out
-    images do not allow that, and all pairs make it unnecessary. Memory: (n + m)² numbers. Sets of one size are always
+    images do not allow that, and all pairs make it unnecessary. Sets of one size are always
     halved alike, so that they can be compared.
 
     Args:
@@ -124,11 +125,10 @@ def kernel_distance(
         num_halves: number of random halves for the spread.
     """
     generated, real = generated.double().cpu(), real.double().cpu()
-    within, within_real = _kernel(generated, generated), _kernel(real, real)
     rows = _all_and_halves(len(generated), num_halves, keyed_generator(0, "halves of generated"))
     real_rows = _all_and_halves(len(real), num_halves, keyed_generator(0, "halves of real"))
-    across = ((rows @ _kernel(generated, real)) * real_rows).sum(1) / (rows.sum(1) * real_rows.sum(1))
-    found = _mean_of_pairs(within, rows) + _mean_of_pairs(within_real, real_rows) - 2 * across
+    across = _sum_of_pairs(generated, real, rows, real_rows) / (rows.sum(1) * real_rows.sum(1))
+    found = _mean_of_pairs(generated, rows) + _mean_of_pairs(real, real_rows) - 2 * across
     return KernelDistance(float(found[0]), found[1:])
 
 
@@ -136,10 +136,19 @@ def _kernel(x: Float[Tensor, "n d"], y: Float[Tensor, "m d"]) -> Float[Tensor, "
     return (x @ y.T / x.shape[1] + 1) ** 3
 
 
-def _mean_of_pairs(kernel: Float[Tensor, "n n"], rows: Float[Tensor, "r n"]) -> Float[Tensor, " r"]:
+def _sum_of_pairs(
+    x: Float[Tensor, "n d"], y: Float[Tensor, "m d"], rows: Float[Tensor, "r n"], other_rows: Float[Tensor, "r m"]
+) -> Float[Tensor, " r"]:
+    """Sum of the kernel over all pairs of chosen images, for each two rows of 0s and 1s; in blocks of 256 MB."""
+    size = max(1, _BLOCK // len(y))
+    parts = zip(x.split(size), rows.split(size, 1), strict=True)
+    return torch.stack([((own @ _kernel(part, y)) * other_rows).sum(1) for part, own in parts]).sum(0)
+
+
+def _mean_of_pairs(x: Float[Tensor, "n d"], rows: Float[Tensor, "r n"]) -> Float[Tensor, " r"]:
     """Mean of the kernel over ordered pairs of different chosen images, for each row of 0s and 1s."""
-    chosen = rows.sum(1)
-    return (((rows @ kernel) * rows).sum(1) - rows @ kernel.diag()) / (chosen * (chosen - 1))
+    chosen, own = rows.sum(1), (x.square().sum(1) / x.shape[1] + 1) ** 3
+    return (_sum_of_pairs(x, x, rows, rows) - rows @ own) / (chosen * (chosen - 1))
 
 
 def _all_and_halves(num: int, num_halves: int, generator: torch.Generator) -> Float[Tensor, "r n"]:

@@ -6,7 +6,7 @@ import shlex
 import subprocess
 from dataclasses import dataclass, field
 
-from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.errors import UserError, note
 from ddm_lightning.core.registry import LAUNCHERS
 from ddm_lightning.islands.job import Job, Launcher
 
@@ -36,7 +36,11 @@ class SshLauncher(Launcher):
 
     def is_active(self, handle: str) -> bool:
         host, _, pid = handle.rpartition(" ")
-        return self._run(host, f"kill -0 {int(pid)} 2>/dev/null && echo alive || true").strip() == "alive"
+        try:
+            return self._run(host, f"kill -0 {int(pid)} 2>/dev/null && echo alive || true").strip() == "alive"
+        except UserError as error:  # else a dead host could not be replaced
+            note(f"{error}; its member is taken for ended")
+            return False
 
     def cancel(self, handle: str) -> None:
         host, _, pid = handle.rpartition(" ")

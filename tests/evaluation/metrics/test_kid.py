@@ -11,7 +11,9 @@ def features(num, size=6, shift=0.0, seed=0):
     return torch.randn(num, size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) + shift
 
 
-def test_all_pairs_by_a_double_loop():
+@pytest.mark.parametrize("block", [1 << 25, 13])
+def test_all_pairs_by_a_double_loop(monkeypatch, block):
+    monkeypatch.setattr("ddm_lightning.evaluation.metrics.features._BLOCK", block)
     x, y = features(7).numpy(), features(5, shift=0.5, seed=1).numpy()
 
     def kernel(a, b):
