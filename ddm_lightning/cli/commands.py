@@ -207,7 +207,7 @@ def _captions(experiment: Experiment, options: argparse.Namespace) -> None:
     from ddm_lightning.prepare.prepared import Prepared
 
     prepared = Prepared(Run.open(experiment).folder.prepared)
-    for file in (prepared.index_file, prepared.parts_file):  # the latter has the machine that prepared alone
+    for file in (prepared.index_file, prepared.parts_file):  # a machine of --parts lacks the latter
         if not file.exists():
             raise UserError(f"{file}: is missing; search for captions on the machine that has the images")
     word = options.captions.casefold()

@@ -242,7 +242,7 @@ def attempt(url: str, action: Callable[[Any, str], _Result]) -> _Result:
         FileNotFoundError: nothing is there.
         OSError: it failed, each time if it is a store; the message begins with the URL.
     """
-    for attempt in range(_ATTEMPTS):
+    for number in range(_ATTEMPTS):
         try:
             remote, inner = filesystem(url)
             remote.invalidate_cache()  # listings that are kept may be old
@@ -252,11 +252,11 @@ def attempt(url: str, action: Callable[[Any, str], _Result]) -> _Result:
         except Exception as error:  # each file system raises its own
             is_full = isinstance(error, OSError) and error.errno == errno.ENOSPC
             is_final = isinstance(error, (ImportError, ValueError, PermissionError)) or is_full or not is_url(url)
-            if is_final or attempt == _ATTEMPTS - 1:
+            if is_final or number == _ATTEMPTS - 1:
                 kind = OSError if is_final else ConnectionError
                 raise kind(shown(f"{url}: {_reason(error)}")) from error
         disconnect()
-        time.sleep(2**attempt + random.random() / 2)
+        time.sleep(2**number + random.random() / 2)
     raise AssertionError("the last attempt returns or raises")
 
 

@@ -179,7 +179,7 @@ class _Map:
     def _items(self, num_bytes: int) -> np.ndarray:
         """View the file as overlapping rows of ``num_bytes``; row i begins at byte i.
 
-        Bytes in two dimensions, because NumPy copies these without Python's lock, but not items of a type of their own.
+        NumPy copies rows of bytes without Python's lock, which it keeps while it copies items of a void type.
         """
         shape = (len(self._content) - num_bytes + 1, num_bytes)
         return np.ndarray(shape, np.uint8, self._content, strides=(1, 1))

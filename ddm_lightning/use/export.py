@@ -43,7 +43,7 @@ def export_peft(manifest: EnsembleManifest, out: Path) -> list[str]:
     adapters = {name: meta.lora for name, meta in manifest.metas.items() if meta.lora is not None}
     if not adapters:
         raise UserError("--to peft: no expert is an adapter (expert.network.lora); export with --to ensemble")
-    others: dict[str, Any] = {}
+    kept: dict[str, None] = {}
     with atomic_folder(out, is_new=True) as temporary:
         for name, lora in adapters.items():
             meta, state = read_artifact(manifest.folders[name])
@@ -52,7 +52,8 @@ def export_peft(manifest: EnsembleManifest, out: Path) -> list[str]:
             write_peft(temporary / name, LoraConfig(**lora), state, inner)
             if others := {key: value for key, value in state.items() if ".lora_" not in key}:
                 save_weights(temporary / name / CONDITION_FILE, others, str(out))
-    return [*others]
+                kept |= dict.fromkeys(others)
+    return [*kept]
 
 
 def export_diffusers(manifest: EnsembleManifest, out: Path, licence: str | None = None) -> None:

@@ -116,8 +116,8 @@ def kernel_distance(
     """Squared maximum mean discrepancy with the kernel (x·y/d + 1)³; all pairs, unbiased, float64.
 
     Equation 4 of 1801.01401. The published protocol averages it over subsets of 1,000 images; a few hundred held-out
-    images do not allow that, and all pairs make it unnecessary. Sets of one size are always
-    halved alike, so that they can be compared.
+    images do not allow that, and all pairs make it unnecessary. Sets of one size are always halved alike, so that they
+    can be compared.
 
     Args:
         generated: features of at least four generated images.
