@@ -27,10 +27,12 @@ from ddm_lightning.core.files import atomic_files, sha256_json
 from ddm_lightning.encoders.interfaces import numbered
 from ddm_lightning.partition.columns import GrowingArray, PackedStrings, packed_strings
 from ddm_lightning.prepare.ledger import Entries, Job, Ledger, Published
+from ddm_lightning.prepare.near_duplicates import codes_of
 from ddm_lightning.prepare.reading import Plugins, Reading, one_ahead
 from ddm_lightning.prepare.records import BrokenSample, Part, Record
 
-RECORDS, LATENTS, CAPTIONS, FEATURES, SAMPLE = "records", "latents", "captions", "features", "sample"
+RECORDS, LATENTS, CAPTIONS, FEATURES = "records", "latents", "captions", "features"
+SAMPLE, CODES = "sample", "codes"
 LEDGER, ROWS_FILE, TEXTS_FILE = "part.json", "rows.npz", "texts.npz"
 MAX_THUMBNAILS = 8192
 """Images kept small for the report: of each part its share, but at least one."""
@@ -72,6 +74,8 @@ def inputs_of_columns(plugins: Plugins) -> dict[str, Any]:
     }
     if (fraction := config.partition.fit_fraction) < 1:
         inputs[SAMPLE] = [inputs[FEATURES], fraction]
+    if config.near_duplicates is not None:
+        inputs[CODES] = inputs[FEATURES]
     if config.caption_encoder is not None:
         inputs[CAPTIONS] = [base, asdict(config.caption_encoder)]
     return inputs
@@ -141,6 +145,8 @@ def encode_part(job: PartJob, plugins: Plugins, on_progress: OnProgress) -> Entr
             _encode_captions(job, plugins, on_progress if not of_images else lambda _: None)
         if SAMPLE in wanted:
             _copy_sample(job, plugins)
+        if CODES in wanted:
+            _write_codes(job)
     except torch.OutOfMemoryError as error:
         raise UserError(
             f"part {job.part.name!r}: out of GPU memory ({first_line(error)}); "
@@ -157,8 +163,8 @@ def _wanted(job: PartJob, plugins: Plugins) -> set[str]:
     missing = {name for name, key in keys.items() if not ledger.is_done(name, key)}
     if RECORDS in missing:
         missing = set(keys)
-    elif FEATURES in missing and SAMPLE in keys:
-        missing.add(SAMPLE)
+    elif FEATURES in missing:
+        missing |= {SAMPLE, CODES} & keys.keys()
     made = {name: ledger.entries[name] for name in missing if ledger.is_done(name)}
     alike = {name for name, entry in made.items() if entry["key"].split()[-1] == keys[name].split()[-1]}
     if RECORDS not in alike or job.part.num_samples not in (None, made[RECORDS]["num_read"]):
@@ -252,6 +258,12 @@ def _copy_sample(job: PartJob, plugins: Plugins) -> None:
             with np.load(folder / ROWS_FILE) as rows:
                 chosen = is_sampled(rows["key_hash"], plugins.config.partition.fit_fraction)
             sets[SAMPLE].add("sample", np.load(folder / "features.npy", mmap_mode="r")[chosen])
+
+
+def _write_codes(job: PartJob) -> None:
+    with _writing(job, CODES) as sets:
+        if job.ledger.entries[RECORDS]["num_rows"]:
+            sets[CODES].add("codes", codes_of(np.load(job.ledger.folder / "features.npy", mmap_mode="r")))
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from ddm_lightning.core.files import atomic_write_json, atomic_write_text
 from ddm_lightning.partition.columns import PackedStrings, Rows, StoredArray
 from ddm_lightning.partition.partition import Samples
 from ddm_lightning.prepare.encode import (
+    CODES,
     FEATURES,
     LEDGER,
     MAX_THUMBNAILS,
@@ -34,6 +35,7 @@ from ddm_lightning.prepare.encode import (
     is_sampled,
 )
 from ddm_lightning.prepare.ledger import Ledger, Published
+from ddm_lightning.prepare.near_duplicates import find_near_duplicates
 from ddm_lightning.prepare.records import BrokenSample, Part
 
 GROUP_SIZE = 64
@@ -133,8 +135,7 @@ class Prepared:
     def kept(self) -> Kept:
         """Usable rows of each of ``filled_parts``; None for all of them."""
         dropped: Mapping[str, list[int]] = self.index["dropped"]
-        num_rows = {str(self.first + number): self._num_rows(number) for number in self.filled_parts}
-        return [np.delete(np.arange(num), dropped[key]) if key in dropped else None for key, num in num_rows.items()]
+        return self.without([dropped.get(str(self.first + number), ()) for number in self.filled_parts])
 
     @property
     def first_row(self) -> int:
@@ -159,6 +160,13 @@ class Prepared:
         """Return ``keys``, ``captions``, ``captions_2`` … of all usable samples, or of these rows of each part."""
         paths = [(self.part_folder(number) / TEXTS_FILE, self._num_rows(number)) for number in self.filled_parts]
         return Rows([PackedStrings(path, name, num_rows) for path, num_rows in paths], kept or self.kept)
+
+    def without(self, dropped: Sequence[Collection[int]]) -> Kept:
+        """Return the rows of each of ``filled_parts`` that are left without these."""
+        return [
+            np.delete(np.arange(self._num_rows(number)), list(rows)) if rows else None
+            for number, rows in zip(self.filled_parts, dropped, strict=True)
+        ]
 
     def _num_rows(self, number: int) -> int:
         return int(self.ledgers[number].entries[RECORDS]["num_rows"])
@@ -216,13 +224,16 @@ Dropped = dict[int, dict[int, str]]
 """Cause by row, by number of the part."""
 
 
-def write_index(prepared: Prepared, column_sets: Collection[str], max_bad_fraction: float) -> str:
+def write_index(
+    prepared: Prepared, column_sets: Collection[str], max_bad_fraction: float, near_duplicates: float | None = None
+) -> str:
     """Write ``index.json`` (samples, counts by cause, dropped rows) and ``broken.jsonl`` (each broken sample).
 
     Args:
         prepared: folder with encoded parts.
         column_sets: those in use. Failures in others, left by an earlier configuration, are ignored.
         max_bad_fraction: largest allowed fraction of broken samples.
+        near_duplicates: cosine similarity from which on images count as the same; None keeps all.
 
     Returns:
         The counts in words.
@@ -248,17 +259,18 @@ def write_index(prepared: Prepared, column_sets: Collection[str], max_bad_fracti
         filtered.update(state.get("filtered", {}))
     counts.update(cause for rows in dropped.values() for cause in rows.values())
     num_read = sum(state["num_read"] for state in states)
-    num_samples = sum(state["num_rows"] for state in states) - sum(map(len, dropped.values()))
     broken = "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in _broken(prepared, dropped))
     atomic_write_text(prepared.broken_file, broken)
     check_broken(counts, num_read, max_bad_fraction, prepared.broken_file, enough=1)
+    lost = {number: sorted(rows) for number, rows in sorted(dropped.items())}
+    if near_duplicates is not None and prepared.filled_parts:
+        filtered["near-duplicate"] = _drop_near_duplicates(prepared, lost, near_duplicates)
+    part_samples = [state["num_rows"] - len(lost.get(number, ())) for number, state in enumerate(states)]
+    num_samples = sum(part_samples)
     of_filters = _in_words("; taken out by filters", filtered)
     if num_samples == 0:
         raise UserError(f"the source has no usable samples{of_filters}; fix prepare.source or prepare.filters")
-    usable = [
-        np.delete(np.arange(states[number]["num_rows"]), list(dropped[number])) if number in dropped else None
-        for number in prepared.filled_parts
-    ]
+    usable = prepared.without([lost.get(number, ()) for number in prepared.filled_parts])
     num_without_caption = int(np.count_nonzero(~prepared.facts("has_caption", usable)))
     index = {
         "num_read": num_read,
@@ -267,8 +279,8 @@ def write_index(prepared: Prepared, column_sets: Collection[str], max_bad_fracti
         "image_size": next(iter(sizes)),
         "broken": dict(sorted(counts.items())),
         "filtered": dict(sorted(filtered.items())),
-        "part_samples": [state["num_rows"] - len(dropped.get(number, ())) for number, state in enumerate(states)],
-        "dropped": {str(number): sorted(rows) for number, rows in sorted(dropped.items())},
+        "part_samples": part_samples,
+        "dropped": {str(number): rows for number, rows in lost.items()},
     }
     atomic_write_json(prepared.index_file, index)
     detail = f", {num_without_caption:,} of them without a caption" if num_without_caption else ""
@@ -299,6 +311,23 @@ def _drop_duplicates(prepared: Prepared, dropped: Dropped) -> None:
     for part, place in zip(parts.tolist(), again.tolist(), strict=True):
         number = prepared.filled_parts[part]
         dropped.setdefault(number, {})[place - start_of[number]] = "duplicate key"
+
+
+def _drop_near_duplicates(prepared: Prepared, lost: dict[int, list[int]], similarity: float) -> int:
+    """Add the rows that are like an earlier usable one to those lost of each part; return their number."""
+    usable = prepared.without([lost.get(number, ()) for number in prepared.filled_parts])
+    arrays = prepared._arrays(CODES, "codes")
+    sizes = [len(array if rows is None else rows) for array, rows in zip(arrays, usable, strict=True)]
+    ends = np.cumsum(sizes)
+    codes = np.empty((ends[-1], *arrays[0].shape[1:]), np.uint64)
+    for array, rows, here in zip(arrays, usable, np.split(codes, ends[:-1]), strict=True):
+        here[:] = array[:] if rows is None else array[rows]
+    found = np.split(find_near_duplicates(codes, similarity), ends[:-1])
+    for number, rows, again in zip(prepared.filled_parts, usable, found, strict=True):
+        if again.any():
+            near = np.flatnonzero(again) if rows is None else rows[again]
+            lost[number] = sorted([*lost.get(number, ()), *near.tolist()])
+    return int(sum(map(np.count_nonzero, found)))
 
 
 def _broken(prepared: Prepared, dropped: Dropped) -> Iterator[dict[str, Any]]:

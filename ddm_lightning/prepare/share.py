@@ -115,7 +115,9 @@ class SharedPreparation(Preparation):
         partition = self.config.partition
         files = [ROWS_FILE, "features.npy" if partition.fit_fraction == 1 else "sample.npy"]
         by_key = partition.kind in ("random", "existing")
-        self.prepared.fetch(range(len(self.parts)), *files, *([TEXTS_FILE] if by_key else []))
+        files += [TEXTS_FILE] if by_key else []
+        files += [] if self.config.near_duplicates is None else ["codes.npy"]
+        self.prepared.fetch(range(len(self.parts)), *files)
 
     def _agree_on_parts(self) -> None:
         """Publish the list of parts, or compare it with that of other machines."""

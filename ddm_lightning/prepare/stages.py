@@ -35,6 +35,7 @@ from ddm_lightning.partition.build import check_sizes, fit_partition
 from ddm_lightning.partition.columns import save_array
 from ddm_lightning.partition.partition import Partition
 from ddm_lightning.prepare.encode import (
+    CODES,
     FEATURES,
     RECORDS,
     SAMPLE,
@@ -165,6 +166,7 @@ class Preparation:
         parts = [asdict(part) for part in self.parts]
         other = Path(config.partition.path or "")  # the partition of another run, which may have changed
         fit = [asdict(config.partition), asdict(config.features), sha256_file(other) if other.is_file() else None]
+        limits = [config.max_bad_fraction] + ([] if config.near_duplicates is None else [config.near_duplicates])
         # The engine and the number of processes change no byte.
         everything = asdict(replace(config, engine="local", num_processes=0))
         return [
@@ -180,10 +182,10 @@ class Preparation:
                 lambda: [
                     hash_of_files(self.prepared.ledgers, columns),
                     [ledger.entries[RECORDS].get("filtered") for ledger in self.prepared.ledgers],
-                    config.max_bad_fraction,
+                    *limits,
                 ],
                 ("index.json", "broken.jsonl"),
-                lambda: write_index(self.prepared, columns.keys() - {SAMPLE}, config.max_bad_fraction),
+                lambda: write_index(self.prepared, columns.keys() - {SAMPLE, CODES}, *limits),
             ),
             Stage(
                 "partition",
@@ -280,7 +282,7 @@ class Preparation:
         for number, ledger in enumerate(self.groups):
             prepared, name = self.prepared.group(number), f"groups/{number:05}"
             if prepared.filled_parts:
-                files = hash_of_files(prepared.ledgers, self.columns.keys() - {SAMPLE})
+                files = hash_of_files(prepared.ledgers, self.columns.keys() - {SAMPLE, CODES})
                 keys = {GROUP: sha256_json([STAGES_VERSION, stored, files])}
                 jobs.append(GroupJob(number, name, ledger, keys, self.published, prepared, seed))
         return jobs

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 from prepare import share_work
-from prepare.listed import Listed, experiment_of, hashes, plug_in, records
+from prepare.listed import Listed, experiment_of, hashes, plug_in, record, records
 from prepare.share_work import experiment_at, machine, together
 from shards import servers
 from shards.mds import WARNINGS
@@ -110,12 +110,16 @@ def test_a_sample_of_the_features_is_all_that_the_fit_reads(tmp_path, kind):
 def test_duplicates_and_broken_samples_of_other_machines_are_left_out(tmp_path, monkeypatch):
     from ddm_lightning.prepare.records import BrokenSample
 
-    parts = {"one": records(30), "two": [*records(4), BrokenSample("x", "empty file"), *records(20, "b")]}
-    experiment = experiment_of(plug_in(monkeypatch, SOURCES, Listed(parts)), max_bad_fraction=0.5)
+    first = records(30)
+    again = record("again", image=first[0].image)
+    parts = {"one": first, "two": [*records(4), BrokenSample("x", "empty file"), again, *records(20, "b")]}
+    changes = {"max_bad_fraction": 0.5, "near_duplicates": 0.999}
+    experiment = experiment_of(plug_in(monkeypatch, SOURCES, Listed(parts)), **changes)
     experiment.remote = f"file://{tmp_path}/remote"
     alone = prepare(experiment, tmp_path / "alone")
     (_, manifest), _ = together(experiment, [tmp_path / "a", tmp_path / "b"])
     assert manifest == alone and manifest.broken == {"duplicate key": 4, "empty file": 1}
+    assert manifest.filtered == {"near-duplicate": 1}
 
 
 def test_machines_agree_on_parts_that_one_finds_changed_after_another_has_used_them(tmp_path, monkeypatch):
