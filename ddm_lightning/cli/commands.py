@@ -54,15 +54,13 @@ def _prepare(experiment: Experiment, options: argparse.Namespace) -> None:
         print(f"parts to encode: {plan.num_unfinished_parts} of {plan.num_parts}\nnothing was written")
         print(f"what the members will need: {command_line('plan', options)}")
         return
-    if options.parts is not None:
-        _prepare_share(experiment, options)
+    run, folder = _prepared(experiment, options), RunFolder.of(experiment)
+    if options.parts is not None:  # what is left holds no shards, but would be taken for the run's shards
+        shutil.rmtree(folder.shards, ignore_errors=True)
+    if run is None:
+        print(f"share {options.parts}: done")
         return
-    run = _prepared(experiment, options)
-    _print_prepared(run, options)
-
-
-def _print_prepared(run: Run, options: argparse.Namespace) -> None:
-    prepared = run.folder.prepared
+    prepared = folder.prepared
     print(f"shards: {remote.shown(run.shards)}")
     print(f"report: {prepared / 'report' / 'report.html'}, {prepared / 'clusters.png'}")
     print(f"next: {command_line('fit', options)}")
@@ -82,43 +80,34 @@ def _networks_check(
     return lambda sizes: check_networks(experiment, sizes, options.config, options.overrides, initial=initial)
 
 
-def _prepared(experiment: Experiment, options: argparse.Namespace) -> Run:
-    """Prepare the run if it is not up to date, and open its folder."""
+def _prepared(experiment: Experiment, options: argparse.Namespace) -> Run | None:
+    """Prepare the run, or this machine's share of it, if it is not up to date, and open its folder.
+
+    Returns:
+        None if another machine ends it.
+    """
     from ddm_lightning.prepare.engine import Reporter
+    from ddm_lightning.prepare.share import Share, prepare_share
     from ddm_lightning.prepare.stages import prepare
 
-    check = _networks_check(experiment, options, initial=True)
-    check_free(Run(experiment))
+    share = Share.parse(options.parts) if getattr(options, "parts", None) else None
+    folder, check = RunFolder.of(experiment).root, _networks_check(experiment, options, initial=True)
+    check_free(Run(experiment), parts=share is not None)
     with Bars(Console(), transient=True) as bars:
         prune, reporter = getattr(options, "prune", False), Reporter(bars)
-        check(prepare(experiment, RunFolder.of(experiment).root, reporter, check, prune))  # also if it is up to date
+        manifest = (
+            prepare(experiment, folder, reporter, check, prune)
+            if share is None
+            else prepare_share(experiment, folder, share, reporter, check)
+        )
+        if manifest is None:
+            return None
+        check(manifest)  # also if it is up to date
         # Only now: after an error in prepare, the corrected experiment may use the same folder.
         run = Run.open(experiment, create=True)
         sign_manifest(run)
         publish_prepared(run, lambda done, total: reporter.advance("publish", done, total))
     return run
-
-
-def _prepare_share(experiment: Experiment, options: argparse.Namespace) -> None:
-    """Run ``prepare --parts``."""
-    from ddm_lightning.prepare.engine import Reporter
-    from ddm_lightning.prepare.share import Share, prepare_share
-
-    share, check = Share.parse(options.parts), _networks_check(experiment, options, initial=True)
-    check_free(Run(experiment), parts=True)
-    with Bars(Console(), transient=True) as bars:
-        reporter = Reporter(bars)
-        manifest = prepare_share(experiment, RunFolder.of(experiment).root, share, reporter, check)
-        if manifest is None:
-            reporter.say(f"share {options.parts}: done")
-        else:
-            run = Run.open(experiment, create=True)
-            sign_manifest(run)
-            publish_prepared(run, lambda done, total: reporter.advance("publish", done, total))
-    # What is left holds no shards, but would be taken for the run's shards.
-    shutil.rmtree(RunFolder.of(experiment).shards, ignore_errors=True)
-    if manifest is not None:
-        _print_prepared(Run.open(experiment), options)
 
 
 def _one_member(experiment: Experiment, options: argparse.Namespace) -> str:
@@ -160,13 +149,12 @@ def _fit_several(members: list[str], experiment: Experiment, options: argparse.N
     for member in members:
         if (nodes := island_of(member, experiment).nodes) > 1:
             raise UserError(f"key 'island.nodes' = {nodes}: start fit on each node with member={member} alone")
-    if is_shared(Run(experiment)) or is_collected(members, Run(experiment)):
-        run = Run.open(experiment, create=True)
-    else:
+    if not (is_shared(Run(experiment)) or is_collected(members, Run(experiment))):
         _check(experiment, options, members)
-        run = _prepared(experiment, options)
+        _prepared(experiment, options)
+    run = Run.open(experiment, create=True)
     refuse_stale(members, run)
-    failures = fit_members(members, run, options.jobs or default_jobs(experiment), console)
+    failures = fit_members(members, run, options.jobs or default_jobs(members, experiment), console)
     console.print(table_of(run))
     print_skipped(members, run, options)
     for member, failure in failures.items():

@@ -61,7 +61,10 @@ def show_plan(experiment: Experiment, options: argparse.Namespace) -> None:
     devices, source = plan.devices_of(experiment, options.device, rates)
     data = plan.data_of(experiment, options.samples)
     planner = plan.Planner(experiment, members, data, rates)
-    plans = sorted(map(planner.on, devices), key=lambda one: (not one.fits, one.totals["dollars"] or 0.0))
+    plans = sorted(
+        map(planner.on, devices),
+        key=lambda one: (not one.fits, one.totals["dollars"] is None, one.totals["dollars"] or 0.0),
+    )
     best = plans[0] = planner.with_suggestions(plans[0])
     sources, warnings = plan_tables.sources_of(data, rates, source), [*best.warnings()]
     if options.json:
@@ -94,7 +97,10 @@ def show_status(experiment: Experiment, options: argparse.Namespace) -> None:
         with Live(table_of(run, members), auto_refresh=False) as live:
             while any(seen.health != "done" for seen in members):
                 time.sleep(_WATCH_SECONDS)
-                members = watch.look()
+                try:
+                    members = watch.look()
+                except UserError as error:  # a store that is down for a while
+                    note(f"{error}; the table is of {time.strftime('%H:%M')}")
                 live.update(table_of(run, members), refresh=True)
         return
     if options.html:

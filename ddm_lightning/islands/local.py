@@ -27,6 +27,7 @@ from ddm_lightning.core.processes import FITTED_BY, STARTED, STOPPED, end_import
 from ddm_lightning.islands.publish import published
 from ddm_lightning.islands.slots import LEAVING_SECONDS, Slot, seconds_left
 from ddm_lightning.members.cost import relative_cost
+from ddm_lightning.members.member import island_of
 from ddm_lightning.members.preflight import refuse_stale
 from ddm_lightning.members.run import Run
 from ddm_lightning.training import ranks
@@ -68,12 +69,12 @@ def _stop_requests() -> Iterator[list[float]]:
         yield times
 
 
-def default_jobs(experiment: Experiment) -> int:
+def default_jobs(members: Sequence[str], experiment: Experiment) -> int:
     """Number of members that fit on this machine at once, by GPUs or by cores."""
-    island = experiment.island
-    if resolve_accelerator(island.accelerator) == "gpu":
-        return max(1, torch.cuda.device_count() // island.devices)
-    return max(1, num_cores() // (island.num_threads * island.devices))
+    islands = [island_of(member, experiment) for member in members]
+    if resolve_accelerator(experiment.island.accelerator) == "gpu":
+        return max(1, torch.cuda.device_count() // max(island.devices for island in islands))
+    return max(1, num_cores() // max(island.num_threads * island.devices for island in islands))
 
 
 def gpu_variables(slot: int, island: IslandConfig) -> dict[str, str]:
@@ -191,7 +192,7 @@ def fit_members(members: Sequence[str], run: Run, jobs: int, console: Console) -
 
 
 def _start(member: str, slot: int, run: Run) -> _Child:
-    island = run.experiment.island
+    island = island_of(member, run.experiment)
     folder = run.folder.member(member)
     environment = {
         **os.environ,
@@ -204,7 +205,7 @@ def _start(member: str, slot: int, run: Run) -> _Child:
     settings = folder / "experiment.yaml"
     if island.max_minutes is not None:  # from the start of this process, not of the child's
         island = replace(island, max_minutes=max(0.01, island.max_minutes - (time.monotonic() - STARTED) / 60))
-    atomic_write_text(settings, to_yaml(replace(run.experiment, island=island)))
+    atomic_write_text(settings, to_yaml(replace(run.experiment, island=island, islands={})))
     command = [sys.executable, "-m", "ddm_lightning", "fit", "-c", str(settings), f"member={member}"]
     log = folder / "log.txt"
     with log.open("ab") as stream:

@@ -25,10 +25,9 @@ from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.files import inside, move_folder
 from ddm_lightning.islands import lease
 from ddm_lightning.islands.lease import Lease, LostLeaseError
-from ddm_lightning.islands.shared import pull_artifact
+from ddm_lightning.islands.shared import is_published, mark_published, pull_artifact
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import MEMBER_FILE
-from ddm_lightning.members.signatures import ACCEPTED_FILE
 from ddm_lightning.training import ranks
 from ddm_lightning.training.checkpoint import FILES, TEMPORARY, damage_of, newest_checkpoint, step_of
 
@@ -38,8 +37,8 @@ STOP_SECONDS = 20.0
 """Time to try to publish after a stop; a scheduler kills what takes longer."""
 _KEPT = 2
 _EARLY_SECONDS = 2.0
-# Not sent as they are: useless elsewhere, perhaps half-written, or published with a last file.
-_PRIVATE = (ACCEPTED_FILE, "artifact", "cache", "checkpoints", "experiment.yaml", "log.txt", "status.json")
+# What is sent and fetched besides checkpoints and the artifact; nothing else, as schedulers keep pickles here.
+_CURVES = re.compile(r"(csv|ema|tensorboard)/.+|skipped_steps(-\d+)?\.jsonl")
 _CHECKPOINT = re.compile(r"(step-(\d{8,})\.ckpt)\.(\d+)")
 
 
@@ -83,6 +82,8 @@ class Publisher:
         self.name, self.run, self.held = name, run, held
         self.folder, self.url = run.folder.member(name), f"{run.url}/members/{name}"
         self._sent: dict[Path, tuple[int, int]] = {}
+        self._there: dict[str, int] = {}
+        """Bytes of each file that is published already."""
         self._published_step = -1
         self.training_over, self._over = threading.Event(), threading.Event()
         self._lost: LostLeaseError | None = None
@@ -102,11 +103,13 @@ class Publisher:
             OSError: the store cannot be read.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        if not self.run.is_finished(self.name):
-            pull_artifact(self.name, self.run)
+        self._there = remote.files(self.url)
+        pull_artifact(self.name, self.run)
         newest = newest_checkpoint(self.folder / "checkpoints")
         own = -1 if newest is None else step_of(newest)
         for step, _, stem in reversed(self._checkpoints()):
+            if step == own:
+                self._published_step = own
             if step <= own or self.run.is_finished(self.name):
                 break
             if self._pull_checkpoint(stem):
@@ -142,8 +145,8 @@ class Publisher:
 
     def _pull_rest(self) -> None:
         """Fetch curves, records of skipped steps and snapshots of averages, which the checkpoint does not hold."""
-        for name in remote.files(self.url):
-            if Path(name).parts[0] not in (*_PRIVATE, "lease"):
+        for name in self._there:
+            if _is_shared(name):
                 remote.get(f"{self.url}/{name}", inside(self.folder, name, Path(self.url)))
 
     # While it trains.
@@ -158,7 +161,7 @@ class Publisher:
         early = min(seconds, _EARLY_SECONDS) if self.run.experiment.island.is_lent else seconds
 
         def repeat() -> None:
-            while self._lost is None and not over.wait(early if self._published_step < 0 else seconds):
+            while self._lost is None and not over.wait(seconds if self.publication_seconds else early):
                 try:
                     action()
                     self._is_down = False
@@ -188,37 +191,41 @@ class Publisher:
             LostLeaseError: another process has taken the member over.
             OSError: the store cannot be written.
         """
-        for path, stamp in self._changed():
-            with suppress(FileNotFoundError):  # removed meanwhile
-                remote.put(path, f"{self.url}/{path.relative_to(self.folder).as_posix()}")
-                self._sent[path] = stamp
-        newest = newest_checkpoint(self.folder / "checkpoints")
-        if newest is not None and step_of(newest) > self._published_step:
-            with suppress(FileNotFoundError):  # removed meanwhile; the next one will be newer
+        copy = self.folder / ".publishing"
+        try:
+            # First, so that what its training wrote up to then is published before it.
+            newest = self._link_newest(copy)
+            for path, stamp in self._changed():
+                with suppress(FileNotFoundError):  # removed meanwhile
+                    remote.put(path, f"{self.url}/{path.relative_to(self.folder).as_posix()}")
+                    self._sent[path] = stamp
+            if newest is not None:
                 began = time.monotonic()
-                with self._kept(newest) as copy:
-                    self._send(copy, f"{self.url}/checkpoints/{newest.name}.{self.held.generation}", FILES)
+                self._send(copy, f"{self.url}/checkpoints/{newest.name}.{self.held.generation}", FILES)
                 self.publication_seconds = max(self.publication_seconds, time.monotonic() - began)
                 self._published_step = step_of(newest)
-            self._remove_old_checkpoints()
-        if self.run.is_finished(self.name):
-            self._send(self.run.folder.artifact(self.name), f"{self.url}/artifact", MEMBER_FILE)
+                self._remove_old_checkpoints()
+        finally:
+            shutil.rmtree(copy, ignore_errors=True)
+        if self.run.is_finished(self.name) and not is_published(artifact := self.run.folder.artifact(self.name)):
+            self._send(artifact, f"{self.url}/artifact", MEMBER_FILE)
+            mark_published(artifact)
 
-    @contextmanager
-    def _kept(self, checkpoint: Path) -> Iterator[Path]:
-        """Link a checkpoint's files for the block, as training may remove it before a slow upload ends."""
-        copy = self.folder / ".publishing"
+    def _link_newest(self, copy: Path) -> Path | None:
+        """Link the files of a checkpoint that is to be sent, as training may remove it before a slow upload ends."""
         shutil.rmtree(copy, ignore_errors=True)  # of a killed process
+        newest = newest_checkpoint(self.folder / "checkpoints")
+        if newest is None or step_of(newest) <= self._published_step:
+            return None
         copy.mkdir()
-        try:
-            for path in checkpoint.iterdir():
+        with suppress(FileNotFoundError):  # removed meanwhile; the next one will be newer
+            for path in newest.iterdir():
                 try:
                     os.link(path, copy / path.name)
                 except OSError:  # a disk without hard links
                     shutil.copyfile(path, copy / path.name)
-            yield copy
-        finally:
-            shutil.rmtree(copy, ignore_errors=True)
+            return newest
+        return None
 
     def _remove_old_checkpoints(self) -> None:
         """Remove all but the newest checkpoints at the URL, and incomplete ones of killed processes."""
@@ -230,20 +237,19 @@ class Publisher:
     def _changed(self) -> Iterator[tuple[Path, tuple[int, int]]]:
         """Yield files that are new or have changed, with their sizes and times."""
         for path in sorted(self.folder.rglob("*")):
-            relative = path.relative_to(self.folder)
-            is_private = relative.parts[0] in _PRIVATE or any(part.startswith(".") for part in relative.parts)
-            if is_private or not path.is_file():
+            relative = path.relative_to(self.folder).as_posix()
+            if not (_is_shared(relative) and path.is_file()):
                 continue
             state = path.stat()
-            if self._sent.get(path) != (stamp := (state.st_size, state.st_mtime_ns)):
+            # A snapshot never changes; a machine that is taken back often must not send all of them each time.
+            is_there = path.suffix == ".safetensors" and self._there.get(relative) == state.st_size
+            if not is_there and self._sent.get(path) != (stamp := (state.st_size, state.st_mtime_ns)):
                 yield path, stamp
 
     def _send(self, folder: Path, url: str, last: str) -> None:
-        """Send a folder of files, ``last`` at the end and only if this process still holds the lease."""
-        self.held.check()
+        """Send a folder of files, ``last`` at the end, while this process holds the lease."""
         for path in sorted(folder.iterdir(), key=lambda path: (path.name == last, path.name)):
-            if path.name == last:
-                self.held.check()
+            self.held.check()
             remote.put(path, f"{url}/{path.name}")
 
     # At the end.
@@ -252,7 +258,8 @@ class Publisher:
         """Publish the last state and release the lease.
 
         Raises:
-            UserError: another process has taken the member over, or the artifact cannot be published.
+            UserError: another process has taken the member over, or the artifact cannot be published. If the last
+                checkpoint cannot, a line says so: the training's own end counts.
         """
         self.training_over.set()
         self._publishing.join()
@@ -270,10 +277,14 @@ class Publisher:
                 if time.monotonic() >= end:
                     self._stop_beating()
                     problem = "is finished, but its artifact" if is_finished else "stopped, but its last checkpoint"
-                    raise UserError(
+                    line = (
                         f"{self.name}: {problem} cannot be published: {first_line(error)}; repeat the command when "
                         f"{remote.shown(self.url)} can be written"
-                    ) from error
+                    )
+                    if is_finished:
+                        raise UserError(line) from error
+                    _say(line)
+                    return
                 time.sleep(1)
             else:
                 return
@@ -283,6 +294,11 @@ class Publisher:
     def _stop_beating(self) -> None:
         self._over.set()
         self._beating.join()
+
+
+def _is_shared(relative: str) -> bool:
+    """Whether to send and fetch a file of a member's folder; hidden ones are perhaps half-written."""
+    return _CURVES.fullmatch(relative) is not None and "/." not in relative
 
 
 def _say(line: str) -> None:

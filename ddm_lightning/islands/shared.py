@@ -5,17 +5,17 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from omegaconf import OmegaConf
 
-from ddm_lightning.config.load import read_yaml
+from ddm_lightning.config.load import read_yaml, to_yaml
 from ddm_lightning.core import remote
 from ddm_lightning.core.errors import DOWNLOADS, UserError
-from ddm_lightning.core.files import atomic_folder, sha256_file
+from ddm_lightning.core.files import atomic_folder, atomic_write_text, sha256_file
 from ddm_lightning.core.weights import check_recorded
 from ddm_lightning.ensemble.manifest import assemble
 from ddm_lightning.members.artifact import REMEDY, WEIGHTS_FILE, base_file, read_meta
@@ -27,6 +27,8 @@ from ddm_lightning.prepare.ledger import Published, publish_shards
 from ddm_lightning.shards.manifest import Manifest, manifest_path
 
 _MANIFEST = "prepared/manifest.json"
+# Beside an artifact: the SHA-256 of the description that was published or fetched last.
+_MARK = ".published"
 
 
 def check_free(run: Run, parts: bool = False) -> None:
@@ -42,17 +44,12 @@ def check_free(run: Run, parts: bool = False) -> None:
     if run.url is None:
         return
     probe, root = f"{run.url}/probe-{uuid.uuid4().hex}", f"{run.url}/{run.folder.prepared.name}"
-    with TemporaryDirectory() as scratch, remote.reaching():
+    with remote.reaching():
         remote.write(f"{probe}/empty", b"")
         remote.remove(probe)
         names = remote.files(root, recursive=False)
         if "manifest.json" in names:
-            DOWNLOADS[scratch] = remote.shown(run.url)
-            remote.get(f"{root}/manifest.json", manifest_path(Path(scratch)))
-            theirs, ours = asdict(Manifest.read(Path(scratch))), asdict(run.experiment.prepare)
-            same = ("source", "image_encoder", "caption_encoder", "features")
-            if any(theirs[name] != ours[name] for name in same):
-                raise _other_data(run)
+            _refuse_other_experiment(run)
         elif "parts.json" in names and not parts:
             raise UserError(
                 f"key 'remote': {remote.shown(run.url)}: holds an unfinished prepare --parts; "
@@ -60,10 +57,13 @@ def check_free(run: Run, parts: bool = False) -> None:
             )
 
 
-def _other_data(run: Run) -> UserError:
-    return UserError(
-        f"key 'remote': {remote.shown(run.url or '')}: holds a run prepared from other data; set another address"
-    )
+def _refuse_other_experiment(run: Run) -> None:
+    name, shown = run.folder.experiment.name, remote.shown(run.url or "")
+    with TemporaryDirectory() as scratch:
+        remote.get(f"{run.url}/{name}", Path(scratch) / name)
+        DOWNLOADS[scratch] = shown
+        recorded: Any = OmegaConf.to_container(read_yaml(Path(scratch) / name))
+    refuse_changes(f"{shown}/{name}", recorded, asdict(run.experiment))
 
 
 def publish_prepared(run: Run, tick: Callable[[int, int], None]) -> None:
@@ -85,14 +85,17 @@ def publish_prepared(run: Run, tick: Callable[[int, int], None]) -> None:
         with suppress(FileNotFoundError):
             is_there = remote.read(target) == manifest.read_bytes()
             if not is_there:
-                raise _other_data(run)
+                raise UserError(
+                    f"key 'remote': {remote.shown(run.url)}: holds a run prepared from other data; set another address"
+                )
         if signature_of(manifest).exists():
             remote.put(signature_of(manifest), f"{run.url}/{_MANIFEST}.sig")
         if not is_there:
             _publish_initial(run)
             published = Published(f"{run.url}/{folder.prepared.name}", run.manifest.versions)
             publish_shards(folder.prepared, published, run.manifest.index_sha256, tick)
-            remote.put(folder.experiment, f"{run.url}/{folder.experiment.name}")
+            without_password = to_yaml(replace(run.experiment, remote=None))
+            remote.write(f"{run.url}/{folder.experiment.name}", without_password.encode())
             remote.put(manifest, target)
 
 
@@ -115,11 +118,10 @@ def pull_manifest(run: Run) -> None:
         return
     shown = remote.shown(run.url)
     with TemporaryDirectory() as scratch, remote.reaching():
-        record, manifest = Path(scratch) / "experiment.yaml", manifest_path(Path(scratch))
+        manifest = manifest_path(Path(scratch))
         DOWNLOADS[scratch] = shown
         try:
             remote.get(f"{run.url}/{_MANIFEST}", manifest)
-            remote.get(f"{run.url}/{record.name}", record)
         except FileNotFoundError:
             raise UserError(
                 f"key 'remote': {shown}: holds no prepared run; start with prepare and the same remote"
@@ -128,8 +130,7 @@ def pull_manifest(run: Run) -> None:
             remote.get(f"{run.url}/{_MANIFEST}.sig", signature_of(manifest))
         check_manifest(run.experiment, manifest)
         Manifest.read(Path(scratch))
-        recorded: Any = OmegaConf.to_container(read_yaml(record))
-        refuse_changes(f"{shown}/experiment.yaml", recorded, asdict(run.experiment))
+        _refuse_other_experiment(run)
         if signature_of(manifest).exists():
             remote.get(str(signature_of(manifest)), signature_of(path))
         if not path.exists():
@@ -158,17 +159,32 @@ def is_shared(run: Run) -> bool:
     return True
 
 
+def mark_published(artifact: Path) -> None:
+    """Note that an artifact is the published one."""
+    atomic_write_text(artifact.parent / _MARK, sha256_file(artifact / MEMBER_FILE))
+
+
+def is_published(artifact: Path) -> bool:
+    """Whether an artifact has been published or fetched, and not changed since."""
+    with suppress(FileNotFoundError):
+        return (artifact.parent / _MARK).read_text(encoding="utf-8") == sha256_file(artifact / MEMBER_FILE)
+    return False
+
+
 def pull_artifact(name: str, run: Run) -> None:
-    """Bring the artifact of a member, if it is published and not here.
+    """Bring the artifact of a member, if it is published; one here that was not sent is newer, and stays.
 
     Raises:
         OSError: the store cannot be read.
         UserError: the artifact is damaged, or its signature is refused.
     """
     url, folder = f"{run.url}/members/{name}/artifact", run.folder.artifact(name)
+    own = folder / MEMBER_FILE
     with suppress(FileNotFoundError):
         description = remote.read(f"{url}/{MEMBER_FILE}")
-        if (folder / MEMBER_FILE).exists() and (folder / MEMBER_FILE).read_bytes() == description:
+        if own.exists() and own.read_bytes() == description:
+            mark_published(folder)
+        if own.exists() and (own.read_bytes() == description or not is_published(folder)):
             return
         with atomic_folder(folder) as temporary:
             DOWNLOADS[str(temporary)] = remote.shown(url)
@@ -183,6 +199,7 @@ def pull_artifact(name: str, run: Run) -> None:
             base = base_file(run.folder.root, meta)
             if meta.base_sha256 is not None and not base.exists():
                 remote.get(f"{run.url}/{base.relative_to(run.folder.root).as_posix()}", base)
+        mark_published(folder)
 
 
 def pull_ensemble(run: Run) -> None:

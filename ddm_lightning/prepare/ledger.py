@@ -189,28 +189,23 @@ class Published:
         content = {"versions": dict(self.versions), "work": entries}
         remote.write(f"{self.url}/{name}.json", json.dumps(content).encode())
 
-    def pull(
-        self, name: str, folder: Path, entries: Entries, wanted: Callable[[str], bool] = lambda _: True
-    ) -> list[Path]:
-        """Bring files of recorded work that are not in ``folder``; return those that came.
+    def pull(self, name: str, folder: Path, entries: Entries, wanted: Callable[[str], bool] = lambda _: True) -> None:
+        """Bring files of recorded work that are not in ``folder``.
 
         Raises:
             UserError: a file is missing or differs from its entry.
         """
-        found = []
         for path, file in _files_of(entries.values()).items():
             target, address = inside(folder, path, Path(f"{name}.json")), self._address(name, path, file)
             if not wanted(path) or _is_there(target, file):
                 continue
             self._get(address, target)
-            found.append(target)
             if not _is_there(target, file):
                 target.unlink(missing_ok=True)
                 raise UserError(
                     f"{remote.shown(address)}: is missing, or differs from its entry in size or content; remove "
                     f"{name}.json there, then repeat prepare on the machine that made it"
                 )
-        return found
 
     @_patient
     def _get(self, address: str, target: Path) -> None:

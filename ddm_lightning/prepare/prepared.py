@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -110,16 +109,16 @@ class Prepared:
         some = slice(number * GROUP_SIZE, (number + 1) * GROUP_SIZE)
         return Prepared(self.folder, self.parts[some], some.start, self.ledgers[some], self.published)
 
-    def fetch(self, numbers: Iterable[int], *names: str) -> list[Path]:
-        """Bring these files of some parts from the URL, or all of them; return those that were not here."""
+    def fetch(self, numbers: Iterable[int], *names: str) -> None:
+        """Bring these files of some parts from the URL, or all of them, unless they are here."""
         if (published := self.published) is None:
-            return []
+            return
 
-        def pull(number: int) -> list[Path]:
+        def pull(number: int) -> None:
             folder, entries = self.part_folder(number), self.ledgers[number].entries
-            return published.pull(f"parts/{folder.name}", folder, entries, lambda path: not names or path in names)
+            published.pull(f"parts/{folder.name}", folder, entries, lambda path: not names or path in names)
 
-        return list(chain(*remote.in_threads(pull, numbers)))
+        remote.in_threads(pull, numbers)
 
     @cached_property
     def index(self) -> Mapping[str, Any]:

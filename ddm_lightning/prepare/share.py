@@ -18,13 +18,14 @@ from ddm_lightning.core.errors import UserError
 from ddm_lightning.prepare import ledger as ledgers
 from ddm_lightning.prepare.encode import ROWS_FILE, TEXTS_FILE
 from ddm_lightning.prepare.engine import Reporter
-from ddm_lightning.prepare.ledger import Job, Published
+from ddm_lightning.prepare.ledger import Entries, Job, Published
 from ddm_lightning.prepare.stages import Preparation, Stage
 from ddm_lightning.prepare.write_shards import GroupJob
 from ddm_lightning.shards.manifest import DataSizes, Manifest
 
 RECHECK_SECONDS = 600.0
 """Time after which a waiting machine reads all ledgers anew: another may have found that its parts have changed."""
+_OTHER = " (published, but of other settings or parts: compare the commands of all machines)"
 _PARTITION = "partition"
 """Ledger at the URL of what machine 1 makes of all parts: the stages ``index`` and ``partition``."""
 
@@ -94,9 +95,10 @@ class SharedPreparation(Preparation):
         if missing := self._bring("parts", stages["encode"]):
             return missing
         reductions = [stages["index"], stages["partition"]]
-        if not self._has_partition(reductions):
+        found = self.published.read(_PARTITION) or {}
+        if not self._has_partition(reductions, found):
             if self.share.index != 1:
-                return "the partition of machine 1"
+                return f"the partition of machine 1{_OTHER * bool(found)}"
             self._fetch_sample()
             for stage in reductions:
                 if not self._is_done(stage):
@@ -133,18 +135,19 @@ class SharedPreparation(Preparation):
     def _bring(self, kind: str, stage: Stage) -> str:
         """Do this machine's share of a map; return what is missing of those of others."""
         jobs = stage.jobs()
-        self._look(kind, jobs)
+        there = self._look(kind, jobs)
         if self.unfinished(jobs):
             self._run(stage)
-        missing = [job.number for job in jobs if not job.ledger.is_published]
-        owners = sorted({number % self.share.count + 1 for number in missing})
+        missing = [job for job in jobs if not job.ledger.is_published]
+        owners = sorted({job.number % self.share.count + 1 for job in missing})
         self.reporter.advance(f"{kind} of all machines", len(jobs) - len(missing), len(jobs))
         self._renew()
         machines = f"machine{'s' * (len(owners) > 1)} {', '.join(map(str, owners))}"
-        return f"{kind} of {machines}" if missing else ""
+        others = _OTHER * any(job.name in there for job in missing)
+        return f"{kind} of {machines}{others}" if missing else ""
 
-    def _look(self, kind: str, jobs: Sequence[Job]) -> None:
-        """Take over the ledgers at the URL that are of the same inputs; empty this machine's others."""
+    def _look(self, kind: str, jobs: Sequence[Job]) -> set[str]:
+        """Take over the ledgers at the URL that are of the same inputs; empty this machine's others; return all."""
         there = self.published.names(kind)
         wanted = [job for job in jobs if job.name in there and not job.ledger.is_published]
         found = zip(wanted, remote.in_threads(lambda job: self.published.read(job.name) or {}, wanted), strict=True)
@@ -159,10 +162,11 @@ class SharedPreparation(Preparation):
                 job.ledger.is_published = True
             elif self.is_own(job.number):
                 self.published.forget(job.name)
+        return there
 
-    def _has_partition(self, stages: Sequence[Stage]) -> bool:
+    def _has_partition(self, stages: Sequence[Stage], entries: Entries) -> bool:
         """Bring the published results of these stages if they are of these parts; return whether they are."""
-        entries, before = self.published.read(_PARTITION) or {}, dict(self.ledger.entries)
+        before = dict(self.ledger.entries)
         self.ledger.entries |= entries  # the key of the partition depends on the index
         if {name: entry["key"] for name, entry in entries.items()} != {stage.name: stage.key for stage in stages}:
             self.ledger.entries = before

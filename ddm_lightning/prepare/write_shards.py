@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -178,16 +179,15 @@ def write_group(job: GroupJob, plugins: Plugins, on_progress: Callable[[int], No
     """Write the shards of a group, or publish them and keep none; return the entries of its ledger."""
     ledger = job.ledger
     if not ledger.is_done(GROUP, job.keys[GROUP]):
-        fetched = job.prepared.fetch(range(len(job.prepared.parts)))
-        try:
-            _write_group(job, plugins, on_progress)
-        finally:
-            for path in fetched:
-                path.unlink()
+        job.prepared.fetch(range(len(job.prepared.parts)))
+        _write_group(job, plugins, on_progress)
     job.publish()
     for name in ledger.files(GROUP):
         if job.published and name.startswith("shards/"):
             (ledger.folder / name).unlink()
+    for part in job.prepared.ledgers:
+        if not part.file.exists():  # fetched, now or before a kill
+            shutil.rmtree(part.folder, ignore_errors=True)
     return ledger.entries
 
 

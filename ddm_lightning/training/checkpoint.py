@@ -350,6 +350,7 @@ def tidy(folder: Path, damaged: Iterable[Path]) -> None:
 def origin_of(member: str, experiment: Experiment, initial_sha256: str | None = None) -> dict[str, Any]:
     """Name of a member, its experiment and initial weights as plain values, which load with ``weights_only``."""
     record = asdict(experiment)
+    record["remote"] = None  # may hold a password
     record["island"]["accelerator"] = resolve_accelerator(experiment.island.accelerator)
     return {"member": member, "experiment": record, "initial_sha256": initial_sha256}
 

@@ -22,6 +22,7 @@ from ddm_lightning.cli.parser import main
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core import processes
 from ddm_lightning.islands import local
+from ddm_lightning.members.member import expert_name
 
 KILLED = "expert-1"
 OTHERS = tuple(member for member in MEMBERS if member != KILLED)
@@ -242,18 +243,19 @@ def test_experts_of_one_gpu_fill_a_node_of_eight(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     experiment = load_experiment(TINY.with_name("laion_8x.yaml"))
-    assert local.default_jobs(experiment) == 8
+    members = [expert_name(number) for number in range(8)]
+    assert local.default_jobs(members, experiment) == 8
     assert [local.gpus_of_slot(slot, experiment.island.devices, None, 8) for slot in range(8)] == list("01234567")
-    experiment.island.devices = 8
-    assert local.default_jobs(experiment) == 1
+    experiment.islands = {"router": {"devices": 4}}
+    assert local.default_jobs([*members, "router"], experiment) == 2
 
 
 def test_as_many_jobs_as_cores_that_this_process_may_use(monkeypatch):
     experiment = load_experiment(TINY, ["island.accelerator=cpu"])
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
-    assert local.default_jobs(experiment) == 6
+    assert local.default_jobs(MEMBERS, experiment) == 6
     experiment.island.num_threads = 4
-    assert local.default_jobs(experiment) == 1
+    assert local.default_jobs(MEMBERS, experiment) == 1
     experiment.island.num_threads = 12
-    assert local.default_jobs(experiment) == 1
+    assert local.default_jobs(MEMBERS, experiment) == 1

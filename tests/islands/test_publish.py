@@ -4,6 +4,7 @@ import hashlib
 import json
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,9 @@ from tiny_runs import MEMBERS, TINY, finish, prepared, settings, start
 from ddm_lightning.cli.parser import main
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core import remote
-from ddm_lightning.islands import lease
+from ddm_lightning.islands import lease, publish
 from ddm_lightning.islands.publish import Publisher
+from ddm_lightning.islands.shared import pull_artifact
 from ddm_lightning.members.run import Run
 
 pytestmark = [*WARNINGS, pytest.mark.slow]
@@ -222,6 +224,63 @@ def test_what_a_killed_process_has_half_sent_is_removed(publisher):
     }
 
 
+def test_only_curves_and_averages_are_sent_and_fetched(publisher):
+    folder, snapshot = publisher.folder, "ema/width-0.1-step-00000010.safetensors"
+    for name in ("slurm/JOB_submitted.pkl", "wandb/metadata.json", "tensorboard/events", snapshot):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("ours")
+    publisher.publish()
+    assert {*remote.files(publisher.url)} == {"lease/1.json", "tensorboard/events", snapshot}
+    for name in ("slurm/JOB_submitted.pkl", "tensorboard/events", "tensorboard/.hidden"):
+        remote.write(f"{publisher.url}/{name}", b"theirs")
+    publisher.pull()
+    publisher._pull_rest()
+    assert (folder / "slurm/JOB_submitted.pkl").read_text() == "ours"
+    assert (folder / "tensorboard/events").read_text() == "theirs"
+    assert not (folder / "tensorboard/.hidden").exists()
+    again = Publisher("expert-0", publisher.run, publisher.held)
+    again.pull()
+    assert [path.name for path, _ in again._changed()] == ["events"], "a snapshot that is there is not sent again"
+
+
+def test_the_newer_artifact_wins_whether_it_is_here_or_there(publisher, finished_run, tmp_path):
+    def machine(name):
+        experiment = replace(publisher.run.experiment, run_dir=str(tmp_path / name))
+        shutil.copytree(finished_run, experiment.run_dir)
+        return Publisher("expert-0", Run(experiment), publisher.held)
+
+    def change(one, figure):
+        file = one.run.folder.artifact("expert-0") / "member.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"metrics": {"figure": figure}}))
+
+    def figure_of(content):
+        return json.loads(content)["metrics"].get("figure")
+
+    def here(one):
+        return figure_of((one.run.folder.artifact("expert-0") / "member.json").read_text())
+
+    first, second = machine("first"), machine("second")
+    first.publish()
+    change(second, 2)  # such as another average
+    second.publish()
+    assert figure_of(remote.read(f"{publisher.url}/artifact/member.json")) == 2
+    first.pull()
+    first.publish()
+    assert here(first) == 2 and figure_of(remote.read(f"{publisher.url}/artifact/member.json")) == 2
+    change(first, 3)
+    pull_artifact("expert-0", first.run)  # as ``sample`` does; the change could not be sent
+    assert here(first) == 3
+
+
+def test_a_stop_without_a_store_is_no_failure(publisher, monkeypatch, capsys):
+    monkeypatch.setattr(publish, "STOP_SECONDS", 0)
+    (publisher.folder / "tensorboard/events").write_text("one")
+    publisher.start()
+    monkeypatch.setattr(remote, "put", failing)
+    publisher.finish()
+    assert "stopped, but its last checkpoint cannot be published: down; repeat the command" in capsys.readouterr().err
+
+
 def test_an_ensemble_samples_without_a_lost_island(store, finished_run, tmp_path, capsys):
     url, _ = store
     for member in ("expert-1", "router"):
@@ -252,7 +311,7 @@ def test_bad_remotes_are_one_line(store, tmp_path, capsys):
     assert changed.startswith(f"{url}/experiment.yaml: the experiment changed since this was written: seed (was 0);")
     prepared(tmp_path / "other", "seed=1")
     other = refused(capsys, "prepare", "-c", own[1], f"run_dir={tmp_path / 'other'}", "seed=1", f"remote={url}")
-    assert other == f"key 'remote': {url}: holds a run prepared from other data; set another address"
+    assert other.startswith(f"{url}/experiment.yaml: the experiment changed since this was written: seed (was 0);")
     assert f"{url.replace('images', 'other')}/probe-" in refused(
         capsys, "prepare", *own, f"remote={url.replace('images', 'other')}"
     )

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +15,7 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 from prepare import share_work
-from prepare.listed import Listed, experiment_of, hashes, plug_in, record, records
+from prepare.listed import Listed, Listener, experiment_of, hashes, plug_in, record, records
 from prepare.share_work import experiment_at, machine, together
 from shards import servers
 from shards.mds import WARNINGS
@@ -26,7 +28,7 @@ from ddm_lightning.islands.shared import check_free
 from ddm_lightning.members.run import Run
 from ddm_lightning.prepare import stages
 from ddm_lightning.prepare.ledger import Published, publish_shards
-from ddm_lightning.prepare.share import Share
+from ddm_lightning.prepare.share import Share, SharedPreparation
 from ddm_lightning.prepare.stages import prepare
 
 pytestmark = [*WARNINGS, pytest.mark.slow, pytest.mark.usefixtures("quick_prepare")]
@@ -61,6 +63,27 @@ def test_two_machines_with_only_a_bucket_write_what_one_process_writes(tmp_path,
         machine(experiment_at(url), tmp_path / "c", 2, 2)
         assert [name for _, name in puts if not name.endswith(".json")] == []
     assert not list((tmp_path / "b").rglob("*.mds")), "shards are kept at the URL alone"
+
+
+def test_parts_of_other_machines_do_not_stay(tmp_path, alone):
+    left = tmp_path / "b" / "prepared" / "parts"
+    (folder,) = (tmp_path / "alone" / "prepared" / "parts").glob("block-000000040-*")  # of the second machine's group
+    (left / folder.name).mkdir(parents=True)
+    shutil.copy(folder / "x_0.npy", left / folder.name)  # as after a kill
+    (_, manifest), _ = together(experiment_at(f"file://{tmp_path}/remote"), [tmp_path / "a", tmp_path / "b"])
+    assert manifest == alone[0]
+    assert len([*left.iterdir()]) == 2 and all((folder / "part.json").exists() for folder in left.iterdir())
+
+
+@pytest.mark.parametrize(("change", "missing"), [({"held_out_fraction": 0.3}, "the partition"), ({}, "parts")])
+def test_a_machine_of_other_settings_says_why_it_waits(tmp_path, change, missing):
+    experiment = experiment_at(f"file://{tmp_path}/remote")
+    machine(experiment, tmp_path / "a", 1, 1)
+    for name, value in (change or {"horizontal_flips": True}).items():
+        setattr(experiment.prepare, name, value)
+    other = SharedPreparation(experiment, tmp_path / "b", Listener(), Share(2, 2))
+    with other._alone():
+        assert re.fullmatch(rf"{missing}.* machine 1 \(published, but of other settings or parts.*", other._advance())
 
 
 class Stopped(BaseException):
@@ -140,7 +163,7 @@ def test_machines_agree_on_parts_that_one_finds_changed_after_another_has_used_t
         lines, manifest = first.result()
     experiment.remote = None
     assert manifest == prepare(experiment, tmp_path / "alone") and manifest.num_samples == 102
-    assert "waiting for groups of machine 2; Ctrl-C leaves" in lines
+    assert any(line.startswith("waiting for groups of machine 2 (published, but of other ") for line in lines)
 
 
 def test_a_replaced_first_machine_takes_the_partition_that_others_have_used(tmp_path, monkeypatch, alone):
@@ -181,8 +204,8 @@ def broken_store(tmp_path, damage):
     experiment = experiment_at(f"file://{tmp_path}/remote")
     machine(experiment, tmp_path / "all", 1, 1)
     root = tmp_path / "remote" / "prepared"
-    for record in [*root.glob("groups/*.json"), root / "partition.json"]:
-        record.unlink()
+    for path in [*root.glob("groups/*.json"), root / "partition.json"]:
+        path.unlink()
     damage(root)
     with pytest.raises(UserError) as refusal:
         machine(experiment, tmp_path / "another", 1, 1)

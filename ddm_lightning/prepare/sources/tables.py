@@ -65,7 +65,9 @@ class TableSource:
         self.extra_columns: dict[str, str] = {}
         if not all(isinstance(name, str) for name in self.captions):
             raise ValueError("caption_column must be a name, a list of names or null")
-        self.files = Files(self.path)
+        self.files = self._images = Files(self.path)
+        if self.image_root is not None and not self.image_root.startswith("http"):
+            self._images = Files(self.image_root, "image_root")
         self._find_classes()
 
     def _find_classes(self) -> None:
@@ -170,9 +172,10 @@ class TableSource:
     def _fetch(self, path: str) -> bytes | Exception:
         """Read an image file, or return the error."""
         if not remote.is_url(path) and not path.startswith("/"):
-            if self.image_root is None:
-                return next(self.files.contents([path]))
-            path = f"{self.image_root.rstrip('/')}/{path}"
+            root = self.image_root or ""
+            if not root.startswith("http"):
+                return next(self._images.contents([path]))
+            path = f"{root.rstrip('/')}/{path}"  # perhaps a server that lists nothing
         return content_or_error(path)
 
 

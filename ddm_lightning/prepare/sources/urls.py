@@ -19,7 +19,6 @@ from ddm_lightning.prepare.sources.decode import one_line
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
-_KEY = "key 'prepare.source.params.path'"
 # Keys by which back ends tell the state of a file, best first; some have only "created".
 _STATE = ["ETag", "etag", "sha256", "md5Hash", "content_md5"]
 _STATE += ["LastModified", "last_modified", "mtime", "updated", "created"]
@@ -29,12 +28,16 @@ _READ_AT_ONCE = 32
 class Files:
     """The files under ``path``: a folder, one file, or a pattern with ``*``. Hidden files are skipped.
 
+    Args:
+        path: local, or a URL.
+        param: param of the source that gives it, for messages.
+
     Raises:
         UserError: ``path`` does not exist or cannot be read; its protocol is unknown or needs a package.
     """
 
-    def __init__(self, path: str) -> None:
-        self.path = path
+    def __init__(self, path: str, param: str = "path") -> None:
+        self.path, self._key = path, f"key 'prepare.source.params.{param}'"
         filesystem, inner = self._filesystem()
         if has_magic(inner):
             self._root = re.split(r"[*?\[]", inner)[0].rpartition("/")[0]
@@ -83,7 +86,7 @@ class Files:
         """
         names = [name for name in self.states if name.lower().endswith(suffixes)]
         if not names:
-            raise UserError(f"{_KEY}: no file in {self.shown()} ends in {' or '.join(suffixes)}; change the path")
+            raise UserError(f"{self._key}: no file in {self.shown()} ends in {' or '.join(suffixes)}; change the path")
         return names
 
     def open(self, relative: str) -> CheckedFile:
@@ -129,10 +132,10 @@ class Files:
         try:
             yield
         except FileNotFoundError as error:
-            raise UserError(f"{_KEY}: {self.shown(relative)} does not exist; change the path") from error
+            raise UserError(f"{self._key}: {self.shown(relative)} does not exist; change the path") from error
         except Exception as error:  # back ends raise anything; also an unknown protocol, or a missing package
             raise UserError(
-                f"{_KEY}: {self.shown(relative)} cannot be read: {one_line(error)}; fix the address or the access"
+                f"{self._key}: {self.shown(relative)} cannot be read: {one_line(error)}; fix the address or the access"
             ) from error
 
     def _content_or_error(self, relative: str) -> bytes | Exception:
