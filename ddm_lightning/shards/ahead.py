@@ -80,12 +80,13 @@ class FetchedShards(Shards):
         # Of several values for one shard, the last one stays.
         self._first[shards[::-1]] = step[::-1]
         self._last[shards] = step
+        del shards, step  # gigabytes, for the hundreds of millions of samples of an epoch
         self._wanted = -1  # latest step that has asked for a shard
         by_need = self._first.argsort(kind="stable")
         self._drop_from_cache(by_need[self.num_bytes[by_need].cumsum() > self._max_bytes])
         is_held = self._in_cache()
         self._held_bytes = self.num_bytes[is_held].sum()
-        by_need = by_need[: len(np.unique(shards))]
+        by_need = by_need[: np.count_nonzero(self._last >= 0)]
         is_missing = (self._is_fetched & ~is_held)[by_need]
         self._missing, self._present = by_need[is_missing].tolist(), by_need[~is_missing].tolist()
         self._to_pass = [shard for shard in self._last.argsort().tolist() if self._last[shard] >= 0]

@@ -265,10 +265,10 @@ class Shards:
 
     def _map(self, shard: int) -> _Map:
         file, found = self.files[shard], self._maps.get(shard)
-        if file.packed is not None and not file.path.is_file():
-            return _Map(file)  # not kept: it is in memory
         if found is None:
-            found = self._maps[shard] = _Map(file)
+            found = _Map(file)
+            if file.packed is None or file.path.is_file():  # otherwise it is in memory
+                self._maps[shard] = found
             for oldest in list(self._maps)[:-_MAX_MAPS]:
                 self._maps.pop(oldest, None)
         return found

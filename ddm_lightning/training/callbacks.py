@@ -300,7 +300,9 @@ class StopOnRequest(L.Callback):
         Raises:
             StopIteration: it ends here, as if there were no more held-out batches.
         """
-        if self._training and trainer.global_step < trainer.max_steps and self._agreed(self._requested)[0]:
+        # Also after the last step: ranks that wait for one another drop no shard that another has yet to open.
+        asked = self._agreed(self._requested)[0]
+        if asked and self._training and trainer.global_step < trainer.max_steps:
             self.stopped = trainer.should_stop = True
         if trainer.should_stop:
             raise StopIteration

@@ -14,10 +14,10 @@ from ddm_lightning.shards import ahead, fetch
 from ddm_lightning.shards.ahead import FetchedShards
 from ddm_lightning.shards.datamodule import ShardLoader
 from ddm_lightning.shards.fetch import Origin
-from ddm_lightning.shards.mosaic import shuffled
+from ddm_lightning.shards.mosaic import merge_index, shuffled
 from ddm_lightning.shards.verify import ShardError
 
-from streaming.base.util import merge_index  # isort: skip (after the shim)
+from streaming.base.util import merge_index as merge_by_streaming  # isort: skip (after the shim)
 
 pytestmark = WARNINGS
 NUM_SAMPLES = 100
@@ -158,12 +158,18 @@ def test_an_abandoned_epoch_fetches_no_more(folder, tmp_path, monkeypatch):
     assert len(list((tmp_path / "cache").glob("*.mds"))) == 2
 
 
-def test_shards_in_folders_of_their_own(folder, tmp_path):
-    """As Streaming merges the indices of several writers."""
-    write_mds(tmp_path / "merged/a", range(40))
-    write_mds(tmp_path / "merged/b", range(40, NUM_SAMPLES))
-    merge_index(str(tmp_path / "merged"), keep_local=True)
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_shards_in_folders_of_their_own(tmp_path, compression):
+    """As Streaming merges the indices of several writers, but in folders of any name."""
+    write_mds(tmp_path / "merged/a", range(40), compression=compression)
+    write_mds(tmp_path / "merged/b", range(40, NUM_SAMPLES), compression=compression)
+    merge_by_streaming(str(tmp_path / "merged"), keep_local=True)
+    merged = (tmp_path / "merged").rename(tmp_path / "run #1?")
+    expected = (merged / "index.json").read_bytes()
+    (merged / "index.json").unlink()
+    merge_index([merged / "a", merged / "b"], merged)
+    assert (merged / "index.json").read_bytes() == expected
     for _ in range(2):  # fetched, then checked
-        loader = loader_of(tmp_path / "merged", tmp_path / "cache", 2)
+        loader = loader_of(merged, tmp_path / "cache", 2)
         assert sorted(ids(loader)) == list(range(NUM_SAMPLES))
         assert len(list((tmp_path / "cache").rglob("*.mds"))) == len(loader.shards.files)

@@ -8,6 +8,7 @@ from shards.mds import COLUMNS, sample, write_mds
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.shards.mds import Layout, open_shards
+from ddm_lightning.shards.mosaic import decompress
 from ddm_lightning.shards.verify import ShardError
 
 from streaming import MDSWriter, StreamingDataset  # isort: skip (after the shim)
@@ -69,6 +70,17 @@ def test_several_folders_are_concatenated(tmp_path):
     assert batch["sample_id"].tolist() == [29, 100, 0, 139]
     for row, number in enumerate(batch["sample_id"].tolist()):
         np.testing.assert_array_equal(batch["x_0"][row].numpy(), sample(number, 0)["x_0"])
+
+
+def test_an_unpacked_shard_can_be_read_after_another_rank_has_evicted_it(tmp_path):
+    write_mds(tmp_path, range(9), compression="zstd", shard_bytes=1 << 16)
+    (packed,) = tmp_path.glob("shard.*")
+    packed.with_suffix("").write_bytes(decompress("zstd", packed.read_bytes()))
+    shards = open_shards([tmp_path])
+    for _ in range(2):
+        assert shards.take(np.arange(9))["sample_id"].tolist() == [*range(9)]
+        for path in tmp_path.glob("shard.*"):
+            path.unlink()
 
 
 def test_no_file_stays_open(tmp_path):

@@ -72,6 +72,13 @@ def test_a_signal_in_the_last_step_does_not_keep_the_member_from_ending(tmp_path
     assert (step, stop.stopped) == (10, False)
 
 
+def test_ranks_wait_for_one_another_in_the_last_validation_too(tmp_path, monkeypatch):
+    asked, agreed = [], StopOnRequest._agreed
+    monkeypatch.setattr(StopOnRequest, "_agreed", lambda *given: asked.append(given) or agreed(*given))
+    train(tmp_path, Told(), max_steps=4, every=4)
+    assert len(asked) == 4 + 1  # at each step, and at the held-out batch
+
+
 @pytest.mark.parametrize("rank_told", [0, 1])
 def test_ranks_stop_together_at_the_tenth_step(tmp_path, rank_told):
     def task(rank):
