@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -87,10 +87,10 @@ def tf32() -> Iterator[None]:
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
-    """Autocast for ``island.precision`` or ``sample.precision`` in a forward pass outside the Trainer."""
+    """Autocast for ``island.precision`` or ``sample.precision`` in a forward pass, whatever autocast is around it."""
     dtypes = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
     dtype = dtypes.get(resolve_precision(precision, device))
-    return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
+    return torch.autocast(device.type, dtype, enabled=dtype is not None)
 
 
 def check_devices(accelerator: str, devices: int) -> None:

@@ -180,8 +180,8 @@ class _TextModel(Pretrained):
 
     def _config_files(self) -> list[Path]:
         names = {name for files in self.tokenizer_files for name in files}
-        files = (path for path in self.tokenizer_folder.iterdir() if path.suffix != ".safetensors")
-        return super()._config_files() + sorted(path for path in files if path.name in names or "token" in path.name)
+        files = sorted(self.tokenizer_folder.iterdir())
+        return super()._config_files() + [path for path in files if path.name in names or path.match("*token*.json")]
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -217,9 +217,10 @@ class _TextModel(Pretrained):
         """Return the tokens' states, zero after the end, and vectors, both float32, on the device of ``ids``."""
         network = self._network(ids.device)
         mask = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
-        states = network(input_ids=ids.long(), attention_mask=mask.long()).last_hidden_state
-        states = states.masked_fill(~mask[:, :, None], 0)
-        vectors = torch.nn.functional.normalize(self._pooled(network, states, mask).float(), dim=1)
+        with torch.autocast(ids.device.type, enabled=False):  # a training's would override ``compute_dtype``
+            states = network(input_ids=ids.long(), attention_mask=mask.long()).last_hidden_state
+            states = states.masked_fill(~mask[:, :, None], 0)
+            vectors = torch.nn.functional.normalize(self._pooled(network, states, mask).float(), dim=1)
         return states.float(), vectors * self.size**0.5
 
     @torch.inference_mode()

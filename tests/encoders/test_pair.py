@@ -1,6 +1,7 @@
 """Two caption encoders as one, from the shards to the samples."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -93,9 +94,10 @@ def test_gpus_of_both_encoders_count():
     assert num_gpus_for(experiment.prepare) == 1
 
 
-def test_a_member_trains_on_both_and_samples_by_prompt(plugins, tmp_path):
+def test_a_member_trains_on_both_and_samples_by_prompt(plugins, tmp_path, capsys):
     vector, tokens = plugins
-    tokens = {"name": tokens["name"], "params": {**tokens["params"], "store": "ids"}}
+    own = shutil.copytree(tokens["params"]["path"], tmp_path / "t5")
+    tokens = {"name": tokens["name"], "params": {**tokens["params"], "store": "ids", "path": str(own)}}
     settings = [
         f"prepare.caption_encoder={json.dumps({'name': 'pair', 'params': {'vector': vector, 'tokens': tokens}})}",
         "condition.kind=tokens+text",
@@ -110,6 +112,13 @@ def test_a_member_trains_on_both_and_samples_by_prompt(plugins, tmp_path):
     assert read_meta(tmp_path / "members" / "expert-0" / "artifact").condition == spec.to_dict()
     member = ["sample.member=expert-0", "sample.num_steps=2", "sample.num_per_prompt=1"]
     assert main(["sample", "-c", str(TINY), "--prompt", "a red apple", *settings, *member]) == 0
+
+    (tmp_path / "prepared" / "parts.json").unlink()  # as on another island, where nothing is prepared
+    content = (own / "model.safetensors").read_bytes()
+    (own / "model.safetensors").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    capsys.readouterr()
+    assert main(["fit", "-c", str(TINY), "member=expert-1", *settings]) == 2
+    assert "caption_encoder': tokens_weights_sha256 of this machine's model differ from" in capsys.readouterr().err
 
 
 def test_prompts_give_tokens_and_vectors(plugins):

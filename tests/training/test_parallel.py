@@ -7,7 +7,14 @@ from torch import nn
 
 from ddm_lightning.config.experiment import IslandConfig
 from ddm_lightning.config.load import load_experiment
-from ddm_lightning.core.devices import check_devices, configure_torch, device_of, resolve_accelerator, resolve_precision
+from ddm_lightning.core.devices import (
+    autocast,
+    check_devices,
+    configure_torch,
+    device_of,
+    resolve_accelerator,
+    resolve_precision,
+)
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.members.cost import flops_per_sample, state_bytes
@@ -227,3 +234,12 @@ def test_sampling_is_in_bfloat16_on_gpus_that_have_it(monkeypatch, device, has_u
     assert resolve_precision("auto", torch.device(device)) == expected
     for precision in ("32-true", "16-mixed"):
         assert resolve_precision(precision, torch.device(device)) == precision
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("32-true", torch.float32), ("bf16-mixed", torch.bfloat16)])
+def test_a_teacher_computes_in_its_own_precision_within_a_training_step(precision, dtype):
+    layer = nn.Linear(2, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        with autocast(precision, torch.device("cpu")):
+            assert layer(torch.zeros(1, 2)).dtype == dtype
+        assert layer(torch.zeros(1, 2)).dtype == torch.bfloat16
