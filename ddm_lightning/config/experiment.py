@@ -73,7 +73,8 @@ class PartitionConfig:
     num_iterations: int = option(20, low=1)
     """Iterations of each k-means stage."""
     max_largest_over_mean: float = option(1.05, low=1)
-    """Largest allowed cluster, as a multiple of N/K samples; a larger one is refused."""
+    """Largest allowed cluster, as a multiple of N/K samples; a larger one is refused. With ``fit_fraction`` below 1 it
+    holds for the fitted sample; in the whole data set four standard errors more are allowed."""
 
 
 @dataclass

@@ -15,7 +15,6 @@ another run.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
@@ -32,6 +31,7 @@ from ddm_lightning.config.experiment import PartitionConfig
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write
 from ddm_lightning.core.formatting import format_bytes
+from ddm_lightning.core.weights import free_bytes
 from ddm_lightning.partition.columns import Rows
 from ddm_lightning.partition.kmeans import (
     balanced_kmeans,
@@ -59,12 +59,17 @@ _PRICED_DISTANCES, _PRICED_NUMBERS = 1 << 22, 1 << 26
 _MOST_COMPARED = 30_000
 
 
-def check_sizes(config: PartitionConfig, num_samples: int) -> None:
-    """Refuse a partition with more parts than samples.
+def check_partition(config: PartitionConfig, num_samples: int | None) -> None:
+    """Refuse a device that this machine lacks, and more parts than samples, if their number is known.
 
     Raises:
-        UserError: too many clusters or fine centroids, or too small a part to fit them on.
+        UserError: no such device, too many clusters or fine centroids, or too small a part to fit them on.
     """
+    gpus = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
+    if config.device not in (devices := ["cpu", *(["cuda"] if gpus else []), *gpus]):
+        raise _refusal(config, "device", f"this machine has {', '.join(devices)}; choose one")
+    if num_samples is None:
+        return
     num_fitted = max(1, round(config.fit_fraction * num_samples))
     for key in ("num_clusters", "num_fine_centroids") if config.kind == "kmeans" else ("num_clusters",):
         number, name = getattr(config, key), key.removeprefix("num_").replace("_", " ")
@@ -105,7 +110,7 @@ def fit_partition(
         UserError: more parts than (distinct) samples or classes, features that are not finite, a largest cluster
             over the configured limit, or an existing partition that does not fit.
     """
-    check_sizes(config, round(len(rows) / config.fit_fraction))
+    check_partition(config, round(len(rows) / config.fit_fraction))
     if config.kind == "kmeans":
         rule, clusters = _two_stages(Rows([_in_memory(rows, config)]), config, seed, features, on_progress, kept_fine)
     else:
@@ -122,10 +127,10 @@ def _in_memory(rows: Rows, config: PartitionConfig) -> Shaped[np.ndarray, "n d"]
     row_bytes = rows.row_shape[0] * rows.dtype.itemsize
     if config.kind == "flat":  # four copies in float32, and twice the distances from all centroids
         row_bytes = 16 * rows.row_shape[0] + 8 * config.num_clusters
-    needed, memory = len(rows) * row_bytes, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if needed > 0.7 * memory:
-        size, most = format_bytes(needed), format_bytes(memory)
-        raise _refusal(config, "fit_fraction", f"takes {size} of memory, and this machine has {most}; lower it")
+    needed, free = len(rows) * row_bytes, free_bytes()
+    if needed > 0.7 * free:
+        size, most = format_bytes(needed), format_bytes(free)
+        raise _refusal(config, "fit_fraction", f"takes {size} of memory, and {most} are free; lower it")
     return rows[:]
 
 

@@ -31,7 +31,7 @@ from ddm_lightning.core.files import atomic_write, atomic_write_json, sha256_fil
 from ddm_lightning.core.formatting import format_bytes
 from ddm_lightning.encoders.interfaces import bytes_per_sample
 from ddm_lightning.members.run_folder import RunFolder
-from ddm_lightning.partition.build import check_sizes, fit_partition
+from ddm_lightning.partition.build import check_partition, fit_partition
 from ddm_lightning.partition.columns import save_array
 from ddm_lightning.partition.partition import Partition
 from ddm_lightning.prepare.encode import (
@@ -233,8 +233,7 @@ class Preparation:
             raise UserError(
                 f"key 'condition.kind' = 'class': source {self.config.source.name!r} has no classes; use text or none"
             )
-        if (num_samples := count_samples(self.parts)) is not None:
-            check_sizes(self.config.partition, num_samples)
+        check_partition(self.config.partition, count_samples(self.parts))
         if self.config.partition.path is not None:
             Partition.load(Path(self.config.partition.path))
         if check is not None:

@@ -124,11 +124,11 @@ def test_flat_clusters_balance_single_samples_by_a_stored_price(tmp_path, metric
 
 
 def test_a_sample_larger_than_the_memory_is_refused(monkeypatch):
-    monkeypatch.setattr(build.os, "sysconf", lambda _: 40)  # 1600 bytes
-    with pytest.raises(UserError, match=r"fit_fraction' = 1\.0: takes 1\.3 kB of memory, and .* has 1\.6 kB; lower it"):
+    monkeypatch.setattr(build, "free_bytes", lambda: 1600)
+    with pytest.raises(UserError, match=r"fit_fraction' = 1\.0: takes 1\.3 kB of memory, and 1\.6 kB are free; lower"):
         fit(directions([10, 10])[0], config(2, 4))
-    monkeypatch.setattr(build.os, "sysconf", lambda _: 60)  # 3600 bytes: enough for the features, but not to balance
-    with pytest.raises(UserError, match=r"fit_fraction' = 1\.0: takes 5\.4 kB of memory, and .* has 3\.6 kB"):
+    monkeypatch.setattr(build, "free_bytes", lambda: 3600)  # enough for the features, but not to balance
+    with pytest.raises(UserError, match=r"fit_fraction' = 1\.0: takes 5\.4 kB of memory, and 3\.6 kB are free"):
         fit(directions([10, 10])[0], config(2, kind="flat"))
 
 
@@ -236,7 +236,7 @@ def test_an_unknown_class_is_refused(tmp_path, label):
     labels = np.repeat([0, 2], 10)
     partition = fit(np.zeros((20, 2), np.float32), config(2, kind="labels"), labels=labels)
     partition.save(tmp_path / "p")
-    with pytest.raises(UserError, match=rf"sample 'b': .* no cluster for its class {label};"):
+    with pytest.raises(UserError, match=rf"sample 'b': .* no cluster for its class {label}; raise .*fit_fraction"):
         assign(Partition.load(tmp_path / "p"), np.zeros((2, 2), np.float32), np.array([0, label]), ["a", "b"])
 
 
@@ -312,6 +312,22 @@ def test_more_parts_than_samples_are_refused(options, key, problem):
     with pytest.raises(UserError, match=problem) as refusal:
         fit(features, PartitionConfig(**options))
     assert key in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("device", "num_gpus", "problem"),
+    [
+        ("gpu", 2, "this machine has cpu, cuda, cuda:0, cuda:1;"),
+        ("cuda", 0, "this machine has cpu;"),
+        ("cuda:2", 2, "has cpu"),
+    ],
+)
+def test_a_device_that_is_missing_is_refused_though_the_samples_are_not_counted(monkeypatch, device, num_gpus, problem):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    with pytest.raises(UserError, match=rf"'prepare.partition.device' = '{device}': .*{problem}"):
+        build.check_partition(config(2, device=device), None)
+    for known in ("cpu", *["cuda", "cuda:1"][:num_gpus]):
+        build.check_partition(config(2, device=known), None)
 
 
 def test_as_many_parts_as_samples_have_one_each():
