@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ddm_lightning.core import checks
-from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.errors import UserError, first_line
 
 Factory = TypeVar("Factory", bound=Callable[..., Any])
 
@@ -104,17 +104,17 @@ class Registry:
         self.check(name, params, **context)
         try:
             return self.get(name)(**context, **params)
-        except (TypeError, ValueError) as error:
-            raise UserError(f"{self.kind} {name!r} refuses its params: {error}; change them") from error
+        except (TypeError, ValueError, RuntimeError, ArithmeticError) as error:  # also torch's, for a width of 0
+            raise UserError(f"{self.kind} {name!r} refuses its params: {first_line(error)}; change them") from error
 
     def check(self, name: str, params: dict[str, Any], **context: Any) -> None:
         """Check ``params`` against the signature of the factory ``name``, without calling it.
 
         Only the keys of ``context`` matter. Only plain annotations (bool, int, float, str) are checked. A factory with
-        ``**params`` may name the dataclass of these in its attribute ``params``.
+        ``**params`` may name the dataclass of these in its attribute ``params``, and limit them by ``checks.option``.
 
         Raises:
-            UserError: unknown name; unknown, missing or wrongly typed parameter.
+            UserError: unknown name; unknown, missing or wrongly typed parameter, or one outside its choices or range.
         """
         accepted = parameters_of(self.get(name))
         is_open = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
@@ -131,6 +131,11 @@ class Registry:
                 raise UserError(f"{self.kind} {name!r} needs the parameter {key!r}; add it to its params")
             if key in params and parameter.annotation in _PLAIN:
                 checks.check(params[key], parameter.annotation, f"params.{key}", f"{self.kind} {name!r}")
+        options = getattr(self.get(name), "params", None)
+        limits = checks.limits(options) if isinstance(options, type) and is_dataclass(options) else {}
+        for key, (is_right, wanted) in limits.items():
+            if params.get(key) is not None and not is_right(params[key]):
+                raise UserError(f"{self.kind} {name!r}: key 'params.{key}' = {params[key]!r}: must be {wanted}")
 
 
 _PLAIN = [option for kind in (bool, int, float, str) for option in (kind, kind | None)]

@@ -109,7 +109,7 @@ class _TextModel(Pretrained):
         params: see ``Pretrained``. In a pipeline, ``subfolder`` is ``text_encoder`` or the like.
 
     Raises:
-        UserError, ValueError: see ``Pretrained``.
+        UserError, ValueError, RuntimeError: see ``Pretrained``.
     """
 
     packages: tuple[str, ...] = ("transformers", "tokenizers")

@@ -82,7 +82,7 @@ class DinoV2(_ImageModel):
         resolution: side of the resized images in pixels, a multiple of the patch size (14 in the published models).
 
     Raises:
-        UserError, ValueError: see ``Pretrained``.
+        UserError, ValueError, RuntimeError: see ``Pretrained``.
     """
 
     place = "feature network 'dinov2'"
@@ -108,7 +108,7 @@ class ClipImages(_ImageModel):
         path, params: see ``Pretrained``.
 
     Raises:
-        UserError, ValueError: see ``Pretrained``.
+        UserError, RuntimeError: see ``Pretrained``.
     """
 
     place = "feature network 'clip'"

@@ -40,12 +40,17 @@ class Pixels(Provenance):
     Args:
         image_size: height and width to which images are scaled (Lanczos); None keeps theirs. The feature network always
             sees the full-size images, so small samples do not harm the clustering.
+
+    Raises:
+        ValueError: ``image_size`` is below 1.
     """
 
     dtype = "uint8"
     stores = "x_0"
 
     def __init__(self, image_size: int | None = None) -> None:
+        if image_size is not None and image_size < 1:
+            raise ValueError(f"image_size = {image_size} must be at least 1")
         self.image_size = image_size
         self.normalisation: dict[str, float | list[float]] = {"scale": _SCALE, "shift": _SHIFT}
 
@@ -85,7 +90,7 @@ class DiffusersVAE(Pretrained):
             bfloat16 has fewer levels than a pixel.
 
     Raises:
-        UserError, ValueError: see ``Pretrained``.
+        UserError, ValueError, RuntimeError: see ``Pretrained``.
     """
 
     packages: tuple[str, ...] = ("diffusers",)

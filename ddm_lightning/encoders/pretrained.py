@@ -20,6 +20,7 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
+from ddm_lightning.core.checks import option
 from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.files import inside, read_json, sha256_file, sha256_json
 from ddm_lightning.core.registry import require
@@ -44,7 +45,7 @@ class PretrainedParams:
     """Commit, tag or branch on the hub; folders ignore it."""
     device: str = "cpu"
     """Torch device to compute on."""
-    compute_dtype: str | None = None
+    compute_dtype: str | None = option(None, choices=[*_DTYPES])
     """``float32``, ``bfloat16`` or ``float16``; null for the model's own: see ``Pretrained.dtype_on``."""
 
 
@@ -57,7 +58,7 @@ class Pretrained:
 
     Raises:
         UserError: a package, a folder or a file is missing, cut short, pickled, or of another kind.
-        ValueError: a parameter is outside its choices.
+        RuntimeError: no torch device has this name.
     """
 
     packages: tuple[str, ...]
@@ -87,13 +88,8 @@ class Pretrained:
 
     def __init__(self, path: str, **params: Any) -> None:
         given = PretrainedParams(**params)
-        if given.compute_dtype not in (None, *_DTYPES):
-            raise ValueError(f"compute_dtype = {given.compute_dtype!r} must be one of {', '.join(_DTYPES)}")
-        self.compute_dtype = _DTYPES.get(given.compute_dtype or "")
-        try:
-            self.device = torch.device(given.device)
-        except RuntimeError:
-            raise ValueError(f"device = {given.device!r} must be cpu, cuda, cuda:1 or the like") from None
+        self.compute_dtype = None if given.compute_dtype is None else _DTYPES[given.compute_dtype]
+        self.device = torch.device(given.device)
         require(self.place, *self.packages, extra=EXTRA)
         self._path, self._revision = path, given.revision
         endings = (".safetensors", ".safetensors.index.json", "-*-of-*.safetensors")

@@ -351,7 +351,7 @@ class Member:
         try:
             with torch.device("meta"):
                 return self.build_network()
-        except (RuntimeError, ArithmeticError):
+        except UserError:
             return self.build_network()
 
 

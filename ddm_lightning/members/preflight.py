@@ -12,7 +12,7 @@ from ddm_lightning.config.experiment import Experiment, PluginConfig
 from ddm_lightning.config.merge import expert_section
 from ddm_lightning.config.validate import blamed
 from ddm_lightning.core import registry
-from ddm_lightning.core.errors import UserError, first_line
+from ddm_lightning.core.errors import UserError
 from ddm_lightning.members.artifact import described, read_meta
 from ddm_lightning.members.member import MONOLITH, ROUTER
 from ddm_lightning.members.run import Run
@@ -103,10 +103,7 @@ def check_networks(
     for key, name in (*_expert_networks(experiment), ("router.network", ROUTER)):
         member = run.resolve(name, sizes)
         with _blaming(key, source, overrides):
-            try:
-                network = member.plan_network()
-            except (RuntimeError, ArithmeticError) as error:  # torch's, for a width of 0 and the like
-                raise UserError(f"cannot be built: {first_line(error)}; change its params") from None
+            network = member.plan_network()
         if initial and (start := run.initial(member)) is not None:
             with _blaming(f"{key.removesuffix('network')}init_from", source, overrides):
                 start.check(network)

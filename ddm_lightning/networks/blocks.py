@@ -6,7 +6,7 @@ Their options (``Recipe``): SwiGLU, RMSNorm, adaLN-single. ``Architecture`` adds
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -40,11 +40,7 @@ SIZES = {"S": Size(12, 384, 6), "B": Size(12, 768, 12), "L": Size(24, 1024, 16),
 
 @dataclass(frozen=True)
 class Recipe:
-    """Options of the blocks of a ``Trunk``; the defaults are those of DiT (Peebles and Xie, 2212.09748).
-
-    Raises:
-        ValueError: an unknown choice.
-    """
+    """Options of the blocks of a ``Trunk``; the defaults are those of DiT (Peebles and Xie, 2212.09748)."""
 
     mlp_ratio: float = 4.0
     """Hidden features of a block's MLP, as a multiple of its width."""
@@ -59,12 +55,6 @@ class Recipe:
     modulation: str = option("zero", choices=("zero", "single"))
     """``zero``: each block has its own projection of time and condition (adaLN-Zero, section 3.2). ``single``: all
     blocks share one projection, and each adds its own table (adaLN-single, Chen et al., 2310.00426, section 2.3)."""
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            choices, word = field.metadata.get("choices"), getattr(self, field.name)
-            if choices and word not in choices:
-                raise ValueError(f"{field.name} = {word!r} is none of {', '.join(choices)}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,9 +65,9 @@ def check_partition(config: PartitionConfig, num_samples: int | None) -> None:
     Raises:
         UserError: no such device, too many clusters or fine centroids, or too small a part to fit them on.
     """
-    gpus = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
-    if config.device not in (devices := ["cpu", *(["cuda"] if gpus else []), *gpus]):
-        raise _refusal(config, "device", f"this machine has {', '.join(devices)}; choose one")
+    num_gpus = torch.cuda.device_count()
+    if config.device not in ("cpu", *["cuda"][:num_gpus], *(f"cuda:{number}" for number in range(num_gpus))):
+        raise _refusal(config, "device", f"must be cpu, cuda or cuda:1; this machine has {num_gpus} CUDA devices")
     if num_samples is None:
         return
     num_fitted = max(1, round(config.fit_fraction * num_samples))

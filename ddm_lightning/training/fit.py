@@ -19,7 +19,6 @@ from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.formatting import format_bytes
 from ddm_lightning.core.processes import FITTED_BY, handling, keep_heap
 from ddm_lightning.core.registry import CALLBACKS, require
-from ddm_lightning.encoders.interfaces import CaptionEncoder
 from ddm_lightning.members.artifact import hand_over
 from ddm_lightning.members.cost import state_bytes, step_cost
 from ddm_lightning.members.member import Member
@@ -30,7 +29,6 @@ from ddm_lightning.members.status import MemberStatus
 from ddm_lightning.networks.attention import chosen_kernel
 from ddm_lightning.networks.lora import frozen
 from ddm_lightning.shards.datamodule import ClusterDataModule
-from ddm_lightning.shards.manifest import manifest_path
 from ddm_lightning.training import callbacks, checkpoint, ema, ranks
 from ddm_lightning.training.module import MemberModule
 from ddm_lightning.training.objective import Distillation, Objective, build_objective
@@ -77,7 +75,7 @@ def _train(member: Member, run: Run, status: MemberStatus, console: Console) -> 
     configure_torch(island.accelerator, island.num_threads)
     objective = build_objective(member, run)
     if objective.caption_encoder is not None and ranks.is_rank_zero():
-        _check_caption_encoder(objective.caption_encoder, run)
+        _check_caption_encoder(objective.caption_encoder.provenance(), run)
     if isinstance(objective, Distillation):
         objective.teach(run)
     module, data = MemberModule(objective, island), build_data(member, run)
@@ -127,18 +125,18 @@ def _train(member: Member, run: Run, status: MemberStatus, console: Console) -> 
     return status
 
 
-def _check_caption_encoder(encoder: CaptionEncoder, run: Run) -> None:
+def _check_caption_encoder(found: dict[str, str], run: Run) -> None:
     """Check that captions are encoded by the model that prepared the shards, as on the other members' islands.
 
     Raises:
         UserError: its files differ.
     """
-    recorded, found = run.manifest.provenance.get("caption_encoder", {}), encoder.provenance()
+    recorded = run.manifest.provenance.get("caption_encoder", {})
     differing = [name for name in recorded if name.endswith("sha256") and recorded[name] != found.get(name)]
     if differing:
         raise UserError(
             f"key 'prepare.caption_encoder': {' and '.join(differing)} of this machine's model differ from those in "
-            f"{manifest_path(run.folder.root)}; copy the model, with its tokenizer, from where prepare ran"
+            f"{run.folder.prepared / 'manifest.json'}; copy the model, with its tokenizer, from where prepare ran"
         )
 
 

@@ -3,6 +3,7 @@ import pytest
 import torch
 from source_files import lanczos
 
+from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import CAPTION_ENCODERS, FEATURES, IMAGE_ENCODERS
 from ddm_lightning.encoders.interfaces import bytes_per_sample
 
@@ -51,6 +52,18 @@ def test_a_caption_is_stored_as_its_vector_in_half_precision(name, params):
 def test_encoders_without_weights_have_no_provenance():
     for registry, name in ((IMAGE_ENCODERS, "pixels"), (CAPTION_ENCODERS, "hashed-words"), (FEATURES, "pooled-pixels")):
         assert registry.build(name, {}).provenance() == {}
+
+
+@pytest.mark.parametrize(
+    ("registry", "name", "params", "problem"),
+    [
+        (IMAGE_ENCODERS, "pixels", {"image_size": 0}, "image_size = 0 must be at least 1"),
+        (FEATURES, "inception", {"device": "gpu"}, "device string: gpu; change them"),
+    ],
+)
+def test_params_without_a_meaning_are_one_line(registry, name, params, problem):
+    with pytest.raises(UserError, match=rf"{name}' refuses its params: .*{problem}"):
+        registry.build(name, params)
 
 
 def test_hashed_words_are_the_sum_of_their_words():

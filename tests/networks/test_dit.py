@@ -165,7 +165,7 @@ def test_positions_of_an_image_that_is_no_square():
         ({"num_heads": 3}, "width = 16 .* num_heads = 3 must divide it"),
         ({"patch_size": 3}, "patch_size = 3 must divide the 8x8 cells"),
         ({"rope": True, "num_heads": 8}, "rope needs width / num_heads = 2 to be divisible by 4"),
-        ({"mlp": "relu"}, "mlp = 'relu' is none of gelu, swiglu"),
+        ({"mlp": "relu"}, "key 'params.mlp' = 'relu': must be one of gelu, swiglu"),
     ],
 )
 def test_sizes_that_do_not_fit_are_one_clear_line(changes, message):

@@ -34,7 +34,7 @@ class ClipScore(CLIPScore):
         revision: see ``Pretrained``.
 
     Raises:
-        UserError, ValueError: see ``Pretrained``.
+        UserError: see ``Pretrained``.
     """
 
     full_state_update = False
