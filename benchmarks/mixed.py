@@ -15,6 +15,7 @@ from dataclasses import replace
 import torch
 from common import REPOSITORY, Report, call, console, load, parse, parser, run, use_all_threads
 from split import Split, noised, read_split
+from torch.nn import functional as F
 
 from ddm_lightning.config.load import to_yaml
 from ddm_lightning.core.files import atomic_write_text, read_json
@@ -80,9 +81,10 @@ def velocity_errors(ensemble: Ensemble, split: Split, seed: int) -> dict[str, fl
             x_t, time = noised(split.x_0, t, draw, seed, purpose="mixed"), torch.full((len(split),), t)
             target = (x_t - (1 - t) * split.x_0) / t - split.x_0
             found = {"full": (ensemble.velocity(x_t, time), target)}
+            own = F.one_hot(split.clusters, ensemble.num_clusters).bool()
+            experts = ensemble.expert_velocities(x_t, time, None, own)
             for k in range(ensemble.num_clusters):
-                own = split.clusters == k
-                found[f"expert_{k}"] = (ensemble.expert_velocity(k, x_t[own], time[own]), target[own])
+                found[f"expert_{k}"] = (experts[own[:, k], k], target[own[:, k]])
             for name, (velocity, wanted) in found.items():
                 errors[name] += float((velocity - wanted).square().mean()) / (len(TIMES) * NUM_DRAWS)
     return errors

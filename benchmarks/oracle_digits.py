@@ -17,6 +17,7 @@ from common import REPOSITORY, Report, by_time, call, console, load, parse, pars
 from finite_set import FiniteSetOracle
 from split import Split, noised, read_split
 from torch import Tensor
+from torch.nn import functional as F
 
 from ddm_lightning.ensemble.load import load_ensemble
 from ddm_lightning.ensemble.manifest import read_ensemble
@@ -64,13 +65,11 @@ def measure(ensemble: Ensemble, split: Split, seed: int, times: Sequence[float] 
         errors = {
             "ensemble": relative_error(ensemble.velocity(x_t, _rows(t, x_t)), oracle.velocity(x_t, _rows(t, x_t)))
         }
+        own = F.one_hot(clusters, num_clusters).bool()
+        found = ensemble.expert_velocities(x_t, _rows(t, x_t), None, own)
         for k in range(num_clusters):
-            x_k = x_t[clusters == k]
-            found, exact = (
-                ensemble.expert_velocity(k, x_k, _rows(t, x_k)),
-                oracle.velocity(x_k, _rows(t, x_k), k),
-            )
-            errors[f"expert-{k}"] = relative_error(found, exact)
+            x_k = x_t[own[:, k]]
+            errors[f"expert-{k}"] = relative_error(found[own[:, k], k], oracle.velocity(x_k, _rows(t, x_k), k))
         posterior = oracle.cluster_posterior(x_t, _rows(t, x_t))
         variation = float((ensemble.probabilities(x_t, _rows(t, x_t)) - posterior).abs().sum(1).mean() / 2)
         report.row(f"{t:.2f}", *(f"{error:.1%}" for error in errors.values()), f"{variation:.3f}")

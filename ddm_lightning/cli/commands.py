@@ -262,7 +262,7 @@ def _diagnose(experiment: Experiment, options: argparse.Namespace) -> None:
 
     from ddm_lightning.evaluation.diagnosis import diagnose, diagnosis_lines, diagnosis_table
 
-    figures = diagnose(run, options.strategy, options.num, show_progress=True)
+    figures = diagnose(run, options.strategy, options.num, options.overrides, show_progress=True)
     Console().print(diagnosis_table(figures))
     print(*diagnosis_lines(figures), sep="\n")
     print(f"diagnosis: {run.folder.root / 'diagnosis' / 'diagnosis.json'}, and figures beside it")

@@ -241,13 +241,6 @@ class Ensemble:
         return torch.where(known[:, None], weights / weights.sum(1, keepdim=True), priors)
 
     @torch.no_grad()
-    def expert_velocity(self, k: int, x_t: Samples, t: Times, condition: Condition | None = None) -> Samples:
-        """Compute the velocity of cluster ``k``; a ``condition`` of None is the null condition in all rows."""
-        active = torch.zeros(len(x_t), self.num_clusters, dtype=torch.bool, device=x_t.device)
-        active[:, k] = True
-        return self.expert_velocities(x_t, t, condition, active)[:, k]
-
-    @torch.no_grad()
     def expert_velocities(
         self, x_t: Samples, t: Times, condition: Condition | None, active: Bool[Tensor, "b K"]
     ) -> Float[Tensor, "b K *shape"]:

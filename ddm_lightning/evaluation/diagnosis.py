@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.table import Table
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ddm_lightning.core.devices import device_of
@@ -76,13 +76,21 @@ class Samples:
         )
 
 
-def diagnose(run: Run, strategies: Sequence[str] | None, num: int, *, show_progress: bool = False) -> Figures:
+def diagnose(
+    run: Run,
+    strategies: Sequence[str] | None,
+    num: int,
+    overrides: Sequence[str] = (),
+    *,
+    show_progress: bool = False,
+) -> Figures:
     """Diagnose a run's ensemble; write ``diagnosis.json`` and figures to the run's folder ``diagnosis``.
 
     Args:
         run: a finished run with its shards; the experiment's ``sample`` section says how to sample.
         strategies: strategies whose samples are classified; None for ``STRATEGIES_SHOWN``.
         num: images per strategy.
+        overrides: those of the experiment; its ``sample.strategy_params`` go to the given strategies.
         show_progress: whether to show a progress bar on stderr.
 
     Raises:
@@ -90,7 +98,8 @@ def diagnose(run: Run, strategies: Sequence[str] | None, num: int, *, show_progr
     """
     experiment = run.experiment
     names = strategies or dict.fromkeys([*STRATEGIES_SHOWN, experiment.sample.strategy])
-    chosen = {name: resolve(experiment, source=f"--strategy {name}", strategy=name) for name in names}
+    params = [text for text in overrides if strategies and text.startswith("sample.strategy_params.")]
+    chosen = {name: resolve(experiment, params, f"--strategy {name}", strategy=name) for name in names}
     device = device_of(experiment.island.accelerator)
     whole = DecentralizedEnsemble(manifest_with_about(run.folder.root, experiment), experiment, device)
     ensemble = whole.field
@@ -98,7 +107,7 @@ def diagnose(run: Run, strategies: Sequence[str] | None, num: int, *, show_progr
     ensemble.precision = experiment.sample.precision
     if ensemble.router is None and ensemble.num_clusters > 1 and not strategies:
         chosen = {name: own for name, own in chosen.items() if not strategy_of(own.sample).needs_router}
-    train, held_out = _read(run, TRAIN, MAX_TRAIN), _read(run, HELD_OUT, MAX_HELD_OUT)
+    train, held_out = _read(run, TRAIN, MAX_TRAIN, device), _read(run, HELD_OUT, MAX_HELD_OUT, device)
     with Bars(show=show_progress) as bars:
         task = bars.add_task("experts", total=len(stratified_timesteps()))
         draws = min(MAX_DRAWS, -(-MIN_ROWS // len(held_out.x_0)))  # of noise
@@ -117,7 +126,7 @@ def diagnose(run: Run, strategies: Sequence[str] | None, num: int, *, show_progr
         classifier = ClusterShares(
             _pixels(train.x_0), train.clusters, _pixels(held_out.x_0), held_out.clusters, ensemble.num_clusters
         )
-        given = held_out.rows(torch.arange(num) * max(1, len(held_out.x_0) // num) % len(held_out.x_0))
+        given = held_out.rows(torch.arange(num) * len(held_out.x_0) // num)
         # Conditions are those of held-out samples, whose shares differ a little from the priors.
         shares = given.clusters.bincount(minlength=len(priors)) / num if given.condition is not None else priors
         found = {}
@@ -169,7 +178,8 @@ def expert_figures(
         for part in torch.arange(len(x_t), device=x_t.device).split(BATCH_SIZE):
             own = held_out.rows(part)
             noisy, time = x_t[part], t[part]
-            found = torch.stack([ensemble.expert_velocity(k, noisy, time, own.condition) for k in range(num_clusters)])
+            every = torch.ones(len(part), num_clusters, dtype=torch.bool, device=x_t.device)
+            found = ensemble.expert_velocities(noisy, time, own.condition, every).transpose(0, 1)
             target = (noisy - own.x_0) / times[index]  # noise - x_0
             losses[index].index_add_(1, own.clusters, (found - target).square().flatten(2).mean(2))
             if ensemble.router is not None:
@@ -246,16 +256,23 @@ def _noisy(x_0: Float[Tensor, "n c h w"], seed: int) -> Iterator[tuple[Tensor, T
         yield interpolate(x_0, noise, t.expand(len(x_0))), t.expand(len(x_0))
 
 
-def _read(run: Run, side: str, most: int) -> Samples:
-    """Read at most this many samples of all clusters, evenly spaced.
+def _read(run: Run, side: str, most: int, device: torch.device) -> Samples:
+    """Read at most this many samples of all clusters, evenly spaced; training samples without conditions.
+
+    Captions are encoded on ``device``; the samples are on the CPU.
 
     Raises:
         UserError: there are none, or shards are damaged.
     """
     shards, _ = open_side(run.folder.shards, run.manifest, side)
-    objective, num = build_objective(run.member(MONOLITH), run), min(len(shards), most)
-    batch = shards.take(np.arange(num) * len(shards) // num)
-    return Samples(objective.x_0(batch), batch["cluster"], batch["sample_id"], objective.condition(batch))
+    num, names = min(len(shards), most), ("x_0", "cluster", "sample_id") if side == TRAIN else None
+    batch = shards.take(np.arange(num) * len(shards) // num, names)
+    objective, condition = build_objective(run.member(MONOLITH), run, nn.Identity()), None
+    if side != TRAIN and objective.member.condition.kind != "none":
+        columns = zip(*(values.to(device).split(BATCH_SIZE) for values in batch.values()), strict=True)
+        parts = (objective.condition(dict(zip(batch, part, strict=True))) for part in columns)
+        condition = Condition.cat(list(filter(None, parts))).to("cpu")
+    return Samples(objective.x_0(batch), batch["cluster"], batch["sample_id"], condition)
 
 
 def write_figures(folder: Path, figures: Mapping[str, Any]) -> None:

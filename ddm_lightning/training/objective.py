@@ -409,8 +409,8 @@ OBJECTIVES: dict[str, type[Objective]] = {
 """Objectives by name; each role names its own."""
 
 
-def build_objective(member: Member, run: Run) -> Objective:
-    """Build the objective of a member of ``run``, around its untrained network.
+def build_objective(member: Member, run: Run, network: nn.Module | None = None) -> Objective:
+    """Build the objective of a member of ``run``, around ``network`` or else its untrained network.
 
     Raises:
         UserError: unknown network or parameters, flips whose encodings the shards lack, or a network too large for the
@@ -429,11 +429,12 @@ def build_objective(member: Member, run: Run) -> Objective:
     has_result = not is_text or {_COLUMNS[kind] for kind in kinds} <= manifest.columns.keys()
     coder = None if has_result else member.caption_encoder
     several = len(manifest.captions) > 1 and is_text
-    planned = member.plan_network()
-    check_memory([*planned.parameters(), *planned.buffers()], member.name)
-    network, initial = member.build_network(), run.initial(member)
-    if member.lora is not None and initial is not None:
-        member.adapted(network, initial.fitting(network))
+    if network is None:
+        planned = member.plan_network()
+        check_memory([*planned.parameters(), *planned.buffers()], member.name)
+        network, initial = member.build_network(), run.initial(member)
+        if member.lora is not None and initial is not None:
+            member.adapted(network, initial.fitting(network))
     return OBJECTIVES[member.role.objective](
         network,
         member,

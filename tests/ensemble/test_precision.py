@@ -55,7 +55,7 @@ def test_what_a_network_returns_in_half_precision_goes_on_in_float32() -> None:
     ensemble = Ensemble([Product(8, 8), Product(8, 8)], Product(8, 2), [0.5, 0.5])
     ensemble.precision = "bf16-mixed"
     x_t, t = torch.randn(3, 8), torch.full((3,), 0.5)
-    assert ensemble.expert_velocity(0, x_t, t).dtype == ensemble.probabilities(x_t, t).dtype == FULL
+    assert ensemble.velocity(x_t, t).dtype == ensemble.probabilities(x_t, t).dtype == FULL
 
 
 @pytest.mark.parametrize("network", [DIT, MMDIT])

@@ -15,6 +15,8 @@ from ddm_lightning.cli.parser import main
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.evaluation.diagnosis import Samples, expert_figures, router_figures
 from ddm_lightning.flow.randomness import keyed_generator
+from ddm_lightning.members.member import Member
+from ddm_lightning.training.objective import Objective
 
 SIZES = [30, 60, 90]
 PRIORS = [size / 180 for size in SIZES]
@@ -97,11 +99,21 @@ def test_calibration_is_judged_before_and_after():
     assert worst > 0.1 > max(sharp["calibration_error_calibrated"])
 
 
-def test_the_command_writes_figures_and_charts(capsys, finished_run, tmp_path):
+def test_the_command_writes_figures_and_charts(capsys, finished_run, tmp_path, monkeypatch):
+    sizes, condition = [], Objective.condition
+
+    def counted(self, batch):
+        sizes.append(len(batch["sample_id"]))
+        return condition(self, batch)
+
+    monkeypatch.setattr(Objective, "condition", counted)
+    monkeypatch.setattr(Member, "build_network", lambda _: pytest.fail("needs no random network"))
     run = copy_run(finished_run, tmp_path / "run")
     assert main(["diagnose", *settings(run), "--num", "12", "sample.num_steps=2"]) == 0
     out = capsys.readouterr().out
     figures = json.loads((run / "diagnosis" / "diagnosis.json").read_text())
+    assert max(sizes) <= 64 and sum(sizes) == figures["num_held_out"], "captions of training images are not encoded"
+    assert figures["shares"]["expected"] == pytest.approx(figures["priors"], abs=0.1), "conditions of all clusters"
     assert set(figures["shares"]["strategies"]) == {"full", "top-1", "sample-1", "bayes"}
     for found in figures["shares"]["strategies"].values():
         assert sum(found["shares"]) == pytest.approx(1, abs=1e-5) and "total variation" in out
@@ -118,5 +130,6 @@ def test_the_command_writes_figures_and_charts(capsys, finished_run, tmp_path):
     for part in ("experts", "router"):  # nearly the same
         assert half[part] != figures[part]
     assert half["experts"]["in_cluster"] == pytest.approx(figures["experts"]["in_cluster"], rel=0.01)
-    assert main(["diagnose", *settings(run), "--strategy", "unheard-of"]) == 2
-    assert "unheard-of" in capsys.readouterr().err
+    for words in (["unheard-of"], ["top-k", "sample.strategy_params.top_k=0"]):
+        assert main(["diagnose", *settings(run), "--strategy", *words]) == 2
+        assert words[-1].replace("sample.strategy_params.top_k=", "top_k = ") in capsys.readouterr().err
