@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -366,8 +367,10 @@ def _demo(experiment: Experiment, options: argparse.Namespace) -> None:
 def run_command(experiment: Experiment, options: argparse.Namespace) -> int:
     """Run a command of ``COMMANDS`` with as many threads as members use; more threads than idle cores slow it down."""
     configure_torch(experiment.island.accelerator, experiment.island.num_threads)
-    if options.command in _NEED_ENSEMBLE:
-        pull_ensemble(Run(experiment))
+    # Of several ranks of ``evaluate``, the others wait for the first.
+    if options.command in _NEED_ENSEMBLE and os.environ.get("RANK", "0") == "0":
+        needs_all = options.command == "diagnose" or getattr(options, "to", None) in ("ensemble", "peft")
+        pull_ensemble(Run(experiment), None if needs_all else experiment.sample.member)
     command = _captions if getattr(options, "captions", None) is not None else COMMANDS[options.command]
     return command(experiment, options) or 0
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import errno
+import re
 import sys
 
 DOWNLOADS: dict[str, str] = {}
-"""URL of each temporary folder that holds a download; messages name the URL."""
+"""URL of each temporary folder that holds a download; messages name the URL, without a password."""
 
 
 class UserError(Exception):
@@ -48,7 +49,12 @@ def note(line: str) -> None:
     print(f"note: {_with_urls(line)}", file=sys.stderr)
 
 
+def shown(url: str) -> str:
+    """Return a URL, or a line with URLs, without passwords."""
+    return re.sub(r"(://[^/:@\s]*):[^/@\s]*@", r"\1:***@", url)
+
+
 def _with_urls(line: str) -> str:
     for folder, url in DOWNLOADS.items():
         line = line.replace(folder, url)
-    return line
+    return shown(line)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import os
 import random
-import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -25,6 +24,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from ddm_lightning.core.errors import UserError, first_line
+from ddm_lightning.core.errors import shown as shown
 from ddm_lightning.core.files import atomic_write, create_file
 
 if TYPE_CHECKING:
@@ -72,11 +72,6 @@ def reaching(what: str = "key 'remote'") -> Iterator[None]:
 def is_url(address: str | Path) -> bool:
     """Whether an address is a URL and not a path."""
     return "://" in str(address)
-
-
-def shown(url: str) -> str:
-    """Return the URL without its password, for messages."""
-    return re.sub(r"(://[^/:@]*):[^/@]*@", r"\1:***@", url)
 
 
 def get(url: str, path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shutil
@@ -142,23 +143,24 @@ class Evaluation:
                         self.features(metric, images, rows)
 
     def scores(self) -> dict[str, Score]:
-        """Compute all metrics from the finished parts."""
+        """Compute all metrics from the finished parts; a metric's params follow a name that another one has."""
         found: dict[str, Score] = {}
         sides: list[tuple[ImageSet, bool]] = [(self.reference, True), (self.generated, False)]
-        for name, metric in self.metrics:
+        for plugin, (name, metric) in zip(self.settings.metrics, self.metrics, strict=True):
             if isinstance(metric, FeatureMetric):
                 both = (self.all_features(metric, one).to(metric.device) for one in (self.generated, self.reference))
-                found |= metric.scores(*both)
-                continue
-            for images, real in sides:
-                for rows in parts(images):
-                    more = {}
-                    if hasattr(metric, "captioned") and isinstance(images, Generated):
-                        more["captions"] = images.given(rows, "caption")
-                    metric.update(images.images(rows), **more, real=real)
-            values = metric.scores() if hasattr(metric, "scores") else metric.compute()
-            named = values if isinstance(values, dict) else {name: values}
-            found |= {key: one if isinstance(one, Score) else Score(float(one)) for key, one in named.items()}
+                values = metric.scores(*both)
+            else:
+                for images, real in sides:
+                    for rows in parts(images):
+                        more = {}
+                        if hasattr(metric, "captioned") and isinstance(images, Generated):
+                            more["captions"] = images.given(rows, "caption")
+                        metric.update(images.images(rows), **more, real=real)
+                values = metric.scores() if hasattr(metric, "scores") else metric.compute()
+            for key, one in (values if isinstance(values, dict) else {name: values}).items():
+                own = f"{key} {json.dumps(plugin.params)}" if key in found else key
+                found[own] = one if isinstance(one, Score) else Score(float(one))
         return found
 
     def memorisation(self) -> dict[str, Any] | None:

@@ -216,10 +216,9 @@ class Generated:
         """Return a column, such as ``caption``, of the samples whose conditions are used."""
         if self._given is None:
             return [self._own[row % len(self._own)] for row in rows]
-        order = torch.randperm(
-            self._given.num, generator=keyed_generator(self._ensemble.experiment.seed, "conditions")
-        ).tolist()
-        return self._given.column([order[row % len(order)] for row in rows], column)
+        generator = keyed_generator(self._ensemble.experiment.seed, "conditions")
+        order = torch.randperm(self._given.num, generator=generator)
+        return self._given.column(order[torch.tensor(rows) % len(order)].tolist(), column)
 
     def _condition(self, rows: range) -> Condition | None:
         if self._kind == "none":

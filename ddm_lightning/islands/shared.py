@@ -124,7 +124,8 @@ def pull_manifest(run: Run) -> None:
             remote.get(f"{run.url}/{_MANIFEST}", manifest)
         except FileNotFoundError:
             raise UserError(
-                f"key 'remote': {shown}: holds no prepared run; start with prepare and the same remote"
+                f"key 'remote': {shown}: holds no prepared run; start with prepare and the same remote, or set "
+                "remote=null to use what is here"
             ) from None
         with suppress(FileNotFoundError):
             remote.get(f"{run.url}/{_MANIFEST}.sig", signature_of(manifest))
@@ -202,8 +203,8 @@ def pull_artifact(name: str, run: Run) -> None:
         mark_published(folder)
 
 
-def pull_ensemble(run: Run) -> None:
-    """Bring all published artifacts, and assemble the ensemble of the members that are finished.
+def pull_ensemble(run: Run, member: str | None = None) -> None:
+    """Bring all published artifacts, or that of ``member`` alone, and assemble the ensemble of those that are here.
 
     Raises:
         UserError: as ``pull_manifest``, or an artifact is damaged or not the experiment's.
@@ -212,7 +213,7 @@ def pull_ensemble(run: Run) -> None:
         return
     pull_manifest(run)
     with remote.reaching():
-        for name in run.names:
+        for name in run.names if member is None else [member]:
             pull_artifact(name, run)
     Run.open(run.experiment, create=True)
     if any(run.is_finished(name) for name in run.names if name != ROUTER):

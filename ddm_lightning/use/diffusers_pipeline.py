@@ -32,9 +32,9 @@ class DecentralizedPipeline(DiffusionPipeline):  # type: ignore[misc]  # diffuse
         )
 
     def to(self, device: torch.device | str) -> DecentralizedPipeline:
-        """Move the ensemble to ``device``."""
+        """Choose the ensemble's device; it is loaded there at the next use."""
         self._place = device
-        self.ensemble.to(device)
+        vars(self).pop("ensemble", None)
         return self
 
     def save_pretrained(self, save_directory: str | Path, **_: Any) -> None:
@@ -45,7 +45,7 @@ class DecentralizedPipeline(DiffusionPipeline):  # type: ignore[misc]  # diffuse
         self,
         prompt: str | Sequence[str] | None = None,
         *,
-        class_labels: Sequence[str | int] | None = None,
+        class_labels: str | int | Sequence[str | int] | None = None,
         num_images_per_prompt: int = 1,
         num_inference_steps: int | None = None,
         guidance_scale: float | None = None,
@@ -60,7 +60,7 @@ class DecentralizedPipeline(DiffusionPipeline):  # type: ignore[misc]  # diffuse
 
         Args:
             prompt: one text or several.
-            class_labels: names or numbers, for an ensemble conditioned on classes.
+            class_labels: one or several names or numbers, for an ensemble conditioned on classes.
             num_images_per_prompt: images per prompt or class.
             num_inference_steps: steps from noise to data.
             guidance_scale: classifier-free guidance; 1 is none.
@@ -80,15 +80,17 @@ class DecentralizedPipeline(DiffusionPipeline):  # type: ignore[misc]  # diffuse
             raise UserError("negative_prompt: is not supported; leave it out")
         if output_type not in ("pil", "np", "pt"):
             raise UserError(f"output_type = {output_type!r}: must be pil, np or pt")
-        given = {"num_steps": num_inference_steps, "guidance_scale": guidance_scale, "strategy": strategy}
-        settings |= {key: value for key, value in given.items() if value is not None}
-        kind = "classes" if prompt is None else "prompts"
-        rows = class_labels if prompt is None else [prompt] if isinstance(prompt, str) else prompt
+        named = {"num_steps": num_inference_steps, "guidance_scale": guidance_scale, "strategy": strategy}
+        settings |= {key: value for key, value in named.items() if value is not None}
+        kind, rows = ("classes", class_labels) if prompt is None else ("prompts", prompt)
+        rows = [rows] if isinstance(rows, (str, int)) else rows
         if generator is None or isinstance(generator, torch.Generator):
             settings |= {kind: rows, "num": num_images_per_prompt, "seed": _seed(generator)}
             images: Any = self.ensemble.sample(**settings)
         else:
-            each: list[dict[str, Any]] = [{kind: [row]} for row in rows or () for _ in range(num_images_per_prompt)]
+            is_free = rows is None and self.ensemble.meta.condition["kind"] == "none"
+            given = [None] if is_free else [[row] for row in rows or ()]
+            each: list[dict[str, Any]] = [{kind: own} for own in given for _ in range(num_images_per_prompt)]
             if len(each) != len(generator):
                 raise UserError(f"generator: {len(generator)} given for {len(each)} images; give one, or one per image")
             images = [

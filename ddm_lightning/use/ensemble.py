@@ -106,7 +106,10 @@ class DecentralizedEnsemble:
             UserError: a file is missing, damaged or of other data, or leads out of the folder; no such device,
                 ``resident_experts`` below 2, or an encoder's path is not allowed.
         """
-        accelerator = "auto" if device is None else {"cuda": "gpu"}.get(torch.device(device).type, "cpu")
+        try:
+            accelerator = "auto" if device is None else {"cuda": "gpu"}.get(torch.device(device).type, "cpu")
+        except RuntimeError as error:
+            raise UserError(f"device = {device!r}: {first_line(error)}; give one such as cuda") from None
         overrides = [
             "sample.member=null",
             f"sample.resident_experts={resident_experts or 'null'}",

@@ -12,6 +12,7 @@ import time
 import warnings
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from html import escape
 from typing import Any
 
 import gradio as gr
@@ -162,7 +163,8 @@ def page(ensemble: DecentralizedEnsemble, captions: Sequence[str] = ()) -> gr.Bl
         return larger, cost, _weights(trace, field.cluster_names)
 
     with _Page(title=ensemble.about.name, analytics_enabled=False, delete_cache=(600, 3600), fill_width=True) as blocks:
-        gr.Markdown(f"# {ensemble.about.name}\n" + ensemble.credit_line)
+        # Not Markdown, which may load images from elsewhere.
+        gr.HTML(f"<h1>{escape(ensemble.about.name)}</h1><p>{escape(ensemble.credit_line)}</p>")
         with gr.Row():
             with gr.Column(scale=1, min_width=260):
                 if kind not in ("class", "none"):

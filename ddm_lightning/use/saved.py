@@ -98,7 +98,7 @@ def fetched(address: str | Path) -> Path:
             with suppress(FileNotFoundError):
                 remote.get(f"{url}/{path.relative_to(run.root).as_posix()}", path)
 
-    with remote.reaching(f"{remote.shown(url)} cannot be read"):
+    with remote.reaching(f"{url} cannot be read"):
         fetch(run.ensemble)
         document = read_document(run.ensemble)
         for relative in {entry["path"] for entry in document["members"]}:

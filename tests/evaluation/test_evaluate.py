@@ -13,6 +13,7 @@ from forked import Forked
 from PIL import Image
 from tiny_runs import TINY, copy_run, settings
 
+from ddm_lightning.cli import commands
 from ddm_lightning.cli.parser import main
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.registry import FEATURES, METRICS
@@ -122,16 +123,16 @@ def test_held_out_images_count_as_near_as_often_as_expected(run, tmp_path):
 
 
 def test_features_of_other_parameters_are_computed_anew(run, tmp_path):
-    """Both networks are called pooled-pixels, and read the same images."""
+    """Both networks are called pooled-pixels, and read the same images; the second score names its params."""
     np.savez(tmp_path / "images.npz", images=decoded(run, TRAIN)[:30])
-    for grid in (2, 4):
-        metric = f"{{name: kid, params: {{features: pooled-pixels, features_params: {{grid: {grid}}}}}}}"
-        out = tmp_path / str(grid)
-        shown = ["--images", str(tmp_path / "images.npz"), "--out", str(out), f"evaluate.metrics=[{metric}]"]
-        assert evaluate(run, *shown) == 0
-        params = {"features": "pooled-pixels", "features_params": {"grid": grid}}
+    every = [{"features": "pooled-pixels", "features_params": {"grid": grid}} for grid in (2, 4)]
+    metrics, out = json.dumps([{"name": "kid", "params": params} for params in every]), tmp_path / "out"
+    shown = ["--images", str(tmp_path / "images.npz"), "--out", str(out), f"evaluate.metrics={metrics}"]
+    assert evaluate(run, *shown) == 0
+    found = result(out)["scores"]
+    assert list(found) == ["KID (pooled-pixels)", f"KID (pooled-pixels) {json.dumps(every[1])}"]
+    for params, score in zip(every, found.values(), strict=True):
         (expected,) = kid(params, decoded(run, TRAIN)[:30], decoded(run, HELD_OUT))
-        (score,) = result(out)["scores"].values()
         assert score["value"] == pytest.approx(expected.value, rel=1e-6)
 
 
@@ -224,8 +225,11 @@ def test_a_broken_image_is_named(run, tmp_path, capsys):
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_two_ranks_write_what_one_writes(run, tmp_path):
+def test_two_ranks_write_what_one_writes(run, tmp_path, monkeypatch):
+    pulled = tmp_path / "pulled"
+    monkeypatch.setattr(commands, "pull_ensemble", lambda *_: pulled.open("x").close())  # by one rank alone
     assert evaluate(run, "--out", str(tmp_path / "one")) == 0
+    pulled.unlink()
     shutil.rmtree(run / "evaluation")
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))

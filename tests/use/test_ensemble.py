@@ -73,16 +73,19 @@ def test_a_url_is_downloaded_and_checked(
     three: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    url = f"memory://{uuid.uuid4()}"
+    url = f"memory://me:secret@{uuid.uuid4()}"
+    told = url.replace("secret", "***")
     memory = fsspec.filesystem("memory")
     memory.put(str(three), url, recursive=True)
     assert images(DecentralizedEnsemble.from_pretrained(f"{url}/", "cpu")) == images(load(three))
     memory.rm(f"{url}/expert-1", recursive=True)
     assert len(DecentralizedEnsemble.from_pretrained(url, "cpu").manifest.experts) == 2
-    assert f"note: {url}/ensemble.json: " in capsys.readouterr().err
+    assert f"note: {told}/ensemble.json: " in capsys.readouterr().err
     weights = f"{url}/expert-0/model.safetensors"
     memory.pipe_file(weights, memory.cat_file(weights)[:-8])
-    refused(lambda: DecentralizedEnsemble.from_pretrained(url, "cpu"), f"{url}/expert-0/model.safetensors: not a whole")
+    refused(
+        lambda: DecentralizedEnsemble.from_pretrained(url, "cpu"), f"{told}/expert-0/model.safetensors: not a whole"
+    )
     members = json.loads((three / "ensemble.json").read_text())["members"]
     edit(three / "ensemble.json", members=[{**members[0], "path": "../elsewhere"}])
     memory.put(str(three / "ensemble.json"), f"{url}/ensemble.json")
@@ -122,6 +125,7 @@ def test_what_sampling_cannot_take_is_refused_in_one_line(three: Path) -> None:
     refused(lambda: ensemble.sample(factors=[-1, 1, 1]), "give 3 numbers from 0 up")
     refused(lambda: ensemble.sample(steps=2), "no setting 'steps'; known: strategy, ")
     refused(lambda: DecentralizedEnsemble.from_pretrained(three, "cpu", resident_experts=1), "must be at least 2")
+    refused(lambda: DecentralizedEnsemble.from_pretrained(three, "graphics"), "device = 'graphics': ")
 
 
 def test_an_ensemble_tells_what_it_is(three: Path) -> None:
@@ -235,11 +239,15 @@ def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
+def exported(folder: Path) -> DiffusionPipeline:
+    out = folder.parent / "exported"
+    export_diffusers(load(folder).manifest, out)
+    return DiffusionPipeline.from_pretrained(out, custom_pipeline=str(out), trust_remote_code=True, allow_paths=True)
+
+
 @pytest.fixture
-def pipeline(three: Path, tmp_path: Path) -> DiffusionPipeline:
-    export_diffusers(load(three).manifest, tmp_path / "exported")
-    code = {"custom_pipeline": str(tmp_path / "exported"), "trust_remote_code": True}
-    return DiffusionPipeline.from_pretrained(tmp_path / "exported", **code, allow_paths=True)
+def pipeline(three: Path) -> DiffusionPipeline:
+    return exported(three)
 
 
 def test_the_pipeline_takes_what_those_of_diffusers_take(pipeline: DiffusionPipeline) -> None:
@@ -266,6 +274,14 @@ def test_generators_of_the_pipeline(pipeline: DiffusionPipeline) -> None:
     each = made("cat", "dog", num_images_per_prompt=2, generator=[seeded(seed) for seed in (1, 2, 3, 1)])
     assert each[:1] == first and each[1:2] == made("cat", generator=seeded(2))
     assert each[3:] == made("dog", generator=seeded(1)) and len(set(each)) == 4
+
+
+@pytest.mark.parametrize(("kind", "size", "more"), [("none", 0, {}), ("class", 3, {"class_labels": 2})])
+def test_the_pipeline_of_ensembles_without_prompts(tmp_path: Path, kind: str, size: int, more: dict[str, int]) -> None:
+    pipeline = exported(saved(tmp_path, (100,), condition={"kind": kind, "size": size}, caption_encoder=None))
+    one, other = (pipeline(**more, generator=seeded(seed)).images[0].tobytes() for seed in (1, 2))
+    both = pipeline(**more, num_images_per_prompt=2, generator=[seeded(1), seeded(2)]).images
+    assert [image.tobytes() for image in both] == [one, other] and one != other
 
 
 @pytest.mark.parametrize(

@@ -19,12 +19,13 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from artifact_files import edit
 from gradio_client import Client
 from gradio_client.exceptions import AppError
 from PIL import Image
 from playwright.sync_api import Browser, Error, Page, expect, sync_playwright
 from saved_ensembles import saved
-from tiny_runs import ROOT, settings, start
+from tiny_runs import ROOT, copy_run, settings, start
 
 from ddm_lightning import DecentralizedEnsemble
 from ddm_lightning.cli.parser import main
@@ -51,9 +52,15 @@ def served(process: subprocess.Popen[str]) -> Iterator[str]:
     assert process.returncode == 0 and "Traceback" not in err, err
 
 
+CREDIT = 'Some ![](http://192.0.2.1/a.png) <img src="http://192.0.2.2/b.png"> painters'
+
+
 @pytest.fixture(scope="module")
-def address(finished_run: Path) -> Iterator[str]:
-    with served(start("demo", finished_run, f"sample.num_steps={STEPS}", "--port", "0")) as address:
+def address(finished_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The page of an ensemble whose credit names images of other servers."""
+    run = copy_run(finished_run, tmp_path_factory.mktemp("page") / "run")
+    edit(run / "prepared" / "manifest.json", attribution=CREDIT)
+    with served(start("demo", run, f"sample.num_steps={STEPS}", "--port", "0")) as address:
         yield address
 
 
@@ -141,6 +148,7 @@ def test_a_prompt_gives_images_and_heat_maps(browser: Browser, address: str, tmp
         generate(page)
         expect(page.get_by_text(re.compile(words))).to_be_visible()
     assert page.get_by_text("Traceback").count() == 0
+    expect(page.get_by_text(CREDIT)).to_be_visible()
     assert hosts == {address.removeprefix("http://")}, "everything comes from the page itself"
 
 
