@@ -34,7 +34,7 @@ class DecentralizedPipeline(DiffusionPipeline):  # type: ignore[misc]  # diffuse
     def to(self, device: torch.device | str) -> DecentralizedPipeline:
         """Choose the ensemble's device; it is loaded there at the next use."""
         self._place = device
-        vars(self).pop("ensemble", None)
+        self.__dict__.pop("ensemble", None)
         return self
 
     def save_pretrained(self, save_directory: str | Path, **_: Any) -> None:

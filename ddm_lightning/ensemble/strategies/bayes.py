@@ -141,7 +141,7 @@ def filter_chain(
             log_weights = _pruned(log_weights - squares / (2 * variance))
         x_t = x_s
     # The weights of a row in which an expert failed are NaN; its image must be, too, so that the sampler notices.
-    return x_t + expand_time(0 * weights[:num].sum(1), x_t).to(x_t)
+    return x_t + expand_time(0 * log_weights[:num].exp().sum(1), x_t).to(x_t)
 
 
 def _pruned(log_weights: Float[Tensor, "r K"]) -> Float[Tensor, "r K"]:
