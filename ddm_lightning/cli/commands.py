@@ -17,6 +17,7 @@ from rich.console import Console
 
 from ddm_lightning.cli.islands import command_line, launch_members, print_skipped, show_plan, show_status, table_of
 from ddm_lightning.config.experiment import Experiment
+from ddm_lightning.config.merge import island_of
 from ddm_lightning.core import processes, remote
 from ddm_lightning.core.devices import check_devices, configure_torch
 from ddm_lightning.core.errors import UserError, note
@@ -27,7 +28,7 @@ from ddm_lightning.ensemble.manifest import assemble
 from ddm_lightning.islands.local import default_jobs, fit_alone, fit_members
 from ddm_lightning.islands.publish import published
 from ddm_lightning.islands.shared import check_free, is_shared, publish_prepared, pull_ensemble, pull_manifest
-from ddm_lightning.members.member import ROUTER, island_of, parse_members
+from ddm_lightning.members.member import ROUTER, STUDENT, parse_members
 from ddm_lightning.members.preflight import check_networks, check_plugins, check_strategy, is_collected, refuse_stale
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import SIGNATURE, RunFolder, refuse_changed
@@ -133,7 +134,7 @@ def _fit_one(member: str, experiment: Experiment, options: argparse.Namespace) -
     experiment = replace(experiment, island=island_of(member, experiment))
     _check(experiment, options, [member])
     run = Run(experiment)
-    pull_manifest(run)
+    (pull_ensemble if member == STUDENT and run.url else pull_manifest)(run)  # a student needs its teacher
     manifest = run.manifest  # an island gets prepared shards; it does not make them
     if not run.folder.experiment.exists():
         _networks_check(experiment, options)(manifest)

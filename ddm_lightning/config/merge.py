@@ -7,7 +7,14 @@ from typing import Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 
-from ddm_lightning.config.experiment import Experiment, ExpertConfig, InitConfig, PluginConfig, RouterConfig
+from ddm_lightning.config.experiment import (
+    Experiment,
+    ExpertConfig,
+    InitConfig,
+    IslandConfig,
+    PluginConfig,
+    RouterConfig,
+)
 
 _Section = TypeVar("_Section")
 
@@ -53,6 +60,13 @@ def expert_clusters(experiment: Experiment) -> list[int]:
     given = [expert_section(f"expert-{number}", experiment).cluster for number in range(experiment.num_experts)]
     num_clusters = experiment.prepare.partition.num_clusters
     return [number % num_clusters if own is None else own for number, own in enumerate(given)]
+
+
+def island_of(name: str, experiment: Experiment) -> IslandConfig:
+    """Settings of the member's island: ``island`` with what ``islands`` says of its kind, then of the member."""
+    kind = name.partition("-")[0]
+    of_kind = changed(experiment.island, experiment.islands.get(kind))
+    return of_kind if name == kind else changed(of_kind, experiment.islands.get(name))
 
 
 def changed(section: _Section, change: Mapping[str, Any] | None) -> _Section:

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from omegaconf import OmegaConf
 
 from ddm_lightning.config.experiment import Experiment, ExpertConfig, InitConfig, IslandConfig
-from ddm_lightning.config.merge import expert_clusters, expert_section, init_keys, init_of
+from ddm_lightning.config.merge import expert_clusters, expert_section, init_keys, init_of, island_of
 from ddm_lightning.core import checks
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import SOLVERS, STRATEGIES
@@ -90,10 +90,8 @@ def check_experiment(
 
 
 def _rules(experiment: Experiment) -> Iterator[Rule]:
-    island, prepare = experiment.island, experiment.prepare
-    partition, router = prepare.partition, experiment.router.train
-    loggers = island.loggers
-    flags = [flag for flag in island.trainer if flag not in TRAINER_FLAGS]
+    prepare, router = experiment.prepare, experiment.router.train
+    partition = prepare.partition
     yield from [
         (
             not re.fullmatch(r"[A-Za-z0-9_][\w.-]*", experiment.name),
@@ -107,17 +105,6 @@ def _rules(experiment: Experiment) -> Iterator[Rule]:
             "must be br, bz2, snappy or zstd, optionally with a level as in zstd:3, or null",
         ),
         *_rules_of_columns(experiment),
-        (
-            not {*loggers} <= {*LOGGERS} or len({*loggers}) < len(loggers),
-            "island.loggers",
-            f"must be a list of {', '.join(LOGGERS)}, each at most once",
-        ),
-        (
-            bool(flags),
-            "island.trainer",
-            f"cannot set the flag {next(iter(flags), None)!r}; it takes {', '.join(TRAINER_FLAGS)}, and other keys set "
-            "the rest",
-        ),
         (
             (partition.path is not None) != (partition.kind == "existing"),
             "prepare.partition.path",
@@ -139,24 +126,20 @@ def _rules(experiment: Experiment) -> Iterator[Rule]:
         problem = checks.uncovered(intervals)
         remedy = "change an expert's interval or cluster, or expert.num_experts"
         yield problem is not None, "expert.overrides", f"cluster {cluster} has {problem}; {remedy}"
-    yield from [
-        (
-            router.global_batch_size % island.num_ranks > 0,
-            "island.devices",
-            f"{_times(island)}must divide the router's {router.global_batch_size} samples per step; change one of them",
-        ),
-        *((is_wrong, "router.train.ema_widths", problem) for is_wrong, problem in _rules_of_widths(router.ema_widths)),
-        (
-            island.strategy == "single" and island.num_ranks > 1,
-            "island.devices",
-            "island.strategy = 'single' uses one; set ddp or fsdp",
-        ),
-        (
-            island.attention == "xformers" and island.accelerator == "cpu",
-            "island.attention",
-            "needs a CUDA device, but island.accelerator = 'cpu'; set sdpa or auto",
-        ),
-    ]
+    for is_wrong, problem in _rules_of_widths(router.ema_widths):
+        yield is_wrong, "router.train.ema_widths", problem
+    all_samples = experiment.expert.train.global_batch_size
+    batch_sizes = {
+        **{
+            name: expert_section(name, experiment).train.global_batch_size // experiment.num_experts
+            for name in (f"expert-{number}" for number in range(experiment.num_experts))
+        },
+        "router": router.global_batch_size,
+        "monolith": all_samples,
+        "student": experiment.distill.global_batch_size or all_samples,
+    }
+    for name, batch_size in batch_sizes.items():
+        yield from _rules_of_island(name, batch_size, experiment)
     yield from _rules_of_sampling(experiment)
 
 
@@ -179,7 +162,6 @@ def _rules_of_expert(name: str, expert: ExpertConfig, experiment: Experiment) ->
     """Rules of the section ``expert``, or of it with the overrides of the expert ``name``."""
     num_clusters, base = experiment.prepare.partition.num_clusters, experiment.expert
     batch, num_experts = expert.train.global_batch_size, experiment.num_experts
-    share = batch // num_experts
     number = "expert.num_experts" if base.num_experts else "prepare.partition.num_clusters"
     for is_wrong, key, problem in (
         *(
@@ -223,13 +205,43 @@ def _rules_of_expert(name: str, expert: ExpertConfig, experiment: Experiment) ->
     ):
         own = (f"expert.{key}", problem) if name == "expert" else (f"expert.overrides.{name}", f"{key} {problem}")
         yield is_wrong, *own
-    island = experiment.island
-    problem = f"{_times(island)}must divide the {name}'s {share} samples per step; change one of them"
-    yield share % island.num_ranks > 0, "island.devices", problem
 
 
-def _times(island: IslandConfig) -> str:
-    return f"times island.nodes = {island.nodes} " if island.nodes > 1 else ""
+def _rules_of_island(name: str, batch_size: int, experiment: Experiment) -> Iterator[Rule]:
+    """Rules of the island of the member ``name``, whose steps have ``batch_size`` samples."""
+    island, own = island_of(name, experiment), (name, name.partition("-")[0])
+    section = next((f"islands.{key}" for key in own if key in experiment.islands), "island")
+    times = f"times nodes = {island.nodes} " if island.nodes > 1 else ""
+    loggers, flags = island.loggers, [flag for flag in island.trainer if flag not in TRAINER_FLAGS]
+    for is_wrong, key, problem in (
+        (
+            not {*loggers} <= {*LOGGERS} or len({*loggers}) < len(loggers),
+            "loggers",
+            f"must be a list of {', '.join(LOGGERS)}, each at most once",
+        ),
+        (
+            bool(flags),
+            "trainer",
+            f"cannot set the flag {next(iter(flags), None)!r}; it takes {', '.join(TRAINER_FLAGS)}, and other keys set "
+            "the rest",
+        ),
+        (
+            batch_size % island.num_ranks > 0,
+            "devices",
+            f"{times}must divide the {batch_size} samples per step of {name}; change one of them",
+        ),
+        (
+            island.strategy == "single" and island.num_ranks > 1,
+            "devices",
+            f"{times}must be 1 with island.strategy = 'single'; set ddp or fsdp",
+        ),
+        (
+            island.attention == "xformers" and island.accelerator == "cpu",
+            "attention",
+            "needs a CUDA device, but island.accelerator = 'cpu'; set sdpa or auto",
+        ),
+    ):
+        yield is_wrong, *((f"island.{key}", problem) if section == "island" else (section, f"{key} {problem}"))
 
 
 def _rules_of_widths(widths: Sequence[float]) -> Iterator[tuple[bool, str]]:

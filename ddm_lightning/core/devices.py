@@ -29,8 +29,8 @@ _DEVICES: tuple[tuple[str, str, int, tuple[float, float, float]], ...] = (
     ("L40S", r"L40S", 48, (362.0, 183.0, 91.6)),
     ("A40", r"A40\b", 48, (149.7, 74.8, 37.4)),
     ("L4", r"L4\b", 24, (121.0, 60.0, 30.3)),
-    ("RTX 4090", r"RTX 4090", 24, (165.2, 82.6, 82.6)),
-    ("RTX 3090", r"RTX 3090\b", 24, (71.0, 35.6, 35.6)),
+    ("RTX 4090", r"RTX 4090(?! (D|Laptop))", 24, (165.2, 82.6, 82.6)),
+    ("RTX 3090", r"RTX 3090(?! (Ti|Laptop))", 24, (71.0, 35.6, 35.6)),
 )
 
 
@@ -143,7 +143,7 @@ def known_device(name: str) -> tuple[str, int]:
     """
     for known, pattern, gigabytes, _ in _DEVICES:
         if re.search(pattern, name):
-            size = re.search(r"(\d+) ?GB", name)
+            size = re.search(r"(\d+) ?GB", name) if known != "GH200" else None  # whose name has the host's memory
             gigabytes = int(size[1]) if size else gigabytes
             return f"{known} {gigabytes}GB", gigabytes * 10**9
     raise UserError(f"unknown device {name!r}; known: {', '.join(known for known, *_ in _DEVICES)}")

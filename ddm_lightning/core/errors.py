@@ -51,7 +51,7 @@ def note(line: str) -> None:
 
 def shown(url: str) -> str:
     """Return a URL, or a line with URLs, without passwords."""
-    return re.sub(r"(://[^/:@\s]*):[^/@\s]*@", r"\1:***@", url)
+    return re.sub(r"(://[^/:@\s]*):[^/\s]*@", r"\1:***@", url)
 
 
 def _with_urls(line: str) -> str:

@@ -27,7 +27,7 @@ Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 
 def labelled_grid(
     rows: Sequence[tuple[str, Sequence[UInt8[np.ndarray, "h w 3"]]]],
-    scale: int = 3,
+    scale: int,
     title: str = "",
     footer: str = "",
     headings: Sequence[str] = (),

@@ -56,7 +56,8 @@ def filesystem(url: str) -> tuple[AbstractFileSystem, str]:
     if scheme == "s3":
         return S3FileSystem(SILENT_SECONDS), rest.rstrip("/")
     parts = urlsplit(url)
-    login = {"port": parts.port or 22, "username": parts.username, "password": parts.password}
+    name, password = (value and unquote(value) for value in (parts.username, parts.password))
+    login = {"port": parts.port or 22, "username": name, "password": password}
     return SFTPFileSystem(parts.hostname or "", SILENT_SECONDS, **login), unquote(parts.path)
 
 

@@ -6,12 +6,13 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ddm_lightning.config.merge import island_of
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write_json
 from ddm_lightning.core.registry import LAUNCHERS
 from ddm_lightning.islands.job import Job, Launcher
 from ddm_lightning.islands.status import Seen, Watch
-from ddm_lightning.members.member import all_members, island_of
+from ddm_lightning.members.member import all_members
 from ddm_lightning.members.run import Run
 
 _FILE = "launched.json"

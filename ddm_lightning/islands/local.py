@@ -19,6 +19,7 @@ from rich.console import Console
 
 from ddm_lightning.config.experiment import Experiment, IslandConfig
 from ddm_lightning.config.load import to_yaml
+from ddm_lightning.config.merge import island_of
 from ddm_lightning.core.devices import resolve_accelerator
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write_text
@@ -27,7 +28,6 @@ from ddm_lightning.core.processes import FITTED_BY, STARTED, STOPPED, end_import
 from ddm_lightning.islands.publish import published
 from ddm_lightning.islands.slots import LEAVING_SECONDS, Slot, seconds_left
 from ddm_lightning.members.cost import relative_cost
-from ddm_lightning.members.member import island_of
 from ddm_lightning.members.preflight import refuse_stale
 from ddm_lightning.members.run import Run
 from ddm_lightning.training import ranks

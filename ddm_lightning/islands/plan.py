@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 
 from ddm_lightning.config.experiment import Experiment, IslandConfig
 from ddm_lightning.config.load import read_yaml
+from ddm_lightning.config.merge import island_of
 from ddm_lightning.core.checks import is_number
 from ddm_lightning.core.devices import known_device, peak_tflops, resolve_accelerator
 from ddm_lightning.core.errors import UserError, first_line
@@ -26,7 +27,7 @@ from ddm_lightning.core.files import read_json
 from ddm_lightning.core.formatting import format_bytes
 from ddm_lightning.encoders.interfaces import bytes_per_sample
 from ddm_lightning.members.cost import MemberCost, Memory, chosen_strategy, micro_batch_of
-from ddm_lightning.members.member import Member, island_of
+from ddm_lightning.members.member import Member
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.shards.manifest import DataSizes, Manifest, manifest_path

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from torch import Tensor
 
-from ddm_lightning.config.experiment import LoraConfig
 from ddm_lightning.core import checks, remote
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_folder, atomic_write_json
@@ -43,14 +42,11 @@ MEMBER: checks.Check = checks.matching(
     f"{expert_name(0)}, {expert_name(1)} …, {', '.join(_ALONE[:-1])} or {_ALONE[-1]}",
 )
 """Check for a member's name."""
-
-
-def _is_lora(value: Any) -> bool:
-    try:
-        checks.check(value, LoraConfig, "lora", "", references=False)
-    except UserError:
-        return False
-    return value.keys() == {one.name for one in fields(LoraConfig)}
+_LORA = {
+    "rank": checks.integer(1),
+    "alpha": checks.optional(checks.POSITIVE),
+    "target_modules": checks.list_of(checks.ANY_TEXT),
+}
 
 
 def _is_condition(value: Any) -> bool:
@@ -76,9 +72,7 @@ class ArtifactMeta:
     """Name in the registry of experts (or of routers)."""
     params: Annotated[dict[str, Any], checks.OBJECT]
     """The network's parameters, plain JSON."""
-    lora: Annotated[
-        dict[str, Any] | None, checks.optional((_is_lora, "an object of rank, alpha and target_modules"))
-    ] = None
+    lora: Annotated[dict[str, Any] | None, checks.optional(checks.object_of(_LORA))] = None
     """The network's adapters (``LoraConfig``), which are then all that ``model.safetensors`` holds; None without. Their
     frozen base are the weights ``init_sha256``."""
     x_shape: Annotated[tuple[int, int, int], checks.X_SHAPE]

@@ -130,14 +130,6 @@ class Initial:
             self._pull(self._record)
         return self._record.exists()
 
-    def tensors(self) -> dict[str, Tensor]:
-        """The weights, on the CPU.
-
-        Raises:
-            UserError: as ``path``, or they are damaged or not finite.
-        """
-        return load_weights(self.path, self.sha256, self._remedy)
-
     def check(self, network: nn.Module) -> list[str]:
         """Compare the weights' description, names and shapes with a network, perhaps on the meta device.
 
@@ -145,17 +137,9 @@ class Initial:
             What differs, as ``load`` does.
 
         Raises:
-            UserError: they are another class's, or do not fit.
+            UserError: as ``fitting``, but for the values.
         """
-        return self._fitting(network, read_header(self.path, self._remedy))[1]
-
-    def fitting(self, network: nn.Module) -> dict[str, Tensor]:
-        """The weights that fit a network, by their names in it.
-
-        Raises:
-            UserError: as ``check`` and ``tensors``.
-        """
-        return self._fitting(network, self.tensors())[0]
+        return self.fitting(network, header_only=True)[1]
 
     def load(self, network: nn.Module) -> list[str]:
         """Load the weights into a network.
@@ -164,14 +148,24 @@ class Initial:
             What differs: weights that start anew or were left out, and params of the network.
 
         Raises:
-            UserError: as ``check`` and ``tensors``.
+            UserError: as ``fitting``.
         """
-        fitting, notes = self._fitting(network, self.tensors())
+        fitting, notes = self.fitting(network)
         network.load_state_dict(fitting, strict=False)
         return notes
 
-    def _fitting(self, network: nn.Module, weights: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-        """Weights by their names in the network, and what differs."""
+    def fitting(self, network: nn.Module, *, header_only: bool = False) -> tuple[dict[str, Tensor], list[str]]:
+        """Return the weights that fit a network, by their names in it, and what differs.
+
+        Args:
+            network: perhaps on the meta device.
+            header_only: whether to return tensors without data.
+
+        Raises:
+            UserError: as ``path``; they are damaged, not finite or of another class, or do not fit.
+        """
+        path, remedy = self.path, self._remedy
+        weights = read_header(path, remedy) if header_only else load_weights(path, self.sha256, remedy)
         notes = self._check_description(getattr(network, "prediction", None))
         needs, named = network.state_dict(), prefixed(weights, network)
         if named is not weights:  # of the model within, which lacks the rest

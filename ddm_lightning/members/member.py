@@ -18,14 +18,13 @@ from ddm_lightning.config.experiment import (
     Experiment,
     ExpertConfig,
     InitConfig,
-    IslandConfig,
     LoraConfig,
     PluginConfig,
     RouterConfig,
     TimestepsConfig,
     TrainConfig,
 )
-from ddm_lightning.config.merge import changed, expert_clusters, expert_section, init_of
+from ddm_lightning.config.merge import expert_clusters, expert_section, init_of
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import EXPERTS, ROUTERS
 from ddm_lightning.flow.condition import ConditionSpec
@@ -166,12 +165,6 @@ ROLES = {role.name: role for role in (Expert(), Router(), Monolith(), Student())
 def role_of(name: str) -> Role:
     """Role of the member ``name``, which must exist."""
     return ROLES[name.partition("-")[0]]
-
-
-def island_of(name: str, experiment: Experiment) -> IslandConfig:
-    """Settings of the member's island: ``island`` with what ``islands`` says of its role, then of the member."""
-    of_role = changed(experiment.island, experiment.islands.get(role_of(name).name))
-    return of_role if name in ROLES else changed(of_role, experiment.islands.get(name))
 
 
 def expert_name(number: int) -> str:

@@ -174,13 +174,17 @@ def changes(old: dict[str, Any], new: dict[str, Any]) -> str:
     allowed = tuple(f"{key}." for key in changeable_keys())
     described = []
     for key in sorted(before.keys() | after.keys()):
-        was, now = before.get(key, defaults.get(key)), after.get(key)
+        inherited = before.get("expert.train.max_steps") if key.endswith(".train.max_steps") else None
+        was, now = before.get(key, defaults.get(key, inherited)), after.get(key)
         if was == now or f"{key}.".startswith(allowed):
             continue
-        schedule = after.get(f"{key.removesuffix('max_steps')}schedule")
+        section = key.removesuffix("train.max_steps")
+        # Of the section and its overrides; an expert without its own has the schedule of all.
+        own = [value for name, value in after.items() if name.startswith(section) and name.endswith("train.schedule")]
+        ends = next((one for one in own or [after.get("expert.train.schedule")] if one != "constant"), None)
         is_raised = key.endswith(".train.max_steps") and isinstance(was, int) and isinstance(now, int) and was < now
-        if is_raised and schedule == "constant":
+        if is_raised and ends is None:
             continue
         value = f"was {json.dumps(was)}" if key in before else "was not set"
-        described.append(f"{key} ({value}{f', where the {schedule} schedule ends' if is_raised else ''})")
+        described.append(f"{key} ({value}{f', where the {ends} schedule ends' if is_raised else ''})")
     return ", ".join(described)

@@ -12,14 +12,14 @@ from typing import Any
 
 from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.config.load import fingerprint
-from ddm_lightning.config.merge import init_of
+from ddm_lightning.config.merge import init_of, island_of
 from ddm_lightning.core import checks
 from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.files import atomic_write, atomic_write_json, sha256_file, sha256_json
 from ddm_lightning.core.registry import require
 from ddm_lightning.core.remote import shown
 from ddm_lightning.members.artifact import REMEDY, read_meta
-from ddm_lightning.members.member import island_of, role_of
+from ddm_lightning.members.member import role_of
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import MEMBER_FILE, SIGNATURE, STATEMENT, read_record
 from ddm_lightning.shards.manifest import manifest_path

@@ -130,10 +130,6 @@ class ClusterDataModule(L.LightningDataModule):
         """Return the held-out samples in a fixed order; an empty list if there are none."""
         return self._loader(self._held_out, training=False) if self._held_out else []
 
-    def training_in_order(self) -> ShardLoader:
-        """Return every training sample once, in the order of the shards."""
-        return self._loader(self._training, training=False)
-
     def close(self) -> None:
         """End all threads."""
         for loader in self._loaders:

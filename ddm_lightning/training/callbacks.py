@@ -210,12 +210,6 @@ class RollingCheckpoints(L.Callback):
         """Wait for the running save."""
         _strategy(trainer).checkpoints.wait()
 
-    def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
-        """Wait for the running save and ignore its errors; ``exception`` is the one to show."""
-        writer = getattr(trainer.strategy, "checkpoints", None)  # absent before the strategy is set up
-        if writer is not None:
-            writer.wait_after_failure()
-
     def remove_old(self) -> None:
         """Remove all but the newest checkpoints and the milestones, also those of earlier starts."""
         for path in checkpoints_in(self.folder)[: -self.island.keep_checkpoints]:

@@ -8,6 +8,7 @@ file. Reading runs no code: ``rest.pt`` is loaded with ``weights_only``. ``callb
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import pickle
@@ -47,13 +48,13 @@ FILES, REST = "files.json", "rest.pt"
 TEMPORARY = ".tmp-"
 _MODEL, _OPTIMIZER = "model/", "optimizer/"
 _OTHERS_TAKE_SECONDS = 60.0
-# Serialising a file holds Python's global lock: 20 ms at this size.
-_MAX_FILE_BYTES = 64 << 20
+# After so many bytes the next file begins: serialising one holds Python's global lock, 20 ms at this size.
+_FILE_BYTES = 64 << 20
 _NAME = re.compile(r"step-\d{8,}\.ckpt")
-# Island settings that change the rounding; the first three also change the noise.
+# Island settings that change the rounding, the last one on a CPU alone; the first three also change the noise.
 _NUMERICS = (
     *("accelerator", "devices", "nodes", "strategy", "precision", "micro_batch_size"),
-    *("attention", "compile", "activation_checkpointing"),
+    *("attention", "compile", "activation_checkpointing", "num_threads"),
 )
 
 # One process needs no process group. A filter set in a thread would apply to all threads, so set it once here.
@@ -61,15 +62,9 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled")
 
 
 def _file_numbers(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Number of the file that stores each tensor, from 1."""
-    numbers, number, filled = {}, 1, 0
-    for name, tensor in tensors.items():
-        num_bytes = local(tensor).nbytes
-        if filled and filled + num_bytes > _MAX_FILE_BYTES:
-            number, filled = number + 1, 0
-        numbers[name] = number
-        filled += num_bytes
-    return numbers
+    """Number of the file that stores each tensor, from 1; numbers that a large tensor spans are skipped."""
+    starts = itertools.accumulate((local(tensor).nbytes for tensor in tensors.values()), initial=0)
+    return {name: 1 + start // _FILE_BYTES for name, start in zip(tensors, starts, strict=False)}
 
 
 class CheckpointWriter:
@@ -102,10 +97,19 @@ class CheckpointWriter:
 
         Raises:
             OSError: the previous checkpoint could not be written.
+            UserError: ``rest`` holds other objects.
         """
         self.wait()
         packed = BytesIO()
         torch.save(rest, packed)
+        packed.seek(0)
+        try:  # now, rather than when a training is to resume
+            torch.load(packed, map_location="meta", weights_only=True)
+        except pickle.UnpicklingError:  # its message tells how to run the code in it
+            raise UserError(
+                "key 'island.callbacks': the state_dict of a callback holds more than plain values and tensors, so no "
+                "training could resume; return numbers, texts, lists, dicts and tensors in it, or remove the callback"
+            ) from None
         staged = self._stager.stage({name: value.contiguous() for name, value in tensors.items()}, self.from_device)
         if self.from_device:
             torch.accelerator.synchronize()  # the next step would change tensors that are still being copied
@@ -169,13 +173,10 @@ class CheckpointWriter:
                 if self._pending.done():  # a signal interrupts the wait, not the save
                     self._pending = None
 
-    def wait_after_failure(self) -> None:
-        """Wait for the running save and ignore its result. With several ranks, stop waiting after a minute."""
-        if self._pending is not None:
-            wait([self._pending], None if self.group is None else _OTHERS_TAKE_SECONDS)
-
     def close(self) -> None:
-        """End the thread after the running save; a single process waits for it."""
+        """End the thread after the running save, whose result is ignored. Several ranks wait for a minute at most."""
+        if self._pending is not None:  # after an error, which is the one to show
+            wait([self._pending], None if self.group is None else _OTHERS_TAKE_SECONDS)
         self._thread.shutdown(wait=self.group is None)
         self._stager.close()
 
@@ -369,7 +370,8 @@ def check_origin(path: Path, member: str, experiment: Experiment, initial_sha256
             f"{path}: is a checkpoint of {rest.get('member')}, not of {member}; move it to that folder, or remove it"
         )
     refuse_changes(path, rest["experiment"], own["experiment"])
-    for key in ("teacher", "global_batch_size") if member == STUDENT else ():
+    ends = own["experiment"]["expert"]["train"]["schedule"] != "constant"
+    for key in ("teacher", "global_batch_size", *(["max_steps"] if ends else [])) if member == STUDENT else ():
         was, now = (one["experiment"]["distill"][key] for one in (rest, own))
         if was != now:
             raise UserError(
@@ -383,7 +385,8 @@ def check_origin(path: Path, member: str, experiment: Experiment, initial_sha256
         )
     new = own["experiment"]["island"]
     old = {"nodes": 1, **rest["experiment"]["island"]}  # an earlier release knew one node
-    if not (differing := [name for name in _NUMERICS if old.get(name) != new[name]]):
+    names = _NUMERICS if new["accelerator"] == "cpu" else _NUMERICS[:-1]
+    if not (differing := [name for name in names if old.get(name) != new[name]]):
         return None
     settings = ", ".join(f"island.{name}={_in_yaml(new[name])} (was {_in_yaml(old.get(name))})" for name in differing)
     noise = "noise and " if {"accelerator", "devices", "nodes"} & {*differing} else ""

@@ -112,15 +112,16 @@ def _train(member: Member, run: Run, status: MemberStatus, console: Console) -> 
                 status.state, status.device = "starting", devices_named(island.accelerator, island.num_ranks)
                 status.write(folder)
                 trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)
-        except callbacks.StopRequested:
-            step = max(trainer.global_step, checkpoint.step_of(resume) if resume else 0)
+        except callbacks.StopRequested:  # even at the last step: weights or held-out figures may not be there yet
+            status.step = max(trainer.global_step, checkpoint.step_of(resume) if resume else 0)
+            status.state = "stopped"
         else:
-            step = trainer.global_step
-        status.step, status.state = step, "done" if step >= member.train.max_steps else "stopped"
+            status.step = trainer.global_step
+            status.state = "done" if status.step >= member.train.max_steps else "stopped"
         if status.state == "done":
             _hand_over(objective, trainer, run, status)
         else:
-            console.print(f"{member.name}: stopped at step {step}; the same command resumes it")
+            console.print(f"{member.name}: stopped at step {status.step}; the same command resumes it")
     status.write(folder)
     return status
 

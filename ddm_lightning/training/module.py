@@ -50,15 +50,11 @@ class MemberModule(L.LightningModule):
         self.averages: dict[str, float] = {}
         """Training averages of the newest report."""
         self._running = Averages()
-        self._is_configured = False
         self._parameters_to_clip: list[nn.Parameter] = []
         self._averaged_weights = ExitStack()
 
     def configure_model(self) -> None:
         """Apply the island's settings to the network, and shard it under FSDP2."""
-        if self._is_configured:
-            return
-        self._is_configured = True
         with self.trainer.precision_plugin.forward_context():
             check_attention(self.island.attention, self.trainer.strategy.root_device)
         apply_island(self.network, self.island)

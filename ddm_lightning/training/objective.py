@@ -6,6 +6,7 @@ All randomness (timesteps, noise, dropped conditions, dropout within the network
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -392,7 +393,7 @@ class Classification(Objective):
             temperatures, (before, after) = calibration.temperatures(), calibration.errors()
             for name, values in ((TEMPERATURE, temperatures), (ECE, before), (f"{ECE}_calibrated", after)):
                 figures |= {f"{name}{branch}{time_suffix(index)}": value for index, value in enumerate(values)}
-        return figures
+        return {name: value for name, value in figures.items() if math.isfinite(value)}
 
     def sum_confusion(self, num_ranks: int) -> Float[Tensor, "t k k"] | None:
         """Return the confusion of all ranks; a collective, once per validation. None without held-out samples."""
@@ -434,7 +435,7 @@ def build_objective(member: Member, run: Run, network: nn.Module | None = None) 
         check_memory([*planned.parameters(), *planned.buffers()], member.name)
         network, initial = member.build_network(), run.initial(member)
         if member.lora is not None and initial is not None:
-            member.adapted(network, initial.fitting(network))
+            member.adapted(network, initial.fitting(network)[0])
     return OBJECTIVES[member.role.objective](
         network,
         member,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ddm_lightning.config.experiment import SampleConfig
 from ddm_lightning.core.errors import UserError, first_line, line_of
-from ddm_lightning.core.grids import heat_map, labelled_grid
+from ddm_lightning.core.grids import heat_map, labelled_grid, scale_of
 from ddm_lightning.core.registry import IMAGE_ENCODERS
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.path import guided, interpolate, time_rows, velocity_of, x_0_from_velocity
@@ -62,16 +62,14 @@ def build_loggers(names: list[str], folder: Path, project: str, resumed_step: in
         project: the project's name in Weights & Biases.
         resumed_step: step of the checkpoint to resume from; 0 for none.
     """
-    loggers: list[Logger] = []
-    for name in names:
-        if name == "tensorboard":
-            purge_step = resumed_step + 1 if resumed_step else None
-            loggers.append(GroupingLogger(folder, name="", version="tensorboard", purge_step=purge_step))
-        elif name == "csv":  # a file per start: the logger would overwrite that of an earlier one
-            loggers.append(CSVLogger(folder / "csv", "", f"from-step-{resumed_step:08d}", flush_logs_every_n_steps=1))
-        else:
-            loggers.append(WandbLogger(folder.name, folder, project=project, group=folder.name))
-    return loggers
+    purge_step = resumed_step + 1 if resumed_step else None
+    builders: dict[str, Callable[[], Logger]] = {
+        "tensorboard": lambda: GroupingLogger(folder, name="", version="tensorboard", purge_step=purge_step),
+        # A file per start: the logger would overwrite that of an earlier one.
+        "csv": lambda: CSVLogger(folder / "csv", "", f"from-step-{resumed_step:08d}", flush_logs_every_n_steps=1),
+        "wandb": lambda: WandbLogger(folder.name, folder, project=project, group=folder.name),
+    }
+    return [builders[name]() for name in names]
 
 
 def log_image(trainer: L.Trainer, name: str, image: np.ndarray[Any, Any] | Figure) -> None:
@@ -155,7 +153,7 @@ class SampleLogger(L.Callback):
         encoder = IMAGE_ENCODERS.build(coder.name, coder.params)  # built anew: takes no memory between validations
         both = {"held out": objective.x_0(self._batch), "sampled": made}
         rows = [(name, list(encoder.decode(x_0.float().cpu()))) for name, x_0 in both.items()]
-        log_image(trainer, "samples", np.asarray(labelled_grid(rows)))
+        log_image(trainer, "samples", np.asarray(labelled_grid(rows, scale_of(rows[0][1][0]))))
 
 
 def sample_like(

@@ -20,7 +20,7 @@ from ddm_lightning.shards.datamodule import ClusterDataModule
 from ddm_lightning.training.checkpoint import checkpoints_in, damage_of, load_tensors, step_of
 from ddm_lightning.training.fit import build_data
 from ddm_lightning.training.guard import SkippedStep, skipped_of
-from ddm_lightning.training.objective import Position, build_objective
+from ddm_lightning.training.objective import Distillation, Position, build_objective
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,14 @@ def replay_step(name: str, run: Run, step: int | None, rank: int) -> tuple[Skipp
         The step, the path of the nearest checkpoint (or "the initial weights"), and the samples, replayed with it.
 
     Raises:
-        UserError: no such step was skipped, its samples are not on this machine, or the member is in use.
+        UserError: no such step was skipped, the shards are not those of the training, or the member is in use.
     """
     folder, island = run.folder.member(name), run.experiment.island
     skipped = _find(folder, step, rank)
     member = run.member(name)
     objective = build_objective(member, run)
+    if isinstance(objective, Distillation):
+        objective.teach(run)
     network = objective.network
     nearest = _load_nearest(network, folder / "checkpoints", skipped.step)
     if nearest is None and member.lora is None and (initial := run.initial(member)) is not None:
@@ -107,18 +109,21 @@ def _load_nearest(network: nn.Module, checkpoints: Path, step: int) -> str | Non
 
 
 def _samples(data: ClusterDataModule, skipped: SkippedStep) -> dict[str, Tensor]:
+    """Read the samples of a step in the order of the training."""
     data.prepare_data()
-    missing = {*skipped.sample_ids}
-    found: dict[int, dict[str, Tensor]] = {}
     with closing(data):
-        for batch in data.training_in_order():
-            for row, sample_id in enumerate(batch["sample_id"].tolist()):
-                if sample_id in missing:
-                    found[sample_id] = {name: values[row] for name, values in batch.items()}
-            missing -= found.keys()
-            if not missing:
-                return {name: torch.stack([found[one][name] for one in skipped.sample_ids]) for name in batch}
-    raise UserError(f"{data.shards}: sample {min(missing)} is missing; replay where the member was trained")
+        loader = data.train_dataloader()
+        epoch, step = divmod(skipped.step, len(loader))
+        first = step * data.batch_size
+        loader.load_state_dict({"epoch": epoch, "sample_in_epoch": first, "shuffle_seed": data.seed})
+        batch = next(iter(loader))
+    num_ranks = data.batch_size // len(skipped.sample_ids)
+    samples = {name: values[skipped.rank :: num_ranks] for name, values in batch.items()}
+    if samples["sample_id"].tolist() != skipped.sample_ids:
+        raise UserError(
+            f"{data.shards}: step {skipped.step} has other samples here; replay where the member was trained"
+        )
+    return samples
 
 
 def replay_table(samples: list[ReplayedSample]) -> Table:

@@ -30,10 +30,12 @@ def test_images_lie_in_rows_and_columns_at_the_asked_size():
 
 def test_labels_title_and_footer_are_drawn_beside_the_images():
     rows = [("red", [picture((200, 0, 0), 16)] * 4)]
-    bare = labelled_grid([("", rows[0][1])])
-    labelled = labelled_grid(rows)
-    titled = labelled_grid(rows, title="a title")
-    credited = labelled_grid(rows, footer="drawn by somebody whose licence asks for a line of credit below each sheet")
+    bare = labelled_grid([("", rows[0][1])], 3)
+    labelled = labelled_grid(rows, 3)
+    titled = labelled_grid(rows, 3, title="a title")
+    credited = labelled_grid(
+        rows, 3, footer="drawn by somebody whose licence asks for a line of credit below each sheet"
+    )
     assert labelled.width > bare.width
     assert titled.height > labelled.height
     ink = (np.asarray(credited)[labelled.height :] < 200).any()
@@ -56,10 +58,10 @@ def test_a_prompt_of_any_length_is_shortened_in_linear_time():
     row = [picture((1, 2, 3))]
     for text in ("word " * 4000, "x" * 20_000):
         start = time.process_time()
-        labelled_grid([(text, row)])
+        labelled_grid([(text, row)], 3)
         assert time.process_time() - start < 10, "a quadratic search takes minutes"
 
 
 def test_a_label_without_spaces_is_cut_too():
     row = [picture((1, 2, 3))]
-    assert labelled_grid([("x" * 500, row)]).width < 2 * labelled_grid([("x" * 25, row)]).width
+    assert labelled_grid([("x" * 500, row)], 3).width < 2 * labelled_grid([("x" * 25, row)], 3).width

@@ -7,7 +7,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from shards import servers
 from shards.mds import WARNINGS
 
-from ddm_lightning.core import remote
+from ddm_lightning.core import filesystems, remote
 from ddm_lightning.prepare.sources.urls import Files
 
 pytestmark = WARNINGS
@@ -113,3 +113,20 @@ def test_a_folder_is_removed_with_its_files_alone(url):
     remote.remove(f"{url}/gone")
     remote.remove(f"{url}/gone")
     assert remote.files(url).keys() == {"gone-not/c"}
+
+
+@pytest.mark.parametrize(
+    ("url", "login", "shown"),
+    [
+        ("sftp://me:p@ss@host/x", {"username": "me", "password": "p@ss"}, "sftp://me:***@host/x"),
+        ("sftp://m%40e:p%3As@host/x", {"username": "m@e", "password": "p:s"}, "sftp://m%40e:***@host/x"),
+        ("sftp://host:2222/a:b@c", {"port": 2222}, "sftp://host:2222/a:b@c"),
+    ],
+)
+def test_a_login_in_a_url_is_used_whole_and_never_shown(monkeypatch, url, login, shown):
+    made = []
+    monkeypatch.setattr(filesystems, "SFTPFileSystem", lambda *_, **given: made.append(given))
+    monkeypatch.setattr(remote, "_used", set())
+    remote.filesystem(url)
+    assert made == [{"port": 22, "username": None, "password": None} | login]
+    assert remote.shown(url) == shown

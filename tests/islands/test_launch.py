@@ -14,8 +14,8 @@ from tiny_runs import ROOT, TINY, prepared
 
 from ddm_lightning.cli.parser import main
 from ddm_lightning.config.load import load_experiment
+from ddm_lightning.config.merge import island_of
 from ddm_lightning.islands.launchers.ssh import SshLauncher
-from ddm_lightning.members.member import island_of
 
 pytestmark = [*WARNINGS, pytest.mark.slow]
 LONG = ("expert.train.max_steps=1200", "island.checkpoint_every_n_steps=1000")

@@ -8,9 +8,10 @@ from tiny_runs import TINY
 
 from ddm_lightning.cli.parser import main
 from ddm_lightning.config.load import load_experiment
+from ddm_lightning.config.merge import island_of
 from ddm_lightning.islands import plan
 from ddm_lightning.members.cost import MemberCost, chosen_strategy
-from ddm_lightning.members.member import Member, island_of
+from ddm_lightning.members.member import Member
 
 GPU = ("island.accelerator=gpu", "island.precision=bf16-mixed")
 PLAIN = ("condition.kind=none", "sample.prompts=[]")

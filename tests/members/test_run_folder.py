@@ -57,6 +57,26 @@ def test_more_steps_are_the_same_training_where_the_schedule_does_not_end(tmp_pa
     assert f": router.train.max_steps (was 40, where the {schedule} schedule ends); set" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("base", "own", "key", "ends"),
+    [
+        ("constant", None, "overrides.expert-1.train", None),
+        ("constant", None, "overrides.expert-0.train", None),  # which had none of its own
+        ("constant", "cosine", "overrides.expert-1.train", "cosine"),
+        ("constant", "cosine", "train", "cosine"),
+        ("cosine", "constant", "overrides.expert-1.train", None),
+        ("cosine", None, "overrides.expert-1.train", "cosine"),
+    ],
+)
+def test_the_schedule_of_each_expert_counts(base, own, key, ends):
+    overridden = {"max_steps": 60} if "overrides" in key else {}
+    overridden |= {"schedule": own} if own else {}
+    overrides = f"expert.overrides={json.dumps({'expert-1': {'train': overridden}})}"
+    given = [f"expert.train.schedule={base}", overrides]
+    old, new = (asdict(load_experiment(TINY, [*given, *more])) for more in ([], [f"expert.{key}.max_steps=90"]))
+    assert changes(old, new) == (f"expert.{key}.max_steps (was 60, where the {ends} schedule ends)" if ends else "")
+
+
 def test_a_record_without_newer_keys_is_of_the_same_experiment(tmp_path):
     old, new = asdict(load_experiment(TINY)), asdict(load_experiment(TINY))
     del old["expert"]["loss"], old["prepare"]["horizontal_flips"]

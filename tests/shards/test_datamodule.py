@@ -373,11 +373,11 @@ def test_a_cache_smaller_than_what_is_shuffled_together_is_refused(tmp_path, mon
         loader(least + 1, held_out_clusters=[0])
 
 
-def test_all_training_samples_in_order_pass_through_a_cache_of_three_shards(tmp_path):
-    folder = write_mds(tmp_path / "shards/cluster-0/train", range(500))
+def test_held_out_samples_in_order_pass_through_a_cache_of_three_shards(tmp_path):
+    folder = write_mds(tmp_path / "shards/cluster-0/held-out", range(500))
     limit, seen = 3 * max(path.stat().st_size for path in folder.glob("*.mds")), []
-    data = module_of(f"file://{tmp_path}/shards", [0], 6, tmp_path, max_cache_bytes=limit)
-    for batch in data.training_in_order():
+    settings = {"held_out_clusters": [0], "max_cache_bytes": 4 * limit}  # three quarters are for training samples
+    for batch in module_of(f"file://{tmp_path}/shards", [0], 6, tmp_path, **settings).val_dataloader():
         seen += batch["sample_id"].tolist()
         assert sum(path.stat().st_size for path in (tmp_path / "cache").rglob("*.mds")) <= limit
     assert seen == [*range(500)]

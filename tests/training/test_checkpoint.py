@@ -6,11 +6,14 @@ import shutil
 import signal
 import subprocess
 import threading
+from collections import deque
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from training.checkpoint_folders import cut, largest_file, stored
 
+from ddm_lightning.core.errors import UserError
 from ddm_lightning.training import checkpoint
 from ddm_lightning.training.checkpoint import CheckpointWriter, damage_of, read_tensors, stored_sizes
 
@@ -49,16 +52,29 @@ def test_tensors_come_back_as_they_were(tmp_path):
 
 
 def test_large_tensors_are_spread_over_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "_MAX_FILE_BYTES", 1000)
+    monkeypatch.setattr(checkpoint, "_FILE_BYTES", 1000)
     tensors = {f"model/{n}": torch.full((100,), float(n)) for n in range(5)} | {"model/big": torch.zeros(1000)}
+    tensors["model/last"] = torch.ones(1)
     path = write(tmp_path / "step-1", tensors)
-    sizes = sorted(file.stat().st_size for file in path.glob("*.safetensors"))
-    assert len(sizes) == 4
-    assert all(size < 1000 + 600 for size in sizes[:3])
+    found = {file.name: sorted(load_file(file)) for file in path.glob("*.safetensors")}
+    assert sorted(found.values()) == [
+        ["model/0", "model/1", "model/2"],
+        ["model/3", "model/4"],
+        ["model/big"],
+        ["model/last"],
+    ]
     assert damage_of(path) is None
-    into = {name: torch.ones_like(value) for name, value in tensors.items()}
+    into = {name: torch.full_like(value, -1.0) for name, value in tensors.items()}
     read_tensors(path, into)
     assert all(torch.equal(into[name], value) for name, value in tensors.items())
+
+
+def test_a_state_that_could_not_be_read_again_is_refused_at_once(tmp_path):
+    with pytest.raises(
+        UserError, match=r"^key 'island\.callbacks': the state_dict of a callback holds more than plain"
+    ):
+        write(tmp_path / "step-1", rest={"callbacks": {"own": {"losses": deque([0.5])}}})
+    assert names(tmp_path) == []
 
 
 def test_a_checkpoint_appears_whole_while_training_continues(tmp_path, monkeypatch):

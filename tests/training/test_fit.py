@@ -106,6 +106,7 @@ def test_its_curves_and_images_are_in_tensorboard(finished):
     images = shown.Images("1_watch/train/samples")
     assert [image.step for image in images] == [12, 20]
     assert all(image.encoded_image_string.startswith(b"\x89PNG") for image in images)
+    assert {image.height > 2 * 72 for image in images} == {True}, "small images are enlarged"
 
 
 def test_tensorboard_opens_on_what_to_watch(finished):
@@ -266,14 +267,14 @@ def test_a_sample_that_is_not_finite_costs_its_steps_and_is_found_by_one_command
     assert main([*command, "--rank", "1"]) == 2
     assert "steps of rank 1 that were skipped: none" in refusal(capsys)
 
-    # As if a second device had had these samples: its times are others.
-    one = dataclasses.replace(skipped[-1], rank=1)
+    # As if a second device had had every other of these samples: its times are others.
+    one = dataclasses.replace(skipped[-1], rank=1, sample_ids=skipped[-1].sample_ids[1::2])
     member(tiny_run, "skipped_steps-1.jsonl").write_text(one.line() + "\n")
     assert main([*command, "--rank", "1"]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if re.match(r" *\d+ ", line)]
     experiment = load_experiment(TINY)
     drawn = keyed_generator(experiment.seed, "expert-0", "noise", 1, one.step)
-    times = sample_timesteps(8, **dataclasses.asdict(experiment.expert.timesteps), generator=drawn, device="cpu")
+    times = sample_timesteps(4, **dataclasses.asdict(experiment.expert.timesteps), generator=drawn, device="cpu")
     wanted = {str(sample_id): t for sample_id, t in zip(one.sample_ids, times.tolist(), strict=True)}
     assert {row[0]: float(row[1]) for row in rows} == pytest.approx(wanted, abs=1e-4)
 

@@ -14,7 +14,7 @@ from tiny_runs import TINY
 
 from ddm_lightning.cli.parser import main
 from ddm_lightning.members.status import MemberStatus
-from ddm_lightning.training import checkpoint, previews
+from ddm_lightning.training import checkpoint, parallel, previews
 from ddm_lightning.training.callbacks import MissedValidation
 from ddm_lightning.training.module import MemberModule
 
@@ -191,6 +191,10 @@ def test_the_last_one_is_made_up_for_where_a_kill_ended_it(tiny_run, tmp_path, m
         with pytest.raises(KilledError):
             main(["fit", "-c", str(TINY), f"run_dir={tiny_run}", "member=expert-0", *last])
     speed = status(tiny_run)["samples_per_second"]
+    with monkeypatch.context() as patched:  # a stop while it loads its last checkpoint hands over no weights
+        patched.setattr(parallel, "read_rest", lambda _: os.kill(os.getpid(), signal.SIGTERM))
+        assert main(["fit", "-c", str(TINY), f"run_dir={tiny_run}", "member=expert-0", *last]) == 130
+    assert (status(tiny_run)["state"], status(tiny_run)["step"]) == ("stopped", 16)
     for run in (tiny_run, other):
         assert main(["fit", "-c", str(TINY), f"run_dir={run}", "member=expert-0", *last]) == 0
     assert weights(tiny_run) == weights(other)

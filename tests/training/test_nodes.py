@@ -231,7 +231,7 @@ def test_the_first_node_publishes_what_another_pair_goes_on_with(tiny_run, tmp_p
         ([], {"NODE_RANK": "2", "MASTER_ADDR": "localhost"}, "which node is this?"),
         ([], {"SLURM_STEP_NUM_TASKS": "4"}, "key 'island.nodes' = 2: srun started 4 tasks; start one per node: "),
         (["member=expert-0,expert-1"], {}, "key 'island.nodes' = 2: start fit on each node with member=expert-0 alone"),
-        (["island.nodes=3"], {}, "'island.devices' = 1: times island.nodes = 3 must divide the expert's 8 samples"),
+        (["island.nodes=3"], {}, "'island.devices' = 1: times nodes = 3 must divide the 8 samples per"),
         (["island.nodes=0"], {}, "key 'island.nodes' = 0"),
     ],
 )

@@ -1,5 +1,9 @@
 """A step that was left out, taken once more: with which weights, and what is said of each sample."""
 
+import itertools
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 from shards.mds import WARNINGS
@@ -23,42 +27,46 @@ from ddm_lightning.training.replay import replay_step
 pytestmark = WARNINGS
 
 
-def first_samples(data):
+def batch_of(data, step):
+    """The samples of a step, by training up to it."""
     data.prepare_data()
-    batch = next(iter(data.training_in_order()))
+    loader = data.train_dataloader()
+    batches = itertools.chain.from_iterable(itertools.repeat(loader))  # epoch by epoch
+    batch = next(itertools.islice(batches, step, None))
     data.close()
-    return {name: values[:3] for name, values in batch.items()}
+    return batch
 
 
-def left_out(run, step, name="expert-0"):
-    """As if three samples of ``step`` had been left out, step 5 before it, and step 19 by another rank."""
-    experiment = load_experiment(TINY, [f"run_dir={run}", *SHORT])
-    opened = Run(experiment)
-    folder = opened.folder
-    data = build_data(opened.member(name), opened)
-    ids = first_samples(data)["sample_id"].tolist()
-    folder.member(name).mkdir(parents=True, exist_ok=True)
-    records = [SkippedStep(at, rank, ids, [0.5] * 3, [1.0] * 3) for at, rank in ((step, 0), (5, 0), (19, 1))]
-    lines = "".join(record.line() + "\n" for record in records)
-    (folder.member(name) / "skipped_steps.jsonl").write_text(lines)
-    return opened, data, ids
+def left_out(run, step, name="expert-0", *more):
+    """As if ``step`` had been left out, and as if step 5 before it, and step 19 by another rank, had been."""
+    opened = Run(load_experiment(TINY, [f"run_dir={run}", *SHORT, *more]))
+    batch = batch_of(build_data(opened.member(name), opened), step)
+    ids = batch["sample_id"].tolist()
+    folder = opened.folder.member(name)
+    folder.mkdir(parents=True, exist_ok=True)
+    records = [SkippedStep(at, rank, ids, [0.5] * 8, [1.0] * 8) for at, rank in ((step, 0), (5, 0), (19, 1))]
+    (folder / "skipped_steps.jsonl").write_text("".join(record.line() + "\n" for record in records))
+    return opened, batch
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_each_sample_has_its_own_loss_and_gradient_at_the_nearest_weights(finished, tmp_path, capsys, precision):
     run = copy_run(finished, tmp_path / "run", "expert-0")
-    opened, data, ids = left_out(run, 17)
+    opened, batch = left_out(run, 17)
     opened.experiment.island.precision = precision
     assert main(["replay", "-c", str(TINY), f"run_dir={run}", "member=expert-0", *SHORT]) == 0
     assert "every gradient is finite here: the cause is that step's weights" in capsys.readouterr().out
     skipped, loaded, samples = replay_step("expert-0", opened, None, 0)
     nearest = member(run, "checkpoints", "step-00000018.ckpt")
-    assert skipped.step == 17 and loaded == str(nearest) and [sample.sample_id for sample in samples] == ids
+    assert (
+        skipped.step == 17
+        and loaded == str(nearest)
+        and [sample.sample_id for sample in samples] == batch["sample_id"].tolist()
+    )
 
     objective = build_objective(opened.member("expert-0"), opened)
     module = MemberModule(objective)
     load_tensors(nearest, module)
-    batch = first_samples(data)
     noised = objective.noisy_batch(batch, Position(17))
     for row, sample in enumerate(samples):
         one = noised.rows(slice(row, row + 1))
@@ -81,13 +89,25 @@ def test_a_member_in_training_is_left_alone(finished, tiny_run):
 
 
 def test_before_the_first_checkpoint_it_takes_the_weights_that_the_member_started_from(finished, tiny_run):
-    _, data, _ = left_out(tiny_run, 3)
     start = f"expert.init_from={member(finished, 'artifact')}"
-    opened = Run(load_experiment(TINY, [f"run_dir={tiny_run}", *SHORT, start]))
+    opened, batch = left_out(tiny_run, 3, "expert-0", start)
     _, loaded, samples = replay_step("expert-0", opened, 3, 0)
     assert loaded == "the initial weights"
     objective = build_objective(opened.member("expert-0"), opened)
     _, network = load_network(member(finished, "artifact"))
-    one = objective.noisy_batch(first_samples(data), Position(3)).rows(slice(0, 1))
+    one = objective.noisy_batch(batch, Position(3)).rows(slice(0, 1))
     loss = functional.mse_loss(network(one.x_t, one.t, one.condition), one.noise - one.x_0)
     assert samples[0].loss == pytest.approx(float(loss.detach()), rel=1e-5)
+
+
+def test_a_rank_of_a_student_replays_its_rows_alone(finished_run, tmp_path):
+    opened, batch = left_out(copy_run(finished_run, tmp_path / "run"), 9, "student", "distill.global_batch_size=16")
+    path = opened.folder.member("student") / "skipped_steps.jsonl"
+    record = SkippedStep(9, 1, batch["sample_id"][1::2].tolist(), [0.5] * 8, [1.0] * 8)
+    path.write_text(record.line() + "\n")
+    _, _, samples = replay_step("student", opened, 9, 1)
+    assert [sample.sample_id for sample in samples] == record.sample_ids
+    assert all(math.isfinite(sample.gradient_norm) and sample.loss > 0 for sample in samples)
+    path.write_text(replace(record, step=8).line() + "\n")
+    with pytest.raises(UserError, match=r"step 8 has other samples here; replay where the member was trained"):
+        replay_step("student", opened, 8, 1)

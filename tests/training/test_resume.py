@@ -17,6 +17,7 @@ from training.checkpoint_folders import cut
 from training.short_fits import checkpoints, events, fit, member, weights
 
 from ddm_lightning.config.load import load_experiment
+from ddm_lightning.core.errors import UserError
 from ddm_lightning.training.callbacks import RollingCheckpoints
 from ddm_lightning.training.checkpoint import check_origin, origin_of
 
@@ -49,12 +50,26 @@ def test_resume_reports_changed_settings(interrupted, capsys):
         ("attention=sdpa", "auto", "rounding"),
         ("compile=true", "false", "rounding"),
         ("activation_checkpointing=true", "false", "rounding"),
+        ("num_threads=2", "1", "rounding"),
     ],
 )
 def test_each_setting_that_rounds_otherwise_is_said(tmp_path, setting, before, other):
     torch.save(origin_of("expert-0", load_experiment(TINY)), tmp_path / "rest.pt")
     said = check_origin(tmp_path, "expert-0", load_experiment(TINY, [f"island.{setting}"]))
     assert said == f"from here on with island.{setting} (was {before}): the same samples, other {other}"
+
+
+@pytest.mark.parametrize(("schedule", "changed"), [("constant", None), ("cosine", "max_steps")])
+def test_a_student_goes_on_with_more_steps_where_its_schedule_does_not_end(tmp_path, schedule, changed):
+    before, after = (
+        load_experiment(TINY, [f"expert.train.schedule={schedule}", f"distill.max_steps={steps}"]) for steps in (60, 90)
+    )
+    torch.save(origin_of("student", before), tmp_path / "rest.pt")
+    if changed is None:
+        assert check_origin(tmp_path, "student", after) is None
+    else:
+        with pytest.raises(UserError, match=rf"was trained with distill\.{changed} = 60, not 90; set it back"):
+            check_origin(tmp_path, "student", after)
 
 
 def test_milestones_of_an_earlier_start_are_kept_for_good(finished, tmp_path):

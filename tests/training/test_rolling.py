@@ -211,11 +211,11 @@ def test_a_failed_removal_does_not_end_training(tmp_path, monkeypatch):
     assert [name for name in names(tmp_path) if name.startswith("step")] == ["step-00000003.ckpt"]
 
 
-def test_an_exception_waits_for_the_running_save(tmp_path):
+def test_the_end_waits_for_the_running_save(tmp_path):
     trainer = FakeTrainer(rolling(tmp_path, 5, 2, 100))
     trainer.global_step = 5
     trainer.rolling.save(trainer)
-    trainer.rolling.on_exception(trainer, trainer.lightning_module, KeyboardInterrupt())
+    trainer.strategy.checkpoints.close()
     assert names(tmp_path) == ["step-00000005.ckpt"]
 
 

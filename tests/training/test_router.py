@@ -61,6 +61,13 @@ def test_the_loss_is_the_cross_entropy_of_the_cluster():
     assert losses["accuracy"].mean().item() == pytest.approx(accuracy)
 
 
+def test_logits_that_are_not_finite_give_no_figures():
+    network = LinearRouter()
+    network.weight.data[0] = torch.nan
+    found = figures(router(network), batch(10))
+    assert all(np.isfinite(value) for value in found.values())
+
+
 @pytest.mark.parametrize("kind", ["text", "none"])
 def test_held_out_figures_and_confusion_against_numpy(kind):
     network = LinearRouter()

@@ -72,10 +72,11 @@ def test_a_teacher_without_its_router_is_refused(finished_run, tmp_path):
 
 
 @pytest.mark.slow
-def test_it_trains_from_a_finished_ensemble_by_the_command_line(finished_run, tmp_path, capsys):
-    run = copy_run(finished_run, tmp_path / "run")
+def test_an_island_without_the_ensemble_trains_it_by_the_command_line(finished_run, tmp_path, capsys):
+    run, store = tmp_path / "run", copy_run(finished_run, tmp_path / "store")
+    (store / "ensemble.json").unlink()  # assembled where it is needed
     own = [*settings(run), "distill.max_steps=3", "distill.global_batch_size=4", "member=student"]
-    assert main(["fit", *own]) == 0
+    assert main(["fit", *own, f"remote={store}"]) == 0
     meta, _ = read_artifact(run / "members" / "student" / "artifact")
     assert (meta.role, meta.step, meta.num_samples) == ("student", 3, 12)
     capsys.readouterr()
