@@ -180,8 +180,9 @@ class _TextModel(Pretrained):
 
     def _config_files(self) -> list[Path]:
         names = {name for files in self.tokenizer_files for name in files}
-        files = sorted(self.tokenizer_folder.iterdir())
-        return super()._config_files() + [path for path in files if path.name in names or path.match("*token*.json")]
+        return super()._config_files() + [
+            path for path in sorted(self.tokenizer_folder.iterdir()) if path.name in names or path.match("*token*.json")
+        ]
 
     @cached_property
     def _tokenizer(self) -> Any:

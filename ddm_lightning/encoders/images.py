@@ -38,19 +38,14 @@ class Pixels(Provenance):
     """Stores uint8 pixels, channels first; ``x_0`` runs from -1 to 1.
 
     Args:
-        image_size: height and width to which images are scaled (Lanczos); None keeps theirs. The feature network always
-            sees the full-size images, so small samples do not harm the clustering.
-
-    Raises:
-        ValueError: ``image_size`` is below 1.
+        image_size: height and width to which images are scaled (Lanczos); None or 0 keeps theirs. The feature network
+            always sees the full-size images, so small samples do not harm the clustering.
     """
 
     dtype = "uint8"
     stores = "x_0"
 
     def __init__(self, image_size: int | None = None) -> None:
-        if image_size is not None and image_size < 1:
-            raise ValueError(f"image_size = {image_size} must be at least 1")
         self.image_size = image_size
         self.normalisation: dict[str, float | list[float]] = {"scale": _SCALE, "shift": _SHIFT}
 
@@ -60,7 +55,7 @@ class Pixels(Provenance):
 
     def encode(self, images: UInt8[np.ndarray, "n h w 3"]) -> UInt8[np.ndarray, "n 3 h w"]:
         """Scale images and move the channels first."""
-        if self.image_size is not None and images.shape[1:3] != (size := (self.image_size, self.image_size)):
+        if self.image_size and images.shape[1:3] != (size := (self.image_size, self.image_size)):
             images = np.stack([np.asarray(Image.fromarray(i).resize(size, Image.Resampling.LANCZOS)) for i in images])
         return np.ascontiguousarray(images.transpose(0, 3, 1, 2))
 

@@ -54,41 +54,28 @@ class Path:
         """``alpha``, ``sigma`` and their derivatives; the path's velocity is ``alpha'·x_0 + sigma'·noise``."""
         return 1 - tau, tau, -torch.ones_like(tau), torch.ones_like(tau)
 
+    def tau(self, t: Times) -> Times:
+        """Time of the linear path's signal-to-noise ratio ``((1-t)/t)²``, or the nearest that the path has."""
+        return t
+
     def from_linear(self, x_t: Samples, t: Times) -> tuple[Samples, Times]:
         """``x_tau`` and ``tau`` with the signal-to-noise ratio of ``(x_t, t)``, or the nearest that the path has."""
-        return x_t, t
-
-    def to_linear(self, x_tau: Samples, tau: Times) -> tuple[Samples, Times]:
-        """Inverse of ``from_linear``."""
-        return x_tau, tau
-
-    def velocity_scale(self, tau: Times) -> Times:
-        """Error in the linear path's velocity caused by an error of 1 in this path's velocity, at a given ``x_tau``."""
-        return torch.ones_like(tau)
-
-
-class _Curved(Path):
-    """A path other than the linear one."""
-
-    def tau(self, t: Times) -> Times:
-        """Time of the linear path's signal-to-noise ratio ``((1-t)/t)²``."""
-        raise NotImplementedError
-
-    def from_linear(self, x_t: Samples, t: Times) -> tuple[Samples, Times]:
         tau = self.tau(t)
         alpha, sigma, *_ = self.scales(tau)
         return x_t * expand_time(alpha + sigma, x_t), tau
 
     def to_linear(self, x_tau: Samples, tau: Times) -> tuple[Samples, Times]:
+        """Inverse of ``from_linear``."""
         alpha, sigma, *_ = self.scales(tau)
         return x_tau / expand_time(alpha + sigma, x_tau), sigma / (alpha + sigma)
 
     def velocity_scale(self, tau: Times) -> Times:
+        """Error in the linear path's velocity caused by an error of 1 in this path's velocity, at a given ``x_tau``."""
         alpha, sigma, d_alpha, d_sigma = self.scales(tau)
         return (alpha + sigma) / (alpha * d_sigma - sigma * d_alpha)
 
 
-class Cosine(_Curved):
+class Cosine(Path):
     """``alpha = cos(π·tau/2)``, ``sigma = sin(π·tau/2)`` (Salimans and Ho, 2202.00512)."""
 
     def scales(self, tau: Times) -> tuple[Times, Times, Times, Times]:
@@ -100,7 +87,7 @@ class Cosine(_Curved):
         return (2 / math.pi * torch.atan2(t, 1 - t)).clamp(max=1)
 
 
-class VariancePreserving(_Curved):
+class VariancePreserving(Path):
     """DDPM's path (2006.11239) in continuous time, with alpha² + sigma² = 1 (Song et al., 2011.13456, appendix C).
 
     ``-log alpha = (BETA_MAX - BETA_MIN)·tau²/4 + BETA_MIN·tau/2``. At tau = 1 alpha is 0.0066, so this path ends at
@@ -188,7 +175,7 @@ def velocity_of(
     Raises:
         ValueError: ``kind`` is none of ``PREDICTIONS``.
     """
-    x_tau, tau = PATHS[path].from_linear(x_t, t)
+    x_tau, tau = (x_t, t) if path == "linear" else PATHS[path].from_linear(x_t, t)
     return to_velocity(network(x_tau, tau, condition), x_tau, tau, kind, path)
 
 

@@ -12,8 +12,9 @@ def some_images(num=3, size=10, seed=0):
     return np.random.default_rng(seed).integers(0, 256, (num, size, size, 3), dtype=np.uint8)
 
 
-def test_pixels_survive_encoding_and_decoding():
-    encoder = IMAGE_ENCODERS.build("pixels", {})
+@pytest.mark.parametrize("params", [{}, {"image_size": 0}])
+def test_pixels_survive_encoding_and_decoding(params):
+    encoder = IMAGE_ENCODERS.build("pixels", params)
     images = some_images()
     stored = encoder.encode(images)
     assert stored.dtype == np.dtype(encoder.dtype) and stored.shape == (3, *encoder.x_shape(10))
@@ -54,16 +55,9 @@ def test_encoders_without_weights_have_no_provenance():
         assert registry.build(name, {}).provenance() == {}
 
 
-@pytest.mark.parametrize(
-    ("registry", "name", "params", "problem"),
-    [
-        (IMAGE_ENCODERS, "pixels", {"image_size": 0}, "image_size = 0 must be at least 1"),
-        (FEATURES, "inception", {"device": "gpu"}, "device string: gpu; change them"),
-    ],
-)
-def test_params_without_a_meaning_are_one_line(registry, name, params, problem):
-    with pytest.raises(UserError, match=rf"{name}' refuses its params: .*{problem}"):
-        registry.build(name, params)
+def test_a_device_that_torch_does_not_know_is_one_line():
+    with pytest.raises(UserError, match=r"inception' refuses its params: .* device string: gpu; change them"):
+        FEATURES.build("inception", {"device": "gpu"})
 
 
 def test_hashed_words_are_the_sum_of_their_words():

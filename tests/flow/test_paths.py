@@ -23,6 +23,7 @@ from ddm_lightning.flow.path import (
     to_velocity,
     training_target,
     velocity_loss_weights,
+    velocity_of,
 )
 from ddm_lightning.flow.solvers.built_in import Heun
 from ddm_lightning.flow.timesteps import sampling_times
@@ -127,6 +128,19 @@ def test_equal_signal_to_noise_ratio(path: str) -> None:
     torch.testing.assert_close(back, (x_t, t), rtol=1e-9, atol=0)
     single = PATHS[path].from_linear(x_t.float(), t.float())[1]
     torch.testing.assert_close(single, tau.float(), rtol=1e-4, atol=0)
+
+
+def test_the_linear_path_is_itself_to_the_bit() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for dtype in (torch.float32, torch.float64):
+        x, t = torch.randn(2, 200_000, generator=generator, dtype=dtype)
+        x, t = x[:, None], t.sigmoid() ** 4  # also near the data
+        for found in (PATHS["linear"].from_linear(x, t), PATHS["linear"].to_linear(x, t)):
+            assert torch.equal(found[0], x) and torch.equal(found[1], t)
+        assert bool((PATHS["linear"].velocity_scale(t) == 1).all())
+    half = torch.ones(2, 3, dtype=torch.float16)
+    seen = velocity_of(lambda *given: given[0], half, torch.ones(2), None, "velocity")
+    assert seen is half  # not copied, nor of another type
 
 
 @pytest.mark.parametrize("path", PATHS)
