@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from ddm_lightning.config.experiment import SampleConfig
+from ddm_lightning.config.load import leaves
 from ddm_lightning.config.merge import expert_clusters
 from ddm_lightning.core import checks
 from ddm_lightning.core.errors import UserError
@@ -219,6 +220,8 @@ def read_document(path: Path) -> dict[str, Any]:
     if document["about"] is not None:
         document["about"]["sample"] = checks.kept(document["about"]["sample"], SampleConfig)
         checks.check(document["about"]["sample"], SampleConfig, "about.sample", str(path), references=False)
+        if checks.MISSING_MARK in dict(leaves(document["about"]["sample"])).values():
+            raise UserError(f"{path}: key 'about.sample': a value is {checks.MISSING_MARK!r}; give one")
     return document
 
 

@@ -14,7 +14,7 @@ from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.formatting import Bars
 from ddm_lightning.ensemble.manifest import EnsembleManifest, cluster_of, known_clusters
 from ddm_lightning.members.artifact import ArtifactMeta, read_artifact, read_meta, write_artifact
-from ddm_lightning.members.member import ROUTER
+from ddm_lightning.members.member import ROUTER, expert_number
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import MEMBER_FILE, RunFolder, load_run
 from ddm_lightning.shards.datamodule import ClusterDataModule
@@ -42,7 +42,8 @@ def extend_router(
         out: artifact folder of the new router.
 
     Raises:
-        UserError: no router, one that was extended before or has no output per cluster, or shards of another partition.
+        UserError: no router, one that was extended before or has no output per cluster, several experts per cluster,
+            or shards of another partition.
     """
     if ROUTER not in ensemble.folders:
         raise UserError("--tune-router: the ensemble has no router; leave the option out and use the strategy bayes")
@@ -50,6 +51,10 @@ def extend_router(
     meta, state = read_artifact(folder)
     if meta.clusters:
         raise UserError(f"{folder / MEMBER_FILE}: was extended before; train a router on the shards of all clusters")
+    if max(map(expert_number, ensemble.experts)) >= meta.num_clusters:
+        raise UserError(
+            "--tune-router: does not go with experts by noise level; leave it out and use the strategy bayes"
+        )
     run = _run_of(meta, folder, seen)
     own = read_meta(expert)
     new_run = _run_of(own, expert, new)

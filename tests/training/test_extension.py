@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from artifact_files import edit
-from tiny_runs import prepared
+from tiny_runs import copy_run, prepared
 
 from ddm_lightning.cli.parser import main
 from ddm_lightning.encoders.interfaces import StoredForm
 from ddm_lightning.ensemble.load import load_ensemble
-from ddm_lightning.ensemble.manifest import read_ensemble
+from ddm_lightning.ensemble.manifest import read_ensemble, write_ensemble
 from ddm_lightning.flow.path import interpolate
 from ddm_lightning.members.artifact import read_meta
 from ddm_lightning.shards.manifest import Manifest
@@ -61,7 +61,16 @@ def test_an_extended_router_knows_the_new_cluster_and_keeps_the_others(
     assert load_ensemble(read_ensemble(less / "ensemble.json")).router is not None
     other = shutil.copytree(expert, tmp_path / "other")
     edit(other / "member.json", member="expert-0")
+    by_noise = copy_run(finished_run, tmp_path / "by_noise")
+    of_member = {
+        name: by_noise / "members" / name / "artifact" for name in ("expert-0", "expert-1", "router", "expert-2")
+    }
+    shutil.copytree(of_member["expert-1"], of_member["expert-2"])
+    for name, interval in (("expert-1", [0.0, 0.5]), ("expert-2", [0.5, 1.0])):
+        edit(of_member[name] / "member.json", member=name, interval=interval)
+    write_ensemble(by_noise, [*of_member.values()], [0.5, 0.5], expert_clusters=(0, 1, 1))
     refusals = {
+        "--tune-router: does not go with experts by noise level": [str(by_noise), str(expert), str(finished_run)],
         "was extended before; train a router on the shards of all clusters": [str(out), str(other), str(finished_run)],
         "holds other clusters than those of": [str(finished_run), str(expert), str(new)],
     }

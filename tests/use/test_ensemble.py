@@ -103,6 +103,7 @@ def test_a_url_is_downloaded_and_checked(
     [
         ({"seed": -1}, "key 'about' must be null or an object of valid name, "),
         ({"sample": {"num_steps": 0}}, "'about.sample.num_steps' = 0"),
+        ({"sample": {"strategy_params": {"top_k": "???"}}}, "key 'about.sample': a value is '???'"),
         ({"code": "import os"}, "key 'about' must be"),
     ],
 )

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn import functional as F
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import FEATURES, METRICS, parameters_of
@@ -196,37 +197,25 @@ class KernelInceptionDistance(FeatureMetric):
         return {f"KID ({self.features}, {self.num_subsets} subsets)": Score.of(mean, found.spread)}
 
 
-class Moments(NamedTuple):
-    """Sums over features, in float64; sums of parts add up to those of the whole."""
-
-    num: int
-    total: Float[Tensor, " d"]
-    outer: Float[Tensor, "d d"]
-
-    @classmethod
-    def of(cls, features: Float[Tensor, "n d"]) -> Moments:
-        """Sum up features."""
-        features = features.double()
-        return cls(len(features), features.sum(0), features.T @ features)
-
-    def without(self, features: Float[Tensor, "n d"]) -> Moments:
-        """Return the sums without some of the features."""
-        part = Moments.of(features)
-        return Moments(self.num - part.num, self.total - part.total, self.outer - part.outer)
-
-    def mean_and_covariance(self) -> tuple[Float[Tensor, " d"], Float[Tensor, "d d"]]:
-        """Return the mean and the unbiased covariance."""
-        mean = self.total / self.num
-        return mean, (self.outer - self.num * torch.outer(mean, mean)) / (self.num - 1)
+def _sums(features: Float[Tensor, "n d"]) -> Float[Tensor, "d1 d1"]:
+    """``XᵀX`` in float64, X with a column of ones: sums of products, of features and of ones; parts add up."""
+    rows = F.pad(features, (0, 1), value=1.0).double()
+    return rows.T @ rows
 
 
-def frechet_distance(generated: Moments, real: Moments) -> float:
+def _gaussian(sums: Float[Tensor, "d1 d1"]) -> tuple[Float[Tensor, " d"], Float[Tensor, "d d"]]:
+    """Mean and unbiased covariance."""
+    num, mean = sums[-1, -1], sums[-1, :-1] / sums[-1, -1]
+    return mean, (sums[:-1, :-1] - num * torch.outer(mean, mean)) / (num - 1)
+
+
+def _frechet_distance(generated: Float[Tensor, "d1 d1"], real: Float[Tensor, "d1 d1"]) -> float:
     """``|μ_g − μ_r|² + tr(S_g + S_r − 2 (S_r^½ S_g S_r^½)^½)`` (equation 6 of 1706.08500).
 
-    The last trace is the sum of the square roots of a symmetric matrix's eigenvalues, clipped at 0. So it is finite for
-    covariances of any rank.
+    Of the ``_sums`` of two sets. The last trace is the sum of the square roots of a symmetric matrix's eigenvalues,
+    clipped at 0. So it is finite for covariances of any rank.
     """
-    (mean, covariance), (real_mean, real_covariance) = generated.mean_and_covariance(), real.mean_and_covariance()
+    (mean, covariance), (real_mean, real_covariance) = _gaussian(generated), _gaussian(real)
     values, vectors = torch.linalg.eigh(real_covariance)
     root = vectors * values.clamp_min(0).sqrt()  # root · rootᵀ = S_r; any such root gives the same eigenvalues
     shared = torch.linalg.eigvalsh(root.T @ covariance @ root).clamp_min(0).sqrt().sum()
@@ -236,7 +225,7 @@ def frechet_distance(generated: Moments, real: Moments) -> float:
 @METRICS.register("fid")
 @dataclass(eq=False)
 class FrechetDistance(FeatureMetric):
-    """``frechet_distance`` between Gaussians fitted to both sets.
+    """Fréchet distance between Gaussians fitted to both sets.
 
     It is called FID on Inception features and FD on all others. The interval comes from a delete-a-group jackknife over
     both sets. On Gaussians its width was 0.95 to 1.4 times the true one. A bootstrap's was 1.1 to 2.1 times, the most
@@ -255,13 +244,13 @@ class FrechetDistance(FeatureMetric):
 
     def scores(self, generated: Float[Tensor, "n d"], real: Float[Tensor, "m d"]) -> dict[str, Score]:
         """Return the distance under its name."""
-        pairs = [(Moments.of(features), features) for features in (generated, real)]
-        value, num = frechet_distance(*(whole for whole, _ in pairs)), self.num_groups
+        pairs = [(_sums(features), features) for features in (generated, real)]
+        value, num = _frechet_distance(*(whole for whole, _ in pairs)), self.num_groups
         name = f"{'FID' if self.features == 'inception' else 'FD'} ({self.features})"
         if not num:
             return {name: Score(value)}
         # A group is every num-th image, because images of a cluster follow one another.
-        left_out = [frechet_distance(*(whole.without(rows[j::num]) for whole, rows in pairs)) for j in range(num)]
+        left_out = [_frechet_distance(*(whole - _sums(rows[j::num]) for whole, rows in pairs)) for j in range(num)]
         return {name: Score.of(value, float(((num - 1) * torch.tensor(left_out).var(correction=0)).sqrt()))}
 
 
