@@ -269,8 +269,10 @@ def _read(run: Run, side: str, most: int, device: torch.device) -> Samples:
     batch = shards.take(np.arange(num) * len(shards) // num, names)
     objective, condition = build_objective(run.member(MONOLITH), run, nn.Identity()), None
     if side != TRAIN and objective.member.condition.kind != "none":
-        columns = zip(*(values.to(device).split(BATCH_SIZE) for values in batch.values()), strict=True)
-        parts = (objective.condition(dict(zip(batch, part, strict=True))) for part in columns)
+        parts = (
+            objective.condition({name: values[rows].to(device) for name, values in batch.items()})
+            for rows in torch.arange(num).split(BATCH_SIZE)
+        )
         condition = Condition.cat(list(filter(None, parts))).to("cpu")
     return Samples(objective.x_0(batch), batch["cluster"], batch["sample_id"], condition)
 

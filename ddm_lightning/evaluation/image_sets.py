@@ -216,8 +216,7 @@ class Generated:
         """Return a column, such as ``caption``, of the samples whose conditions are used."""
         if self._given is None:
             return [self._own[row % len(self._own)] for row in rows]
-        generator = keyed_generator(self._ensemble.experiment.seed, "conditions")
-        order = torch.randperm(self._given.num, generator=generator)
+        order = torch.randperm(self._given.num, generator=keyed_generator(self._ensemble.experiment.seed, "conditions"))
         return self._given.column(order[torch.tensor(rows) % len(order)].tolist(), column)
 
     def _condition(self, rows: range) -> Condition | None:

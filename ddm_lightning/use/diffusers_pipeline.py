@@ -88,9 +88,10 @@ class DecentralizedPipeline(DiffusionPipeline):  # type: ignore[misc]  # diffuse
             settings |= {kind: rows, "num": num_images_per_prompt, "seed": _seed(generator)}
             images: Any = self.ensemble.sample(**settings)
         else:
-            is_free = rows is None and self.ensemble.meta.condition["kind"] == "none"
-            given = [None] if is_free else [[row] for row in rows or ()]
-            each: list[dict[str, Any]] = [{kind: own} for own in given for _ in range(num_images_per_prompt)]
+            all_rows = [None] if self.ensemble.meta.condition["kind"] == "none" and rows is None else rows or ()
+            each: list[dict[str, Any]] = [
+                {kind: None if row is None else [row]} for row in all_rows for _ in range(num_images_per_prompt)
+            ]
             if len(each) != len(generator):
                 raise UserError(f"generator: {len(generator)} given for {len(each)} images; give one, or one per image")
             images = [

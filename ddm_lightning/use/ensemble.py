@@ -103,13 +103,11 @@ class DecentralizedEnsemble:
                 folder's own encoders always may.
 
         Raises:
-            UserError: a file is missing, damaged or of other data, or leads out of the folder; no such device,
+            UserError: a file is missing, damaged or of other data, or leads out of the folder; no GPU is there,
                 ``resident_experts`` below 2, or an encoder's path is not allowed.
+            RuntimeError: ``device`` is no name of a device.
         """
-        try:
-            accelerator = "auto" if device is None else {"cuda": "gpu"}.get(torch.device(device).type, "cpu")
-        except RuntimeError as error:
-            raise UserError(f"device = {device!r}: {first_line(error)}; give one such as cuda") from None
+        accelerator = "auto" if device is None else {"cuda": "gpu"}.get(torch.device(device).type, "cpu")
         overrides = [
             "sample.member=null",
             f"sample.resident_experts={resident_experts or 'null'}",

@@ -22,7 +22,6 @@ _PIPELINE = '''"""Code of this folder for diffusers: the class is part of the in
 
 from ddm_lightning.use.diffusers_pipeline import DecentralizedPipeline  # noqa: F401
 '''
-_MEMBER_CARD = TEMPLATES.get_template("member_card.md.j2")
 CONDITION_FILE = "condition.safetensors"
 """Weights of a member that its class of diffusers, or an adapter, has no place for."""
 
@@ -100,7 +99,7 @@ def export_member(manifest: EnsembleManifest, out: Path, licence: str | None = N
         network.model.save_pretrained(temporary)
         if others:
             save_weights(temporary / CONDITION_FILE, others, str(out))
-        card = _MEMBER_CARD.render(
+        card = TEMPLATES.get_template("member_card.md.j2").render(
             kind=type(network.model).__name__,
             name=name,
             meta=meta,

@@ -64,8 +64,6 @@ TEMPLATES = Environment(
     loader=PackageLoader(__package__), undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True
 )
 """Model cards."""
-_CARD = TEMPLATES.get_template("model_card.md.j2")
-
 
 # Of an artifact; those of a signature need not exist.
 _FILES = (MEMBER_FILE, WEIGHTS_FILE, STATEMENT, SIGNATURE)
@@ -311,9 +309,7 @@ def save_ensemble(ensemble: EnsembleManifest, out: Path, licence: str | None = N
         is_changed = bool(ensemble.changed or ensemble.lost)
         write_manifest(temporary, replace(ensemble, folders=folders, about=about, changed=is_changed))
         saved = read_ensemble(temporary / ENSEMBLE_FILE)
-        card = _CARD.render(
-            vars(saved),
-            shares=saved.shares,
-            condition=saved.meta.condition["kind"],
+        card = TEMPLATES.get_template("model_card.md.j2").render(
+            vars(saved), shares=saved.shares, condition=saved.meta.condition["kind"]
         )
         (temporary / "README.md").write_text(card, encoding="utf-8")
