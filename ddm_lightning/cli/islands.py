@@ -47,8 +47,8 @@ def launch_members(experiment: Experiment, options: argparse.Namespace) -> None:
             return
         pull_manifest(run)
         found = launch(run, jobs, launcher, options.on)
-    for one in found:
-        print(f"{one.member}: {one.action}" + (f" ({one.detail})" if one.detail else ""))
+    for member, done in found.items():
+        print(f"{member}: {done}")
     print(f"next: {command_line('status', options)}")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from ddm_lightning.config.merge import island_of
 from ddm_lightning.core.errors import UserError
@@ -17,16 +16,6 @@ from ddm_lightning.members.run import Run
 
 _FILE = "launched.json"
 """In the run folder: launcher and handle of each member's newest job."""
-
-
-@dataclass(frozen=True)
-class Launched:
-    """What ``launch`` did with one member."""
-
-    member: str
-    action: str
-    """``started``, ``stopped``, or why nothing was done: ``finished``, ``running``, ``queued``, ``not running``."""
-    detail: str = ""
 
 
 def jobs_of(run: Run, members: Sequence[str], config: str, overrides: Sequence[str]) -> list[Job]:
@@ -57,8 +46,11 @@ def jobs_of(run: Run, members: Sequence[str], config: str, overrides: Sequence[s
     ]
 
 
-def launch(run: Run, jobs: Sequence[Job], launcher: Launcher, on: str) -> list[Launched]:
+def launch(run: Run, jobs: Sequence[Job], launcher: Launcher, on: str) -> dict[str, str]:
     """Start each member that is not running, queued or finished.
+
+    Returns:
+        What was done with each member: ``started`` and the job's handle, or why nothing was.
 
     Raises:
         UserError: the store or the engine cannot be reached; jobs started before are kept.
@@ -72,14 +64,14 @@ def launch(run: Run, jobs: Sequence[Job], launcher: Launcher, on: str) -> list[L
     for job, handle in zip(to_start, launcher.submit_all(to_start), strict=True):
         handles[job.member] = [on, handle]
         atomic_write_json(run.folder.root / _FILE, handles)
-    return [
-        Launched(name, state) if state else Launched(name, "started", handles[name][1])
-        for name, state in states.items()
-    ]
+    return {name: state or f"started ({handles[name][1]})" for name, state in states.items()}
 
 
-def cancel(run: Run, members: Sequence[str]) -> list[Launched]:
+def cancel(run: Run, members: Sequence[str]) -> dict[str, str]:
     """Ask members that ``launch`` of this run folder started to write a checkpoint and stop.
+
+    Returns:
+        What was done with each member: ``stopped`` or ``not running``, and its job's handle.
 
     Raises:
         UserError: the engine cannot be reached.
@@ -91,10 +83,9 @@ def cancel(run: Run, members: Sequence[str]) -> list[Launched]:
         found = [name for name, handle in handles.items() if handle[0] == on and launcher.is_active(handle[1])]
         launcher.cancel_all([handles[name][1] for name in found])
         active.update(found)
-    return [
-        Launched(name, "stopped" if name in active else "not running", handles.get(name, ["", ""])[1])
-        for name in members
-    ]
+    done = {name: f"not running ({handle})" for name, (_, handle) in handles.items()}
+    done |= {name: f"stopped ({handles[name][1]})" for name in active}
+    return {name: done.get(name, "not running") for name in members}
 
 
 def build_launcher(name: str, run: Run, jobs: Sequence[Job] = ()) -> Launcher:
