@@ -11,6 +11,7 @@ import torch
 from rich.table import Table
 from torch import Tensor, nn
 
+from ddm_lightning.config.merge import island_of
 from ddm_lightning.core.devices import autocast, device_of
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.formatting import table
@@ -53,7 +54,7 @@ def replay_step(name: str, run: Run, step: int | None, rank: int) -> tuple[Skipp
     Raises:
         UserError: no such step was skipped, the shards are not those of the training, or the member is in use.
     """
-    folder, island = run.folder.member(name), run.experiment.island
+    folder, island = run.folder.member(name), island_of(name, run.experiment)
     skipped = _find(folder, step, rank)
     member = run.member(name)
     objective = build_objective(member, run)

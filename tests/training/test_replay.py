@@ -53,7 +53,7 @@ def left_out(run, step, name="expert-0", *more):
 def test_each_sample_has_its_own_loss_and_gradient_at_the_nearest_weights(finished, tmp_path, capsys, precision):
     run = copy_run(finished, tmp_path / "run", "expert-0")
     opened, batch = left_out(run, 17)
-    opened.experiment.island.precision = precision
+    opened.experiment.islands = {"expert-0": {"precision": precision}}
     assert main(["replay", "-c", str(TINY), f"run_dir={run}", "member=expert-0", *SHORT]) == 0
     assert "every gradient is finite here: the cause is that step's weights" in capsys.readouterr().out
     skipped, loaded, samples = replay_step("expert-0", opened, None, 0)
