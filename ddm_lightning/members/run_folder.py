@@ -157,8 +157,8 @@ def refuse_changes(path: Path | str, old: dict[str, Any], new: dict[str, Any]) -
     """
     if changed := changes(old, new):
         raise UserError(
-            f"{path}: the experiment changed since this was written: {changed}; set those keys back, or use another "
-            "folder with run_dir=…"
+            f"{path}: the experiment changed since this was written: {changed}; set those keys back, or start "
+            "another run with run_dir=…, and remote=… if it has one"
         )
 
 
