@@ -69,7 +69,7 @@ class PartitionConfig:
     fit_fraction: float = option(1.0, low=1e-6, high=1)
     """Fraction of the samples on which k-means is fitted."""
     device: str = "cpu"
-    """Torch device for k-means: ``cpu`` or ``cuda``."""
+    """Torch device for k-means: ``cpu``, ``cuda`` or, for one of several, such as ``cuda:1``."""
     num_iterations: int = option(20, low=1)
     """Iterations of each k-means stage."""
     max_largest_over_mean: float = option(1.05, low=1)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ddm_lightning.core import checks
-from ddm_lightning.core.errors import UserError, first_line
+from ddm_lightning.core.errors import UserError, first_line, line_of
 
 Factory = TypeVar("Factory", bound=Callable[..., Any])
 
@@ -105,6 +105,8 @@ class Registry:
         try:
             return self.get(name)(**context, **params)
         except (TypeError, ValueError, RuntimeError, ArithmeticError) as error:  # also torch's, for a width of 0
+            if line_of(error) is not None:  # out of memory
+                raise
             raise UserError(f"{self.kind} {name!r} refuses its params: {first_line(error)}; change them") from error
 
     def check(self, name: str, params: dict[str, Any], **context: Any) -> None:

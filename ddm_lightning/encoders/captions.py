@@ -109,7 +109,8 @@ class _TextModel(Pretrained):
         params: see ``Pretrained``. In a pipeline, ``subfolder`` is ``text_encoder`` or the like.
 
     Raises:
-        UserError, ValueError, RuntimeError: see ``Pretrained``.
+        UserError, RuntimeError: see ``Pretrained``.
+        ValueError: a wrong ``store`` or ``max_tokens``.
     """
 
     packages: tuple[str, ...] = ("transformers", "tokenizers")

@@ -82,7 +82,8 @@ class DinoV2(_ImageModel):
         resolution: side of the resized images in pixels, a multiple of the patch size (14 in the published models).
 
     Raises:
-        UserError, ValueError, RuntimeError: see ``Pretrained``.
+        UserError, RuntimeError: see ``Pretrained``.
+        ValueError: ``resolution`` is no multiple of the patch size.
     """
 
     place = "feature network 'dinov2'"

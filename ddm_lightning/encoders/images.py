@@ -85,7 +85,8 @@ class DiffusersVAE(Pretrained):
             bfloat16 has fewer levels than a pixel.
 
     Raises:
-        UserError, ValueError, RuntimeError: see ``Pretrained``.
+        UserError, RuntimeError: see ``Pretrained``.
+        ValueError: a wrong ``stores`` or ``dtype``, or a ``compute_dtype`` that overflows.
     """
 
     packages: tuple[str, ...] = ("diffusers",)

@@ -146,7 +146,7 @@ class DiT(Trunk):
         params: fields of ``blocks.ExpertArchitecture``, such as ``patch_size``, ``size`` and ``mlp``.
 
     Raises:
-        ValueError: sizes that do not fit each other, or an unknown choice.
+        ValueError: sizes that do not fit each other. Choices are checked by the registry.
     """
 
     params = ExpertArchitecture

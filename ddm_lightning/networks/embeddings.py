@@ -125,7 +125,7 @@ class ConditionEmbedding(nn.Module):
     Args:
         spec: kind and size of the condition.
         width: entries of an embedded vector.
-        keep_tokens: embed each text token, for cross-attention, with the null repeated; otherwise their mean.
+        keep_tokens: embed each text token, for cross-attention, with the null repeated.
     """
 
     def __init__(self, spec: ConditionSpec, width: int, keep_tokens: bool = False) -> None:
@@ -147,10 +147,9 @@ class ConditionEmbedding(nn.Module):
         if condition is None:
             return null
         values = condition.values
-        if not isinstance(self.embed, nn.Embedding):  # a linear layer, perhaps with an adapter
+        if not isinstance(self.embed, nn.Embedding):
             # Text may be stored in float16.
             values = values.to(self.null.dtype)
-            values = values if self.tokens or values.ndim == 2 else values.mean(1)
         return torch.where(condition.keep.view(-1, *(1 for _ in null.shape[1:])), self.embed(values), null)
 
 

@@ -104,7 +104,7 @@ class UNet(Conditioned):
         prediction: output of the network: ``velocity``, ``epsilon`` (the noise) or ``x_0`` (the data).
 
     Raises:
-        ValueError: sizes that do not fit each other, or an unknown choice.
+        ValueError: sizes that do not fit each other. Choices are checked by the registry.
     """
 
     def __init__(

@@ -66,8 +66,9 @@ def check_partition(config: PartitionConfig, num_samples: int | None) -> None:
         UserError: no such device, too many clusters or fine centroids, or too small a part to fit them on.
     """
     num_gpus = torch.cuda.device_count()
-    if config.device not in ("cpu", *["cuda"][:num_gpus], *(f"cuda:{number}" for number in range(num_gpus))):
-        raise _refusal(config, "device", f"must be cpu, cuda or cuda:1; this machine has {num_gpus} CUDA devices")
+    devices = ["cpu", *["cuda"][:num_gpus], *(f"cuda:{number}" for number in range(num_gpus))]
+    if config.device not in devices:
+        raise _refusal(config, "device", f"must be {' or '.join(devices)} on this machine")
     if num_samples is None:
         return
     num_fitted = max(1, round(config.fit_fraction * num_samples))
