@@ -92,7 +92,7 @@ def _prepared(experiment: Experiment, options: argparse.Namespace) -> Run | None
     from ddm_lightning.prepare.share import Share, prepare_share
     from ddm_lightning.prepare.stages import prepare
 
-    share = Share.parse(options.parts) if getattr(options, "parts", None) else None
+    share = Share.parse(options.parts) if getattr(options, "parts", None) is not None else None
     folder, check = RunFolder.of(experiment).root, _networks_check(experiment, options, initial=True)
     check_free(Run(experiment), parts=share is not None)
     with Bars(Console(), transient=True) as bars:

@@ -94,13 +94,16 @@ def show_status(experiment: Experiment, options: argparse.Namespace) -> None:
             print(json.dumps(seen.to_json()))
         return
     if options.watch:
+        problem = ""
         with Live(table_of(run, members), auto_refresh=False) as live:
             while any(seen.health != "done" for seen in members):
                 time.sleep(_WATCH_SECONDS)
                 try:
-                    members = watch.look()
+                    members, problem = watch.look(), ""
                 except UserError as error:  # a store that is down for a while
-                    note(f"{error}; the table is of {time.strftime('%H:%M')}")
+                    if not problem:
+                        problem = str(error)
+                        note(f"{problem}; the table stays as it is, and is tried again")
                 live.update(table_of(run, members), refresh=True)
         return
     if options.html:

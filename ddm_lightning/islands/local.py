@@ -146,6 +146,7 @@ def fit_members(members: Sequence[str], run: Run, jobs: int, console: Console) -
     names = [name for name in members if not run.is_finished(name)]
     # The longest trainings first, so that all finish at about the same time.
     waiting = sorted(names, key=lambda name: -relative_cost(run.member(name)))
+    widest = max(island_of(name, run.experiment).devices for name in members)
     running: list[_Child] = []
     failures: dict[str, Failure] = {}
     with _stop_requests() as requests:
@@ -172,7 +173,7 @@ def fit_members(members: Sequence[str], run: Run, jobs: int, console: Console) -
                             break
                         member = waiting.pop(0)
                         progress.start_task(tasks[member])
-                        running.append(_start(member, slot, run))
+                        running.append(_start(member, slot, run, widest))
                     _wait_for_any(running)
                     for child in list(running):
                         code = child.process.poll()
@@ -191,21 +192,23 @@ def fit_members(members: Sequence[str], run: Run, jobs: int, console: Console) -
     return failures
 
 
-def _start(member: str, slot: int, run: Run) -> _Child:
+def _start(member: str, slot: int, run: Run, widest: int) -> _Child:
     island = island_of(member, run.experiment)
     folder = run.folder.member(member)
     environment = {
         **os.environ,
-        **gpu_variables(slot, island),
+        **gpu_variables(slot, replace(island, devices=widest)),  # so that no two members share a GPU
         "OMP_NUM_THREADS": str(island.num_threads),
         "PYTHONUNBUFFERED": "1",
         FITTED_BY: str(os.getpid()),
     }
     # Not the run's experiment.yaml, into which another fit may write the settings of another island meanwhile.
     settings = folder / "experiment.yaml"
+    islands = run.experiment.islands
     if island.max_minutes is not None:  # from the start of this process, not of the child's
-        island = replace(island, max_minutes=max(0.01, island.max_minutes - (time.monotonic() - STARTED) / 60))
-    atomic_write_text(settings, to_yaml(replace(run.experiment, island=island, islands={})))
+        left = max(0.01, island.max_minutes - (time.monotonic() - STARTED) / 60)
+        islands = {**islands, member: {**islands.get(member, {}), "max_minutes": left}}
+    atomic_write_text(settings, to_yaml(replace(run.experiment, islands=islands)))
     command = [sys.executable, "-m", "ddm_lightning", "fit", "-c", str(settings), f"member={member}"]
     log = folder / "log.txt"
     with log.open("ab") as stream:

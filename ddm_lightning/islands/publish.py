@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -82,8 +82,6 @@ class Publisher:
         self.name, self.run, self.held = name, run, held
         self.folder, self.url = run.folder.member(name), f"{run.url}/members/{name}"
         self._sent: dict[Path, tuple[int, int]] = {}
-        self._there: dict[str, int] = {}
-        """Bytes of each file that is published already."""
         self._published_step = -1
         self.training_over, self._over = threading.Event(), threading.Event()
         self._lost: LostLeaseError | None = None
@@ -103,7 +101,7 @@ class Publisher:
             OSError: the store cannot be read.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._there = remote.files(self.url)
+        there = remote.files(self.url)
         pull_artifact(self.name, self.run)
         newest = newest_checkpoint(self.folder / "checkpoints")
         own = -1 if newest is None else step_of(newest)
@@ -114,8 +112,12 @@ class Publisher:
                 break
             if self._pull_checkpoint(stem):
                 _say(f"{self.name}: takes over the checkpoint of step {step} from {remote.shown(self.url)}")
-                self._pull_rest()
+                self._pull_rest(there)
                 break
+        for path, stamp in self._changed():
+            # Averages are large, and a machine that is taken back often must not send all of them each time.
+            if path.suffix == ".safetensors" and there.get(path.relative_to(self.folder).as_posix()) == stamp[0]:
+                self._sent[path] = stamp
 
     def _checkpoints(self, *, whole: bool = True) -> list[tuple[int, int, str]]:
         """Step, generation and name of each published checkpoint, by step; incomplete ones only if not ``whole``."""
@@ -143,9 +145,9 @@ class Publisher:
             shutil.rmtree(temporary, ignore_errors=True)
         return True
 
-    def _pull_rest(self) -> None:
+    def _pull_rest(self, there: Iterable[str]) -> None:
         """Fetch curves, records of skipped steps and snapshots of averages, which the checkpoint does not hold."""
-        for name in self._there:
+        for name in there:
             if _is_shared(name):
                 remote.get(f"{self.url}/{name}", inside(self.folder, name, Path(self.url)))
 
@@ -207,9 +209,9 @@ class Publisher:
                 self._remove_old_checkpoints()
         finally:
             shutil.rmtree(copy, ignore_errors=True)
-        if self.run.is_finished(self.name) and not is_published(artifact := self.run.folder.artifact(self.name)):
-            self._send(artifact, f"{self.url}/artifact", MEMBER_FILE)
-            mark_published(artifact)
+        if self.run.is_finished(self.name) and not is_published(self.name, self.run):
+            self._send(self.run.folder.artifact(self.name), f"{self.url}/artifact", MEMBER_FILE)
+            mark_published(self.name, self.run)
 
     def _link_newest(self, copy: Path) -> Path | None:
         """Link the files of a checkpoint that is to be sent, as training may remove it before a slow upload ends."""
@@ -241,9 +243,7 @@ class Publisher:
             if not (_is_shared(relative) and path.is_file()):
                 continue
             state = path.stat()
-            # A snapshot never changes; a machine that is taken back often must not send all of them each time.
-            is_there = path.suffix == ".safetensors" and self._there.get(relative) == state.st_size
-            if not is_there and self._sent.get(path) != (stamp := (state.st_size, state.st_mtime_ns)):
+            if self._sent.get(path) != (stamp := (state.st_size, state.st_mtime_ns)):
                 yield path, stamp
 
     def _send(self, folder: Path, url: str, last: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,7 +16,7 @@ from omegaconf import OmegaConf
 from ddm_lightning.config.load import read_yaml, to_yaml
 from ddm_lightning.core import remote
 from ddm_lightning.core.errors import DOWNLOADS, UserError
-from ddm_lightning.core.files import atomic_folder, atomic_write_text, sha256_file
+from ddm_lightning.core.files import atomic_folder, atomic_write_text, sha256_file, sha256_json
 from ddm_lightning.core.weights import check_recorded
 from ddm_lightning.ensemble.manifest import assemble
 from ddm_lightning.members.artifact import REMEDY, WEIGHTS_FILE, base_file, read_meta
@@ -27,7 +28,7 @@ from ddm_lightning.prepare.ledger import Published, publish_shards
 from ddm_lightning.shards.manifest import Manifest, manifest_path
 
 _MANIFEST = "prepared/manifest.json"
-# Beside an artifact: the SHA-256 of the description that was published or fetched last.
+# In a member's folder: hash of the description that was published or fetched last, and of where.
 _MARK = ".published"
 
 
@@ -160,33 +161,42 @@ def is_shared(run: Run) -> bool:
     return True
 
 
-def mark_published(artifact: Path) -> None:
-    """Note that an artifact is the published one."""
-    atomic_write_text(artifact.parent / _MARK, sha256_file(artifact / MEMBER_FILE))
+def mark_published(name: str, run: Run) -> None:
+    """Note that a member's artifact is the one at the run's URL."""
+    atomic_write_text(run.folder.member(name) / _MARK, _mark_of(name, run))
 
 
-def is_published(artifact: Path) -> bool:
-    """Whether an artifact has been published or fetched, and not changed since."""
+def is_published(name: str, run: Run) -> bool:
+    """Whether a member's artifact has been published at the run's URL or fetched, and not changed since."""
     with suppress(FileNotFoundError):
-        return (artifact.parent / _MARK).read_text(encoding="utf-8") == sha256_file(artifact / MEMBER_FILE)
+        return (run.folder.member(name) / _MARK).read_text(encoding="utf-8") == _mark_of(name, run)
     return False
 
 
+def _mark_of(name: str, run: Run) -> str:
+    return sha256_json([run.url, sha256_file(run.folder.artifact(name) / MEMBER_FILE)])
+
+
 def pull_artifact(name: str, run: Run) -> None:
-    """Bring the artifact of a member, if it is published; one here that was not sent is newer, and stays.
+    """Bring the artifact of a member, if it is published; one here that was not sent stays unless it has fewer steps.
 
     Raises:
         OSError: the store cannot be read.
         UserError: the artifact is damaged, or its signature is refused.
     """
     url, folder = f"{run.url}/members/{name}/artifact", run.folder.artifact(name)
-    own = folder / MEMBER_FILE
-    with suppress(FileNotFoundError):
+    own = (folder / MEMBER_FILE).read_bytes() if run.folder.has_artifact(name) else b""
+    try:
         description = remote.read(f"{url}/{MEMBER_FILE}")
-        if own.exists() and own.read_bytes() == description:
-            mark_published(folder)
-        if own.exists() and (own.read_bytes() == description or not is_published(folder)):
-            return
+    except FileNotFoundError:
+        (folder.parent / _MARK).unlink(missing_ok=True)  # perhaps removed there, so it is sent again
+        return
+    if own == description:
+        mark_published(name, run)
+        return
+    if own and not is_published(name, run) and _step_of(own) >= _step_of(description):
+        return
+    with suppress(FileNotFoundError):
         with atomic_folder(folder) as temporary:
             DOWNLOADS[str(temporary)] = remote.shown(url)
             (temporary / MEMBER_FILE).write_bytes(description)
@@ -200,7 +210,13 @@ def pull_artifact(name: str, run: Run) -> None:
             base = base_file(run.folder.root, meta)
             if meta.base_sha256 is not None and not base.exists():
                 remote.get(f"{run.url}/{base.relative_to(run.folder.root).as_posix()}", base)
-        mark_published(folder)
+        mark_published(name, run)
+
+
+def _step_of(description: bytes) -> int:
+    with suppress(ValueError, KeyError, TypeError):
+        return int(json.loads(description)["step"])
+    return -1
 
 
 def pull_ensemble(run: Run, member: str | None = None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -54,7 +54,8 @@ def replay_step(name: str, run: Run, step: int | None, rank: int) -> tuple[Skipp
     Raises:
         UserError: no such step was skipped, the shards are not those of the training, or the member is in use.
     """
-    folder, island = run.folder.member(name), island_of(name, run.experiment)
+    island = island_of(name, run.experiment)
+    run, folder = Run(replace(run.experiment, island=island), run.folder), run.folder.member(name)
     skipped = _find(folder, step, rank)
     member = run.member(name)
     objective = build_objective(member, run)

@@ -23,6 +23,7 @@ from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core import processes
 from ddm_lightning.islands import local
 from ddm_lightning.members.member import expert_name
+from ddm_lightning.members.run import Run
 
 KILLED = "expert-1"
 OTHERS = tuple(member for member in MEMBERS if member != KILLED)
@@ -259,3 +260,20 @@ def test_as_many_jobs_as_cores_that_this_process_may_use(monkeypatch):
     assert local.default_jobs(MEMBERS, experiment) == 1
     experiment.island.num_threads = 12
     assert local.default_jobs(MEMBERS, experiment) == 1
+
+
+def test_a_member_s_process_gets_its_own_island_and_the_run_s_settings(tmp_path, monkeypatch):
+    started = []
+    monkeypatch.setattr(local.subprocess, "Popen", lambda *_, env, **__: started.append(env))
+    islands = {"expert": {"num_threads": 3}, "router": {"devices": 2, "strategy": "ddp"}}
+    experiment = load_experiment(TINY, [f"run_dir={tmp_path}", "island.max_minutes=60"])
+    experiment.islands = islands
+    run = Run(experiment)
+    run.folder.member("expert-0").mkdir(parents=True)
+    local._start("expert-0", 0, run, 2)
+    (environment,) = started
+    assert environment["OMP_NUM_THREADS"] == "3"
+    given = load_experiment(run.folder.member("expert-0") / "experiment.yaml")
+    left = given.islands.pop("expert-0")
+    assert given.islands == islands and given.island == experiment.island
+    assert 0 < left.pop("max_minutes") < 60 and not left

@@ -234,13 +234,15 @@ def test_only_curves_and_averages_are_sent_and_fetched(publisher):
     for name in ("slurm/JOB_submitted.pkl", "tensorboard/events", "tensorboard/.hidden"):
         remote.write(f"{publisher.url}/{name}", b"theirs")
     publisher.pull()
-    publisher._pull_rest()
+    publisher._pull_rest(remote.files(publisher.url))
     assert (folder / "slurm/JOB_submitted.pkl").read_text() == "ours"
     assert (folder / "tensorboard/events").read_text() == "theirs"
     assert not (folder / "tensorboard/.hidden").exists()
     again = Publisher("expert-0", publisher.run, publisher.held)
     again.pull()
     assert [path.name for path, _ in again._changed()] == ["events"], "a snapshot that is there is not sent again"
+    (folder / snapshot).write_text("new!")  # by a resumed training, on a machine that rounds otherwise
+    assert folder / snapshot in dict(again._changed())
 
 
 def test_the_newer_artifact_wins_whether_it_is_here_or_there(publisher, finished_run, tmp_path):
@@ -267,6 +269,10 @@ def test_the_newer_artifact_wins_whether_it_is_here_or_there(publisher, finished
     first.pull()
     first.publish()
     assert here(first) == 2 and figure_of(remote.read(f"{publisher.url}/artifact/member.json")) == 2
+    shutil.rmtree(Path(publisher.url) / "artifact")  # such as a damaged one
+    first.pull()
+    first.publish()
+    assert figure_of(remote.read(f"{publisher.url}/artifact/member.json")) == 2
     change(first, 3)
     pull_artifact("expert-0", first.run)  # as ``sample`` does; the change could not be sent
     assert here(first) == 3
