@@ -37,8 +37,9 @@ STOP_SECONDS = 20.0
 """Time to try to publish after a stop; a scheduler kills what takes longer."""
 _KEPT = 2
 _EARLY_SECONDS = 2.0
-# What is sent and fetched besides checkpoints and the artifact; nothing else, as schedulers keep pickles here.
-_CURVES = re.compile(r"(csv|ema|tensorboard)/.+|skipped_steps(-\d+)?\.jsonl")
+# What is sent and fetched besides checkpoints and the artifact: curves, averages, and text that callbacks write.
+# Nothing else, as schedulers keep pickles here.
+_SHARED = re.compile(r"(csv|ema|tensorboard)/.+|(?!log\.txt)[^/]+\.(csv|jsonl|txt)")
 _CHECKPOINT = re.compile(r"(step-(\d{8,})\.ckpt)\.(\d+)")
 
 
@@ -298,7 +299,7 @@ class Publisher:
 
 def _is_shared(relative: str) -> bool:
     """Whether to send and fetch a file of a member's folder; hidden ones are perhaps half-written."""
-    return _CURVES.fullmatch(relative) is not None and "/." not in relative
+    return _SHARED.fullmatch(relative) is not None and "/." not in relative
 
 
 def _say(line: str) -> None:

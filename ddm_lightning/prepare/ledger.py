@@ -142,14 +142,16 @@ class Published:
 
     @_patient
     def read(self, name: str) -> Entries | None:
-        """Return the entries of a ledger; None if there is none yet.
+        """Return the entries of a ledger; None if there is none yet, or it was emptied.
 
         Raises:
             UserError: the ledger is damaged, or other versions made it.
         """
         address = f"{remote.shown(self.url)}/{name}.json"
         try:
-            content = json.loads(remote.read(f"{self.url}/{name}.json"))
+            if not (found := remote.read(f"{self.url}/{name}.json")):
+                return None
+            content = json.loads(found)
             versions, entries = content["versions"], content["work"]
             for entry in entries.values():
                 if problem := checks.problem_with({key: entry[key] for key in _ENTRY}, _ENTRY):

@@ -108,11 +108,11 @@ def test_several_members_share_the_slot_of_their_fit(tiny_run, monkeypatch, caps
     assert main(["fit", *settings(tiny_run), "island.max_minutes=0.51"]) == 130
     assert capsys.readouterr().err.count("not started: the slot is over") == len(MEMBERS)
     run = Run(load_experiment(TINY, [f"run_dir={tiny_run}", "island.max_minutes=2"]))
-    child = local._start("expert-0", 0, run)
+    child = local._start("expert-0", 0, run, 1)
     child.process.kill()
     child.process.wait()
     written = load_experiment(tiny_run / "members/expert-0/experiment.yaml", [])
-    assert written.island.max_minutes == pytest.approx(1.5, abs=0.2)
+    assert written.islands["expert-0"]["max_minutes"] == pytest.approx(1.5, abs=0.2)
 
 
 def until(condition, seconds=120):

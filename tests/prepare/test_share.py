@@ -20,6 +20,7 @@ from prepare.share_work import experiment_at, machine, together
 from shards import servers
 from shards.mds import WARNINGS
 
+from ddm_lightning.config.load import to_yaml
 from ddm_lightning.core import remote
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import sha256_json
@@ -181,9 +182,10 @@ def test_a_url_of_other_data_or_of_unfinished_parts_is_refused_at_the_start(tmp_
     with pytest.raises(UserError, match=r"^key 'remote': .*/remote: holds an unfinished prepare --parts; finish it"):
         check_free(run)
     manifest.write(tmp_path / "remote")
+    (tmp_path / "remote" / "experiment.yaml").write_text(to_yaml(experiment))
     check_free(run)
     experiment.prepare.source.params["num_samples"] = 130
-    with pytest.raises(UserError, match=r"remote: holds a run prepared from other data; set another address"):
+    with pytest.raises(UserError, match=r"the experiment changed since this was written: prepare\.source\.params\.num"):
         check_free(run, parts=True)
 
 
