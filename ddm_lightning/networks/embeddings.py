@@ -116,7 +116,7 @@ class ConditionEmbedding(nn.Module):
     Args:
         spec: kind and size of the condition.
         width: entries of an embedded vector.
-        keep_tokens: embed each text token, for cross-attention, with the null repeated.
+        keep_tokens: embed each text token, for cross-attention, with the null repeated; otherwise their mean.
     """
 
     def __init__(self, spec: ConditionSpec, width: int, keep_tokens: bool = False) -> None:
@@ -139,6 +139,7 @@ class ConditionEmbedding(nn.Module):
         if not isinstance(self.embed, nn.Embedding):
             # Text may be stored in float16.
             values = values.to(self.null.dtype)
+            values = values if self.tokens or values.ndim == 2 else values.mean(1)  # the mean: in plug-ins
         return torch.where(condition.keep.view(-1, *(1 for _ in null.shape[1:])), self.embed(values), null)
 
 

@@ -118,6 +118,12 @@ def test_null_learns_from_dropped_rows_and_the_embedding_from_kept_ones():
     assert embedding.embed.weight.grad.sum(1).tolist() == [0, 6, 0, 6]
 
 
+def test_a_vector_of_tokens_is_that_of_their_mean():
+    tokens = random(3, 4, 5).float()
+    as_tokens, as_text = made(ConditionSpec("tokens", 5, length=4)), made(ConditionSpec("text", 5))
+    torch.testing.assert_close(as_tokens(Condition.of(tokens), 3), as_text(Condition.of(tokens.mean(1)), 3))
+
+
 def made_of_tokens():
     torch.manual_seed(0)
     embedding = ConditionEmbedding(ConditionSpec("tokens", 5, length=4), 6, keep_tokens=True)
