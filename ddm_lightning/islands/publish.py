@@ -39,7 +39,7 @@ _KEPT = 2
 _EARLY_SECONDS = 2.0
 # What is sent and fetched besides checkpoints and the artifact: curves, averages, and text that callbacks write.
 # Nothing else, as schedulers keep pickles here.
-_SHARED = re.compile(r"(csv|ema|tensorboard)/.+|(?!log\.txt)[^/]+\.(csv|jsonl|txt)")
+_SHARED = re.compile(r"(csv|ema|tensorboard)/.+|(?!log\.txt)[^./][^/]*\.(csv|jsonl|txt)")
 _CHECKPOINT = re.compile(r"(step-(\d{8,})\.ckpt)\.(\d+)")
 
 

@@ -226,11 +226,12 @@ def test_what_a_killed_process_has_half_sent_is_removed(publisher):
 
 def test_only_curves_and_averages_are_sent_and_fetched(publisher):
     folder, snapshot = publisher.folder, "ema/width-0.1-step-00000010.safetensors"
-    for name in ("slurm/JOB_submitted.pkl", "wandb/metadata.json", "tensorboard/events", snapshot):
+    ours = ("slurm/JOB_submitted.pkl", "wandb/metadata.json", "log.txt", ".tmp-ids.txt", "ids.txt")
+    for name in (*ours, "tensorboard/events", snapshot):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text("ours")
     publisher.publish()
-    assert {*remote.files(publisher.url)} == {"lease/1.json", "tensorboard/events", snapshot}
+    assert {*remote.files(publisher.url)} == {"lease/1.json", "ids.txt", "tensorboard/events", snapshot}
     for name in ("slurm/JOB_submitted.pkl", "tensorboard/events", "tensorboard/.hidden"):
         remote.write(f"{publisher.url}/{name}", b"theirs")
     publisher.pull()
@@ -240,7 +241,9 @@ def test_only_curves_and_averages_are_sent_and_fetched(publisher):
     assert not (folder / "tensorboard/.hidden").exists()
     again = Publisher("expert-0", publisher.run, publisher.held)
     again.pull()
-    assert [path.name for path, _ in again._changed()] == ["events"], "a snapshot that is there is not sent again"
+    assert [path.name for path, _ in again._changed()] == ["ids.txt", "events"], (
+        "a snapshot that is there is not sent again"
+    )
     (folder / snapshot).write_text("new!")  # by a resumed training, on a machine that rounds otherwise
     assert folder / snapshot in dict(again._changed())
 
