@@ -6,6 +6,7 @@ Serve only the page's own routes; Gradio's others, such as uploads, are closed.
 
 from __future__ import annotations
 
+import logging
 import re
 import socket
 import time
@@ -81,6 +82,7 @@ def serve(ensemble: DecentralizedEnsemble, listener: socket.socket, host: str, c
     if host not in ("127.0.0.1", "localhost"):
         note(f"anyone who can reach {host} can use the page; it asks for no password")
     print(f"page: http://{host}:{listener.getsockname()[1]} (Ctrl-C ends it)", flush=True)
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # Gradio's open streams refuse to be closed at Ctrl-C
     server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1))
     with suppress(KeyboardInterrupt):
         server.run([listener])
