@@ -107,11 +107,20 @@ class TimestepEmbedding(TwoLayers):
         return super().forward(sinusoidal(t, self.hidden.in_features).to(self.hidden.weight.dtype))
 
 
+class UnitNorm(nn.Module):
+    """Scale vectors whose entries have unit variance to unit norm."""
+
+    def forward(self, vectors: Float[Tensor, "b size"]) -> Float[Tensor, "b size"]:
+        """The vectors over the root of their size."""
+        return vectors * vectors.shape[-1] ** -0.5
+
+
 class ConditionEmbedding(nn.Module):
     """Embedding of a condition: a linear layer for text, a table for classes, a learned null if dropped.
 
-    Text vectors need no normalisation: their entries have unit variance (unit norm times the root of their size). At
-    high learning rates networks can lose a long vector (docs/log.md, 2026-11-26). Kind ``none`` has nothing to embed.
+    Text vectors, whose entries have unit variance, are scaled to unit norm: else a step of Adam, which changes each
+    weight by the learning rate, moves the embedding of a long vector by hundreds of learning rates, and a network that
+    trains at a high one loses its condition (docs/log.md, 2026-11-26). Kind ``none`` has nothing to embed.
 
     Args:
         spec: kind and size of the condition.
@@ -121,13 +130,17 @@ class ConditionEmbedding(nn.Module):
 
     def __init__(self, spec: ConditionSpec, width: int, keep_tokens: bool = False) -> None:
         super().__init__()
-        self.embed = (nn.Embedding if spec.kind == "class" else nn.Linear)(spec.size, width)
+        self.embed: nn.Module = (nn.Embedding if spec.kind == "class" else nn.Linear)(spec.size, width)
+        if spec.kind != "class" and not keep_tokens:
+            self.embed = nn.Sequential(UnitNorm(), self.embed)
         self.null = nn.Parameter(torch.zeros(width))
         self.tokens = (spec.length,) if keep_tokens else ()
 
     def initialise(self) -> None:
-        """Initialise weights and null from a normal distribution with std 0.02."""
-        nn.init.normal_(self.embed.weight, std=0.02)
+        """Initialise null and weights, as they act on unscaled vectors, from a normal distribution with std 0.02."""
+        weight = next(self.embed.parameters())
+        scale = math.sqrt(weight.shape[1]) if isinstance(self.embed, nn.Sequential) else 1.0
+        nn.init.normal_(weight, std=0.02 * scale)
         nn.init.normal_(self.null, std=0.02)
 
     def forward(self, condition: Condition | None, num_rows: int) -> Float[Tensor, "b *m width"]:

@@ -78,10 +78,11 @@ def made(spec):
     return embedding
 
 
-def test_text_goes_through_a_linear_layer():
+def test_text_goes_through_a_linear_layer_at_unit_norm():
     embedding = made(ConditionSpec("text", 5))
     text = random(3, 5).float()
-    expected = text @ embedding.embed.weight.T + embedding.embed.bias
+    linear = embedding.embed[1]
+    expected = text / math.sqrt(5) @ linear.weight.T + linear.bias
     torch.testing.assert_close(embedding(Condition.of(text), 3), expected)
 
 

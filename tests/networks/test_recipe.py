@@ -1,5 +1,8 @@
+import math
+
 import pytest
 import torch
+from torch import nn
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import EXPERTS, ROUTERS
@@ -100,8 +103,11 @@ def test_without_options_an_expert_is_what_it_was_before_there_were_any():
     """Recorded then: names and order of the weights, initial values, output."""
     torch.manual_seed(0)
     network = DiT(x_shape=(3, 8, 8), condition=ConditionSpec("text", 6), **SMALL)
-    condition = ["condition_embedding.null", *both("condition_embedding.embed")]
+    condition = ["condition_embedding.null", *both("condition_embedding.embed.1")]
     assert list(network.state_dict()) == [*FIRST, *condition, *block_keys(0), *block_keys(1), *LAST]
+    linear = network.condition_embedding.embed[1]
+    network.condition_embedding.embed[0] = nn.Identity()  # the scaling of text has come since then
+    linear.weight.data /= math.sqrt(6)
     text = torch.linspace(-1, 1, 12).reshape(2, 6)
     start, out = recorded(network, Condition(text, torch.tensor([True, False])))
     assert start == pytest.approx(1017.0570942178165, rel=1e-6)
