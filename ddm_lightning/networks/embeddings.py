@@ -120,7 +120,7 @@ class ConditionEmbedding(nn.Module):
 
     Text vectors, whose entries have unit variance, are scaled to unit norm: else a step of Adam, which changes each
     weight by the learning rate, moves the embedding of a long vector by hundreds of learning rates, and a network that
-    trains at a high one loses its condition (docs/log.md, 2026-11-26). Kind ``none`` has nothing to embed.
+    trains at a high one loses its condition (docs/log.md, 2026-11-27). Kind ``none`` has nothing to embed.
 
     Args:
         spec: kind and size of the condition.
