@@ -54,7 +54,7 @@ def test_an_extended_router_knows_the_new_cluster_and_keeps_the_others(
 
     digits, shapes = x_0(new, 1), torch.cat([x_0(finished_run, k) for k in (0, 1)])
     assert of_new(digits, 0.1).mean() > 0.8 and of_new(shapes, 0.1).mean() < 0.2  # its body had 40 steps of training
-    assert of_new(torch.zeros(1000, *digits.shape[1:]), 1.0).mean() == pytest.approx(share, abs=0.2)
+    assert of_new(torch.zeros(1000, *digits.shape[1:]), 1.0).mean() == pytest.approx(share, abs=0.25)
 
     again, less = tmp_path / "again", tmp_path / "less"
     assert main(["ensemble", "remove", str(out), "expert-0", "--out", str(less)]) == 0
