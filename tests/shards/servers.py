@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import urllib.request
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 _RESET = struct.pack("ii", 1, 0)
@@ -42,9 +42,11 @@ class Line:
 
     def _accept(self):
         while not self._closed.is_set():
-            with suppress(OSError):
+            with suppress(OSError), ExitStack() as closes:
                 client, _ = self._listener.accept()
+                closes.enter_context(client)  # if the target is down
                 server = socket.create_connection(("127.0.0.1", self._target))
+                closes.pop_all()
                 threading.Thread(target=self._pass, args=(client, server, False), daemon=True).start()
                 threading.Thread(target=self._pass, args=(server, client, True), daemon=True).start()
 
