@@ -33,6 +33,7 @@ from flop_report import (
     Results,
     branch_table,
     curves_figure,
+    loss_table,
     page,
     strategy_table,
     strips_figure,
@@ -235,6 +236,8 @@ def score(study: Study, options: Namespace, settings: str, before: dict[str, Any
     }
     results = Results(document)
     tables = [strategy_table(results), variant_table(results)]
+    if any("held_out_loss" in point.scores for point in points):
+        tables.append(loss_table(results))
     if any(point.branch_at for point in points):
         tables.append(branch_table(results))
     plots = {
@@ -296,7 +299,8 @@ def collect(study: Study, options: Namespace) -> tuple[list[Point], dict[str, np
     order = torch.randperm(len(judge.held_out), generator=keyed_generator(0, "shown"))
     shown: dict[str, np.ndarray] = {"held-out images": judge.held_out_images[order.numpy()]}
     for (variant, seed, share), task, found in zip(where, tasks, sampled, strict=True):
-        points.append(judge.point(variant, seed, share, study.budget(share), task.method.name, found))
+        losses = study.losses(variant, seed, share, task.method.model)
+        points.append(judge.point(variant, seed, share, study.budget(share), task.method.name, found, losses))
         if variant.name == "main" and seed == options.first_seed and share == max(variant.budgets):
             shown[task.method.name] = found.images
     return points, shown, judge.floors()

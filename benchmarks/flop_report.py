@@ -122,6 +122,31 @@ def variant_table(results: Results) -> Report:
     return table
 
 
+def loss_table(results: Results) -> Report:
+    """Held-out loss of the monolith and of the experts, wherever both are known for the same seeds."""
+    table = Report(
+        "Held-out loss of the members",
+        ["variant", "share of the budget", "seeds", "monolith", "experts", "ratio", "ratio at the highest noise"],
+    )
+    levels = ("held_out_loss", "held_out_loss_at_high_noise")
+    for variant, share in dict.fromkeys((point["variant"], point["share"]) for point in results.points):
+        sides = [
+            {row["seed"]: row for row in results.rows(method, share, variant) if levels[-1] in row}
+            for method in ("monolith", "bayes")
+        ]
+        if not sides[0] or sides[0].keys() != sides[1].keys():
+            continue
+        means = [[mean(row[level] for row in side.values()) for side in sides] for level in levels]
+        losses = [f"{value:.4f}" for value in means[0]]
+        ratios = [f"{experts / monolith:.3f}" for monolith, experts in means]
+        table.row(variant.replace("_", " "), f"{share:g}", str(len(sides[0])), *losses, *ratios)
+    table.note(
+        "Each expert is validated on the held-out samples of its own cluster, the monolith on all, both at the centres "
+        "of eight equal parts of the time axis. The last of these is the highest noise."
+    )
+    return table
+
+
 def branch_table(results: Results) -> Report:
     """Experts that branched off the monolith against those that did not."""
     branched = [point for point in results.points if point.get("branch_at")]

@@ -187,10 +187,19 @@ class Judge:
         """Features of images, by network."""
         return {network.name: features_of(images, network, self.stored) for network in self.networks}
 
-    def point(self, variant: Variant, seed: int, share: float, train_flops: float, method: str, found: Images) -> Point:
-        """Score the images of one method."""
+    def point(
+        self,
+        variant: Variant,
+        seed: int,
+        share: float,
+        train_flops: float,
+        method: str,
+        found: Images,
+        losses: Mapping[str, float],
+    ) -> Point:
+        """Score the images of one method, beside the held-out ``losses`` of its weights."""
         features = self.features(found.images)
-        scores = precision_recall(features[PLAIN.name], self.real[PLAIN.name])
+        scores = {**precision_recall(features[PLAIN.name], self.real[PLAIN.name]), **losses}
         for cost in ("experts_per_step", "gflop_per_image", "seconds_per_image"):
             scores[cost] = getattr(found, cost)
         distances = {name: kid(found, self.real[name]) for name, found in features.items()}
