@@ -44,9 +44,14 @@ class HashedWords(Provenance, OneVector):
     Args:
         size: entries of the vector.
         max_tokens: words per caption whose vectors are stored, too; 0 for none.
+
+    Raises:
+        ValueError: a size below 1, or a negative ``max_tokens``.
     """
 
     def __init__(self, size: int = 64, max_tokens: int = 0) -> None:
+        if size < 1 or max_tokens < 0:
+            raise ValueError(f"size = {size}, max_tokens = {max_tokens}: give at least 1 and 0")
         self.size, self.max_tokens = size, max_tokens
         self.columns = {"text": f"ndarray:float16:{size}"}
         if max_tokens:

@@ -174,9 +174,15 @@ class Inception:
 
 @FEATURES.register("pooled-pixels")
 class PooledPixels(Provenance):
-    """Mean colours on a ``grid`` × ``grid`` grid, from 0 to 1; for tests and synthetic data."""
+    """Mean colours on a ``grid`` × ``grid`` grid, from 0 to 1; for tests and synthetic data.
+
+    Raises:
+        ValueError: a grid below 1.
+    """
 
     def __init__(self, grid: int = 4) -> None:
+        if grid < 1:
+            raise ValueError(f"grid = {grid}: give at least 1")
         self.grid, self.size = grid, 3 * grid * grid
 
     def encode(self, images: UInt8[np.ndarray, "n h w 3"]) -> Float[np.ndarray, "n size"]:

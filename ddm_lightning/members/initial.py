@@ -133,13 +133,23 @@ class Initial:
     def check(self, network: nn.Module) -> list[str]:
         """Compare the weights' description, names and shapes with a network, perhaps on the meta device.
 
+        Weights that this call fetched and refuses are removed.
+
         Returns:
             What differs, as ``load`` does.
 
         Raises:
             UserError: as ``fitting``, but for the values.
         """
-        return self.fitting(network, header_only=True)[1]
+        is_new = not self._is_recorded()
+        try:
+            return self.fitting(network, header_only=True)[1]
+        except UserError:
+            if is_new and self._record.exists():
+                shutil.rmtree(self.root / self.sha256)
+                self._record.unlink()
+                self._remove_if_empty()
+            raise
 
     def load(self, network: nn.Module) -> list[str]:
         """Load the weights into a network.
@@ -224,10 +234,14 @@ class Initial:
                 move_folder(temporary, self.root / found)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-            with suppress(OSError):  # not empty, except after an error in a new run
-                self.root.rmdir()
-                self.root.parent.rmdir()
+            self._remove_if_empty()
         return found
+
+    def _remove_if_empty(self) -> None:
+        """Remove the folders of a new run whose weights are refused."""
+        with suppress(OSError):  # not empty
+            self.root.rmdir()
+            self.root.parent.rmdir()
 
     def _describe(self, folder: Path) -> str:
         """Fetch the description of the weights, if there is one; return where an artifact's weights are.

@@ -213,7 +213,8 @@ def condition_spec(experiment: Experiment, sizes: Manifest | DataSizes) -> Condi
     if "tokens" in kind:
         if sizes.token_shape is None:
             raise UserError(
-                f"key 'condition.kind' = {kind!r}: the caption encoder makes no tokens; use clip-text, t5-text or pair"
+                f"key 'condition.kind' = {kind!r}: the caption encoder makes no tokens; set its param 'store' or "
+                "'max_tokens', or take one that has such a param (docs/data.md)"
             )
         length, size = sizes.token_shape
         return ConditionSpec(kind, size, length, sizes.text_size if "text" in kind else 0)

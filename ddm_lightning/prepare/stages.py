@@ -148,7 +148,7 @@ class Preparation:
             is_finished = parts_file.exists() and manifest_path(self.run_dir).exists()
             if not is_finished or Manifest.read(self.run_dir).source != source:
                 raise
-            self.reporter.say(f"the source cannot be listed ({error}); its prepared parts are used")
+            self.reporter.say(f"the source cannot be listed ({error}); only its prepared parts can be used")
             return Prepared(self.folder).parts
 
     def _read_ledgers(self) -> None:
@@ -229,13 +229,20 @@ class Preparation:
             UserError: bad input.
         """
         self.plugins.versions()
+        if self.unfinished(self.part_jobs()):
+            _ = self.plugins.parts  # refuses a source that is gone, or lacks a column
         if self.experiment.condition.kind == "class" and self.plugins.source.num_classes < 2:
             raise UserError(
                 f"key 'condition.kind' = 'class': source {self.config.source.name!r} has no classes; use text or none"
             )
         check_partition(self.config.partition, count_samples(self.parts))
-        if self.config.partition.path is not None:
-            Partition.load(Path(self.config.partition.path))
+        if (path := self.config.partition.path) is not None:
+            if not Path(path).is_file():
+                raise UserError(
+                    f"key 'prepare.partition.path': {path} is no file; give another run's "
+                    "prepared/partition.safetensors"
+                )
+            Partition.load(Path(path))
         if check is not None:
             check(self.plugins.sizes())
 

@@ -93,6 +93,12 @@ BAD_SETTINGS: dict[str, tuple[str, list[str]]] = {
         "expert.overrides={expert-1: {init_from: {source: a, sha256: ab}}}",
         ["key 'expert.overrides.expert-1.init_from.sha256' = 'ab': must be 64 hexadecimal digits"],
     ),
+    "features of nothing": ("prepare.features.params.grid=0", ["'pooled-pixels' refuses its params: grid = 0"]),
+    "text of nothing": ("prepare.caption_encoder={name: hashed-words, params: {size: 0}}", ["size = 0", "at least 1"]),
+    "clusters of no file": (
+        "prepare.partition={kind: existing, path: runs/other}",
+        ["key 'prepare.partition.path': runs/other is no file", "give another run's prepared/partition.safetensors"],
+    ),
     "no width at all": ("expert.network.params.width=0", ["'expert.network'", "width"]),
 }
 

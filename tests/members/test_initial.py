@@ -78,6 +78,7 @@ def test_what_does_not_fit_is_refused_or_starts_anew(tmp_path: Path) -> None:
     words = ("'patch_embedding.weight' is floats [8, 12] instead of floats [8, 3]", "partial: true")
     strict = initial(tmp_path / "run", artifact, changed)
     refused(lambda: strict.check(strict.member.plan_network()), artifact, *words)
+    assert not (tmp_path / "run").exists()
     start = initial(tmp_path / "run", artifact, changed, partial=True)
     network, given = start.member.build_network(), make_network("expert").state_dict()
     before = {name: value.clone() for name, value in network.state_dict().items()}
@@ -90,7 +91,9 @@ def test_what_does_not_fit_is_refused_or_starts_anew(tmp_path: Path) -> None:
         assert torch.equal(value, before[name] if name in anew else given[name]), name
     unlike = tmp_path / "unlike.safetensors"
     save_file({"weight": torch.ones(2)}, unlike)
+    kept = sorted((tmp_path / "run").rglob("*"))
     refused(lambda: initial(tmp_path / "run", unlike, partial=True).check(network), unlike, "do not fit")
+    assert sorted((tmp_path / "run").rglob("*")) == kept
 
 
 def test_weights_that_predict_something_else_are_refused_unless_partial(tmp_path: Path) -> None:

@@ -119,8 +119,14 @@ def test_a_source_that_is_gone_leaves_what_was_made_of_it(tmp_path, monkeypatch)
     assert listener.lines[1:] == [f"{tmp_path / 'prepared'}: up to date"]
     changed_clusters, listener = run(changed(seed=1), tmp_path)
     assert listener.stages == ["partition", "shards", "merge"] and changed_clusters.num_samples == 60
-    with pytest.raises(UserError, match="is not there"):
-        run(tiny_experiment(), tmp_path / "elsewhere")
+    before = state_of(tmp_path)
+    for experiment, folder in (
+        (tiny_experiment(), tmp_path / "elsewhere"),
+        (changed(filters={"min_side": 4}), tmp_path),
+    ):
+        with pytest.raises(UserError, match="is not there"):
+            run(experiment, folder)
+    assert state_of(tmp_path) == before
 
 
 def changed(**changes):
