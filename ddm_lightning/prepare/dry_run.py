@@ -9,13 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from rich import box
 from rich.table import Table
 
 from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core.devices import tf32
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.core.formatting import format_bytes, format_duration
+from ddm_lightning.core.formatting import format_bytes, format_duration, table
 from ddm_lightning.prepare.encode import latent_rows
 from ddm_lightning.prepare.engine import Reporter
 from ddm_lightning.prepare.reading import Reading
@@ -125,21 +124,13 @@ def dry_run_table(plan: DryRun, num_processes: int, num_gpus: int = 0) -> Table:
     samples = "unknown before reading" if plan.num_samples is None else f"{plan.num_samples:,}"
     if plan.num_kept != plan.num_samples:
         samples += f", about {plan.num_kept:,} after filters"
-    table = Table(title=f"parts: {plan.num_parts:,}, samples: {samples}", box=box.SIMPLE_HEAD, title_justify="left")
     unit, plural = ("GPU", "GPUs") if num_gpus else ("process", "processes")
     spread = f"with {shares} {plural if shares > 1 else unit}"
-    for heading in ("", "bytes per sample", "per sample", "total", spread):
-        table.add_column(heading, justify="right" if heading else "left")
     sizes, times = zip(*plan.estimates.values(), strict=True)
+    rows = []
     for name, (num_bytes, seconds) in {**plan.estimates, "total": (sum(sizes), sum(times))}.items():
         size = "–" if plan.num_kept is None else format_bytes(num_bytes * plan.num_kept)
         hours = "–" if plan.num_kept is None or not seconds else format_duration(seconds * plan.num_kept / shares)
-        table.add_row(
-            name,
-            f"{num_bytes:,}",
-            format_duration(seconds) if seconds else "–",
-            size,
-            hours,
-            end_section=name == [*plan.estimates][-1],
-        )
-    return table
+        rows.append((name, f"{num_bytes:,}", format_duration(seconds) if seconds else "–", size, hours))
+    headings = ("", "bytes per sample", "per sample", "total", spread)
+    return table(headings, rows, f"parts: {plan.num_parts:,}, samples: {samples}")

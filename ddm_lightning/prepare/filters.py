@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import UInt8
-from rich import box
 from rich.table import Table
 
 from ddm_lightning.config.experiment import ImagesConfig, PrepareConfig
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import sha256_file
+from ddm_lightning.core.formatting import table
 
 PROPERTIES = ("image_height", "image_width", "min_side", "crop_top", "crop_left")
 """Values that every sample has, whatever its source."""
@@ -118,10 +118,7 @@ def filter_table(num_read: int, filtered: Mapping[str, int], num_broken: int, ti
         num_broken: broken samples.
         title: of the table.
     """
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
-    for heading in ("", "samples", "of all read"):
-        table.add_column(heading, justify="right" if heading else "left")
-    rest = {"broken": num_broken, "kept": num_read - sum(filtered.values()) - num_broken}
-    for name, count in (*Counter(filtered).most_common(), *rest.items(), ("read", num_read)):
-        table.add_row(name, f"{count:,}", f"{count / num_read:.2%}", end_section=name == "kept")
-    return table
+    rest = {"broken": num_broken, "kept": num_read - sum(filtered.values()) - num_broken, "read": num_read}
+    counts = (*Counter(filtered).most_common(), *rest.items())
+    rows = [(name, f"{count:,}", f"{count / num_read:.2%}") for name, count in counts]
+    return table(("", "samples", "of all read"), rows, title)

@@ -120,7 +120,7 @@ def test_the_table_multiplies_by_hand(tmp_path):
     text, shared = printed(dry_run_table(plan, 4)), printed(dry_run_table(plan, 16, 4))
     assert "with 4 processes" in text and "with 4 GPUs" in shared and "3.75 h" in shared
     assert "with 1 GPU " in printed(dry_run_table(plan, 1, 8))
-    rows = {line.split("  ")[1].strip(): line.split() for line in text.splitlines() if line.startswith("  ")}
+    rows = {line.partition("  ")[0].strip(): line.split() for line in text.splitlines()}
     assert "parts: 1,000, samples: 1,000,000" in text
     assert " ".join(rows["encoded images"][2:]) == "8,192 36 ms 8.2 GB 2.5 h"
     assert " ".join(rows["features"][1:]) == "4,096 18 ms 4.1 GB 75 min"

@@ -168,7 +168,7 @@ def test_a_dry_run_estimates_what_filters_take_out(tmp_path):
     console.print(filter_table(plan.num_looked_at, plan.filtered, plan.num_broken, "filters"))
     text = console.file.getvalue()
     assert f"samples: {NUM}, about {num_kept} after filters" in text
-    cells = [line.rsplit(maxsplit=2) for line in text[text.index("filters  ") :].splitlines() if "%" in line]
+    cells = [line.rsplit(maxsplit=2) for line in text[text.rindex("filters") :].splitlines() if "%" in line]
     table = {name.strip(): int(number) for name, number, _ in cells}
     assert table.pop("read") == NUM == sum(table.values()) and table["kept"] == num_kept
     experiment.prepare.filters = {"min_side": 100}
