@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -61,24 +60,18 @@ def save_array(path: Path, array: Shaped[np.ndarray, "n ..."]) -> None:
         file.append(array)
 
 
-@dataclass(frozen=True, eq=False)
 class StoredArray:
     """``.npy`` file whose rows are read when asked for; between reads it is neither open nor mapped.
 
     A process may therefore use any number of them.
+
+    Args:
+        path: the file; its header is read.
     """
 
-    path: Path
-    dtype: np.dtype
-    shape: tuple[int, ...]
-    offset: int
-    """Bytes before the first row."""
-
-    @classmethod
-    def of(cls, path: Path) -> StoredArray:
-        """Read the header of a file."""
+    def __init__(self, path: Path) -> None:
         stored = np.load(path, mmap_mode="r")
-        return cls(path, stored.dtype, stored.shape, stored.offset)
+        self.path, self.dtype, self.shape = path, stored.dtype, stored.shape
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -89,8 +82,7 @@ class StoredArray:
         Raises:
             ValueError: the file has become shorter.
         """
-        stored = np.memmap(self.path, self.dtype, "r", self.offset, self.shape)
-        return np.asarray(stored)[_numbers(which, len(self))]
+        return np.asarray(np.load(self.path, mmap_mode="r"))[_numbers(which, len(self))]
 
 
 class PackedStrings:

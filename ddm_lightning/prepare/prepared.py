@@ -8,7 +8,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -188,17 +188,10 @@ class Prepared:
         return samples, self.facts("split_hash", in_part)
 
     def _arrays(self, column_set: str, column: str) -> list[StoredArray]:
-        """Return a column of each of ``filled_parts``. Opens the first file only: all have the same header."""
-        name = f"{column}.npy"
-        first = StoredArray.of(self.part_folder(self.filled_parts[0]) / name)
-        row_bytes = math.prod(first.shape[1:]) * first.dtype.itemsize
-        arrays = []
-        for number in self.filled_parts:
-            num_bytes = self.ledgers[number].files(column_set)[name]["bytes"] - first.offset
-            shape = (num_bytes // row_bytes, *first.shape[1:])
-            arrays.append(replace(first, path=self.part_folder(number) / name, shape=shape))
-            if num_bytes % row_bytes or (column_set != SAMPLE and shape[0] != self._num_rows(number)):
-                raise ValueError(f"{arrays[-1].path}: rows differ in size from those of {first.path}")
+        """Return a column of each of ``filled_parts``."""
+        arrays = [StoredArray(self.part_folder(number) / f"{column}.npy") for number in self.filled_parts]
+        if column_set != SAMPLE and [*map(len, arrays)] != [*map(self._num_rows, self.filled_parts)]:
+            raise ValueError(f"column {column!r} has another number of rows than its parts; fix the encoder")
         return arrays
 
     def thumbnails(self) -> tuple[list[UInt8[np.ndarray, "s s 3"]], Int[np.ndarray, "m"]]:
