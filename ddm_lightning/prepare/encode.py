@@ -8,7 +8,7 @@ sample are all that the fit of the partition reads.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
@@ -18,17 +18,16 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Bool, Shaped, UInt8, UInt64
-from PIL import Image
 
 from ddm_lightning.config.experiment import PrepareConfig
 from ddm_lightning.core.devices import tf32
 from ddm_lightning.core.errors import UserError, first_line
-from ddm_lightning.core.files import atomic_files, sha256_json
+from ddm_lightning.core.files import atomic_files
 from ddm_lightning.encoders.interfaces import numbered
 from ddm_lightning.partition.columns import GrowingArray, PackedStrings, packed_strings
-from ddm_lightning.prepare.ledger import Entries, Job, Ledger, Published
+from ddm_lightning.prepare.ledger import Entries, Job
 from ddm_lightning.prepare.near_duplicates import codes_of
-from ddm_lightning.prepare.reading import Plugins, Reading, one_ahead
+from ddm_lightning.prepare.reading import Plugins, Reading, one_ahead, to_square
 from ddm_lightning.prepare.records import BrokenSample, Part, Record
 
 RECORDS, LATENTS, CAPTIONS, FEATURES = "records", "latents", "captions", "features"
@@ -36,7 +35,7 @@ SAMPLE, CODES = "sample", "codes"
 LEDGER, ROWS_FILE, TEXTS_FILE = "part.json", "rows.npz", "texts.npz"
 MAX_THUMBNAILS = 8192
 """Images kept small for the report: of each part its share, but at least one."""
-_THUMBNAIL_SIZE = 96
+_THUMBNAIL_SIZE = 96  # pixels
 _CAPTIONS_AT_ONCE = 256
 # Samples to read before the fraction of broken ones can stop ``prepare``.
 _ENOUGH = 1000
@@ -79,25 +78,6 @@ def inputs_of_columns(plugins: Plugins) -> dict[str, Any]:
     if config.caption_encoder is not None:
         inputs[CAPTIONS] = [base, asdict(config.caption_encoder)]
     return inputs
-
-
-def part_jobs(
-    parts: Sequence[Part], ledgers: Sequence[Ledger], inputs: Mapping[str, Any], published: Published | None
-) -> list[PartJob]:
-    """Return a job for each part, with keys of all that its columns are made from.
-
-    Args:
-        parts: of the source.
-        ledgers: of the parts.
-        inputs: of each column set.
-        published: where to publish the parts.
-    """
-    digests, jobs = {name: sha256_json(one) for name, one in inputs.items()}, []
-    for number, (part, ledger) in enumerate(zip(parts, ledgers, strict=True)):
-        samples = sha256_json([part.name, part.fingerprint])
-        keys = {name: f"{samples} {digest}" for name, digest in digests.items()}
-        jobs.append(PartJob(number, f"parts/{ledger.folder.name}", ledger, keys, published, part, len(parts)))
-    return jobs
 
 
 def check_broken(
@@ -326,8 +306,10 @@ class _Records:
             captions += [(record.captions and record.captions[number]) or record.caption for record in records]
         new = [(own, first_row + i, images[i]) for i, own in enumerate(hashes)]
         lowest = sorted([*self._thumbnails, *new], key=lambda one: one[:2])[: self._max_thumbnails]
+        # Copies, because those of the size of a thumbnail would keep their whole chunk in memory.
         self._thumbnails = [
-            (rank, row, _thumbnail(image) if row >= first_row else image) for rank, row, image in lowest
+            (rank, row, to_square(image, min(len(image), _THUMBNAIL_SIZE), "stretch").copy())
+            for rank, row, image in lowest
         ]
 
     def write(self, folder: Path, broken: list[BrokenSample]) -> list[Path]:
@@ -352,9 +334,3 @@ class _Records:
             thumbnail_rows=np.array([row for row, _ in shown], np.int64),
         )
         return paths
-
-
-def _thumbnail(image: UInt8[np.ndarray, "h w 3"]) -> UInt8[np.ndarray, "h2 w2 3"]:
-    """Copy a square image, at most 96 pixels high and wide."""
-    side = min(len(image), _THUMBNAIL_SIZE)
-    return np.asarray(Image.fromarray(image).resize((side, side), Image.Resampling.LANCZOS))

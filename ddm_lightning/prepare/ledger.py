@@ -41,19 +41,15 @@ class Ledger:
     Args:
         file: the JSON file.
         folder: of the finished files; None for that of the JSON file.
-        entries: None to read the JSON file.
     """
 
-    def __init__(self, file: Path, folder: Path | None = None, entries: Entries | None = None) -> None:
+    def __init__(self, file: Path, folder: Path | None = None) -> None:
         self.file, self.folder = file, folder or file.parent
         self.is_published = False
         """Whether the entries are at the URL; their files need not be here then."""
-        if entries is None:
-            try:
-                entries = json.loads(file.read_text(encoding="utf-8"))
-            except (OSError, ValueError):
-                entries = None
-        self.entries: Entries = entries if isinstance(entries, dict) else {}
+        self.entries: Entries = {}
+        with suppress(OSError, ValueError, TypeError):
+            self.entries |= json.loads(file.read_text(encoding="utf-8"))
 
     def is_done(self, name: str, key: str | None = None) -> bool:
         """Whether the work is recorded, under ``key`` unless that is None, and its files exist with their sizes."""

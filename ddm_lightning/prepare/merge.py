@@ -52,6 +52,7 @@ def merge_groups(
     )
     encoder, captions = plugins.image_encoder, plugins.caption_encoder
     size = prepared.index["image_size"]
+    moments = [entry["moments"] for group in groups for entry in group["folders"].values()]
     return Manifest(
         source=asdict(config.source),
         attribution=plugins.source.attribution,
@@ -60,7 +61,7 @@ def merge_groups(
         stores=encoder.stores,
         x_shape=encoder.x_shape(size),
         normalisation=encoder.normalisation,
-        statistics=_statistics(groups),
+        statistics=statistics_of(np.sum(moments, axis=0)),
         captions=[asdict(caption) for caption in config.captions],
         caption_encoder=asdict(config.caption_encoder) if config.caption_encoder else None,
         text_size=captions.size if captions else 0,
@@ -98,11 +99,6 @@ def _merge_folders(shards: Path, groups: Sequence[Mapping[str, Any]]) -> tuple[C
     for name, written in folders.items():
         merge_index(written, shards / name)
     return num_samples, {name: sha256_file(shards / name / "index.json") for name in sorted(folders)}
-
-
-def _statistics(groups: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
-    moments = [entry["moments"] for group in groups for entry in group["folders"].values()]
-    return statistics_of(np.sum(np.array(moments), axis=0))
 
 
 def statistics_of(moments: Float64[np.ndarray, "3 c"]) -> dict[str, list[float]]:

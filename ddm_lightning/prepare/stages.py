@@ -44,7 +44,6 @@ from ddm_lightning.prepare.encode import (
     check_broken,
     encode_part,
     inputs_of_columns,
-    part_jobs,
 )
 from ddm_lightning.prepare.engine import Reporter, run_jobs
 from ddm_lightning.prepare.ledger import Job, Ledger, Published, hash_of_files
@@ -277,7 +276,13 @@ class Preparation:
 
     def part_jobs(self) -> list[PartJob]:
         """List the parts, with keys of all that their columns are made from."""
-        return part_jobs(self.parts, self.prepared.ledgers, self.columns, self.published)
+        digests, jobs = {name: sha256_json(inputs) for name, inputs in self.columns.items()}, []
+        for number, (part, ledger) in enumerate(zip(self.parts, self.prepared.ledgers, strict=True)):
+            samples = sha256_json([part.name, part.fingerprint])
+            keys = {name: f"{samples} {digest}" for name, digest in digests.items()}
+            name = f"parts/{ledger.folder.name}"
+            jobs.append(PartJob(number, name, ledger, keys, self.published, part, len(self.parts)))
+        return jobs
 
     def group_jobs(self) -> list[GroupJob]:
         """List the groups of parts whose shards are written together, with keys of all that they are made from."""
