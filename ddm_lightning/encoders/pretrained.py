@@ -56,6 +56,12 @@ class Pretrained:
         path: folder of the model or of its pipeline, or ``owner/name`` on the Hugging Face hub.
         params: those of ``PretrainedParams``.
 
+    Attributes:
+        folder: the model's.
+        config: content of ``config.json``.
+        weights: the safetensors files, sorted; their headers are complete.
+        shapes: name of a weight in the files -> shape.
+
     Raises:
         UserError: a package, a folder or a file is missing, cut short, pickled, or of another kind.
         RuntimeError: no torch device has this name.
@@ -77,14 +83,6 @@ class Pretrained:
     """Module of these classes; None is the library itself."""
     is_safe_in_bfloat16: ClassVar[bool] = False
     """Whether GPUs compute in bfloat16 if no ``compute_dtype`` is given."""
-
-    folder: Path
-    config: Mapping[str, Any]
-    """Content of ``config.json``."""
-    weights: list[Path]
-    """The safetensors files, sorted; their headers are complete."""
-    shapes: Mapping[str, tuple[int, ...]]
-    """Name of a weight in the files -> shape."""
 
     def __init__(self, path: str, **params: Any) -> None:
         given = PretrainedParams(**params)

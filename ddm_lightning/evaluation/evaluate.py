@@ -70,8 +70,7 @@ class Evaluation:
         def of_shards(side: str, max_num: int | None = None) -> ShardImages:
             return ShardImages(run.folder.shards, manifest, encoder, side, max_num)
 
-        self.generated: ImageSet
-        self.generated = FileImages(images) if images else Generated(run, manifest, encoder)
+        self.generated: ImageSet = FileImages(images) if images else Generated(run, manifest, encoder)
         wanted, is_side = self.settings.reference, self.settings.reference in (HELD_OUT, TRAIN)
         self.reference: ImageSet = of_shards(wanted) if is_side else FileImages(Path(wanted).expanduser())
         if self.generated.shape != self.reference.shape:

@@ -167,14 +167,13 @@ def fit_fine(
     """
     num_fine, num_numbers = config.num_fine_centroids, len(rows) * rows.row_shape[0]
     is_small = len(rows) * num_fine <= _PRICED_DISTANCES and num_numbers <= _PRICED_NUMBERS
-    if is_small:
-        torch.randperm(len(rows), generator=generator)  # unused; keeps the clusters of earlier versions
     with _refusing(config, "num_fine_centroids", "use fewer, or remove duplicates from the source"):
-        if is_small:
-            with one_thread():
-                x = prepared(rows[:], config.metric)
-                return balanced_kmeans(x, num_fine, generator, config.num_iterations, LARGEST_OVER_MEAN)[0]
-        return lloyd_kmeans(rows, config, generator, on_progress)
+        if not is_small:
+            return lloyd_kmeans(rows, config, generator, on_progress)
+        torch.randperm(len(rows), generator=generator)  # unused; keeps the clusters of earlier versions
+        with one_thread():
+            x = prepared(rows[:], config.metric)
+            return balanced_kmeans(x, num_fine, generator, config.num_iterations, LARGEST_OVER_MEAN)[0]
 
 
 def group_fine(

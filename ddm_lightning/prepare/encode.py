@@ -174,11 +174,9 @@ def is_sampled(key_hash: UInt64[np.ndarray, "n"], fraction: float) -> Bool[np.nd
 
 def _encode_images(job: PartJob, names: list[str], plugins: Plugins, on_progress: OnProgress) -> None:
     reading, texts = Reading(job.part, plugins), _Records(job.num_parts, num_captions(plugins.config))
-    size = 0
     with _writing(job, *names) as sets:
         for num_read, records, images in one_ahead(reading.chunks()):
             on_progress(num_read)
-            size = images.shape[1]
             if RECORDS in names:
                 texts.add(records, images)
                 if num_captions(plugins.config) > 1:
@@ -194,7 +192,7 @@ def _encode_images(job: PartJob, names: list[str], plugins: Plugins, on_progress
         on_progress(reading.num_read)
         if RECORDS in names:
             sets[RECORDS].paths += texts.write(sets[RECORDS].folder, reading.broken)
-            sets[RECORDS].facts = {**reading.facts(), "image_size": size}
+            sets[RECORDS].facts = reading.facts()
         elif reading.num_rows != (expected := job.ledger.entries[RECORDS]["num_rows"]):
             raise UserError(
                 f"part {job.part.name!r} of the source: has {reading.num_rows} samples instead of {expected}, "

@@ -105,7 +105,6 @@ def run_jobs(
 
     work_in_process = partial(_work_in_process, work, pickle.dumps(config))
     num_processes = num_processes_for(config, len(jobs), num_samples)
-    finished: Iterator[tuple[int, Entries]]
     if config.engine == "ray":
         # The GPUs are those of the cluster, not of this machine.
         on_gpus = any(name.startswith("cuda") for name in devices_of(config))

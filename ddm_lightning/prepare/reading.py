@@ -154,6 +154,8 @@ class Reading:
         """Samples read so far, with those that are broken or taken out by filters."""
         self.num_rows = 0
         """Samples yielded so far."""
+        self.image_size = 0
+        """Height and width of their images; 0 before the first one."""
         self.broken: list[BrokenSample] = []
         """Broken samples so far."""
         self.filtered = Counter[str]()
@@ -169,6 +171,7 @@ class Reading:
             "broken": dict(sorted(Counter(broken.cause for broken in self.broken).items())),
             "filtered": dict(sorted(self.filtered.items())),
             "content": self.content.hexdigest(),
+            "image_size": self.image_size,
         }
 
     def chunks(self) -> Iterator[tuple[int, list[Record], UInt8[np.ndarray, "n h w 3"]]]:
@@ -183,7 +186,6 @@ class Reading:
             yield self.num_read, [record for record, _ in chunk], np.stack([image for _, image in chunk])
 
     def _samples(self) -> Iterator[tuple[Record, UInt8[np.ndarray, "h w 3"]]]:
-        first: UInt8[np.ndarray, "h w 3"] | None = None
         for found in map(_with_plain_text, map(self._with_captions, self.plugins.source.read(self.part))):
             self.num_read += 1
             if isinstance(found, BrokenSample):
@@ -201,9 +203,10 @@ class Reading:
             self.content.update(image.tobytes())
             if found.values or found.captions:
                 self.content.update(repr((found.values, found.captions)).encode())
-            first = image if first is None else first
-            if image.shape != first.shape:
-                raise self._error(found, f"has {_size(image)} pixels, others have {_size(first)}", _SET_SIZE)
+            self.image_size = self.image_size or len(image)
+            if len(image) != self.image_size:
+                others = f"{self.image_size} x {self.image_size}"
+                raise self._error(found, f"has {_size(image)} pixels, others have {others}", _SET_SIZE)
             yield found, image
 
     def _with_captions(self, found: Record | BrokenSample) -> Record | BrokenSample:

@@ -115,11 +115,9 @@ class SharedPreparation(Preparation):
     def _fetch_sample(self) -> None:
         """Bring what the fit and the report read of all parts."""
         partition = self.config.partition
-        files = [ROWS_FILE, "features.npy" if partition.fit_fraction == 1 else "sample.npy"]
-        by_key = partition.kind in ("random", "existing")
-        files += [TEXTS_FILE] if by_key else []
-        files += [] if self.config.near_duplicates is None else ["codes.npy"]
-        self.prepared.fetch(range(len(self.parts)), *files)
+        features = "features.npy" if partition.fit_fraction == 1 else "sample.npy"
+        keys = [TEXTS_FILE] if partition.kind in ("random", "existing") else []
+        self.prepared.fetch(range(len(self.parts)), ROWS_FILE, features, "codes.npy", *keys)
 
     def _agree_on_parts(self) -> None:
         """Publish the list of parts, or compare it with that of other machines."""

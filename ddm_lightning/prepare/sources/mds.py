@@ -88,9 +88,9 @@ class Mds(TableSource):
 
     def _samples(self, raw: str, shard: dict[str, Any], numbers: range) -> list[bytes]:
         """Read the encoded samples."""
-        with self.files.open(self._stored(raw, shard)) as file:
-            whole = raw in self.files.states
-            samples: Any = file if whole else BytesIO(mosaic.decompress(shard["compression"], file.read()))
+        stored = self._stored(raw, shard)
+        with self.files.open(stored) as file:
+            samples: Any = file if stored == raw else BytesIO(mosaic.decompress(shard["compression"], file.read()))
             return read_samples(samples, shard["samples"], numbers)
 
     def _decode(self, sample: bytes, shard: dict[str, Any], place: str) -> Record | BrokenSample:

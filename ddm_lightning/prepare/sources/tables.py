@@ -72,19 +72,18 @@ class TableSource:
 
     def _find_classes(self) -> None:
         """Complete ``num_classes`` and ``class_names`` from each other, or from the files."""
-        names, num_classes = self.class_names, self.num_classes
-        if (names is not None) + (num_classes is not None) > (self.label_column is not None):
+        if (self.class_names is not None) + (self.num_classes is not None) > (self.label_column is not None):
             raise ValueError("give one of num_classes and class_names, and only with a label_column")
         if self.label_column is None:
-            num_classes = 1
-        elif num_classes is None:
-            names = self.stored_class_names() if names is None else names
-            if not names:
+            self.num_classes = 1
+        elif self.num_classes is None:
+            self.class_names = self.stored_class_names() if self.class_names is None else self.class_names
+            if not self.class_names:
                 raise UserError(
                     f"key '{PARAMS}.label_column': the files do not name the classes; add num_classes or class_names"
                 )
-            num_classes = len(names)
-        self.num_classes, self.class_names = num_classes, [str(name) for name in names or ()]
+            self.num_classes = len(self.class_names)
+        self.class_names = [str(name) for name in self.class_names or ()]
         self._number_of = {name: number for number, name in enumerate(self.class_names)}
 
     def stored_class_names(self) -> list[str] | None:
