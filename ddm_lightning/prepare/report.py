@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,14 +37,10 @@ _MAX_NEIGHBOURS, _MAX_CAPTIONS = 3, 8
 
 @dataclass(frozen=True, eq=False)
 class ReportData:
-    """A prepared data set: n samples of the fit in k clusters, m thumbnails, feature width d."""
+    """A prepared data set: n samples of the fit in k clusters, feature width d."""
 
-    thumbnails: UInt8[np.ndarray, "m s s 3"]
+    thumbnails: Thumbnails
     """Small images of a uniform sample of the data set."""
-    thumbnail_clusters: Int[np.ndarray, "m"]
-    """Cluster of each thumbnail's sample."""
-    captions: Sequence[str]
-    """Caption of each thumbnail."""
     features: Rows
     """[n d], of the samples on which the partition was fitted; may exceed memory."""
     clusters: Int[np.ndarray, "n"]
@@ -53,13 +49,8 @@ class ReportData:
     """``spherical`` (cosine distance) or ``euclidean``."""
     counts: Int[np.ndarray, "k"]
     """Samples in each cluster."""
-    num_read: int
-    """Samples of the source, including broken ones."""
-    broken: Mapping[str, int] = field(default_factory=dict)
-    """Skipped samples by cause."""
-    filtered: Mapping[str, int] = field(default_factory=dict)
-    """Samples taken out by each filter."""
-    num_without_caption: int = 0
+    index: Mapping[str, Any]
+    """Counts of ``write_index``: ``num_read``, ``broken``, ``filtered`` and ``num_without_caption``."""
     displaced: tuple[float, float] | None = None
     """Share of samples nearer to another cluster's mean, and the part of this share due to balancing."""
     facts: Mapping[str, str] = field(default_factory=dict)
@@ -136,7 +127,7 @@ def compute_silhouettes(features: Float[Tensor, "n d"], clusters: Int[Tensor, "n
 
 def report_partition(experiment: Experiment, plugins: Plugins, prepared: Prepared, thumbnails: Thumbnails) -> None:
     """Write ``clusters.png`` and ``report/report.html`` of a prepared data set."""
-    config, index = experiment.prepare, prepared.index
+    config = experiment.prepare
     credit: dict[str, Any] = {
         "title": f"{experiment.name}: clusters of {config.source.name}, by {config.features.name}",
         "attribution": plugins.source.attribution,
@@ -145,17 +136,12 @@ def report_partition(experiment: Experiment, plugins: Plugins, prepared: Prepare
     partition = Partition.load(prepared.partition_file)
     sample, _ = prepared.sample(config.partition.fit_fraction)
     data = ReportData(
-        thumbnails=thumbnails.images,
-        thumbnail_clusters=thumbnails.clusters,
-        captions=thumbnails.captions,
+        thumbnails=thumbnails,
         features=sample.features,
         clusters=prepared.clusters,
         metric=getattr(partition.rule, "metric", config.partition.metric),
         counts=partition.counts.numpy(),
-        num_read=index["num_read"],
-        broken=index["broken"],
-        filtered=index["filtered"],
-        num_without_caption=index["num_without_caption"],
+        index=prepared.index,
         displaced=displaced_fractions(partition, sample.features, prepared.clusters, config.partition.device),
         facts={name: getattr(config, name.replace(" ", "_")).name for name in ("source", "features", "image encoder")},
     )
@@ -175,7 +161,7 @@ def write_report(path: Path, data: ReportData, *, title: str, attribution: str, 
     """
     measures, num_clusters = measure(data, seed), len(data.counts)
     max_images = max(_MIN_SHOWN, min(_MAX_SHOWN, _MAX_SHOWN_IN_ALL // num_clusters))
-    shown = choose_images(data.thumbnail_clusters, num_clusters, seed, max_images)
+    shown = choose_images(data.thumbnails.clusters, num_clusters, seed, max_images)
     templates = Environment(
         loader=PackageLoader(__package__),
         autoescape=True,
@@ -204,12 +190,12 @@ def _describe_cluster(
 ) -> dict[str, Any]:
     distances = measures.centroid_distances[cluster]
     nearest = [int(k) for k in np.argsort(distances, kind="stable") if k != cluster]
-    captions = [data.captions[i] for i in indices]
+    captions = [data.thumbnails.captions[i] for i in indices]
     return {
         "count": int(data.counts[cluster]),
         "silhouette": measures.cluster_silhouettes[cluster],
         "neighbours": [(k, distances[k]) for k in nearest[:_MAX_NEIGHBOURS]],
-        "images": [(_image_url(data.thumbnails[i]), text) for i, text in zip(indices, captions, strict=True)],
+        "images": [(_image_url(data.thumbnails.images[i]), text) for i, text in zip(indices, captions, strict=True)],
         "captions": [text for text in dict.fromkeys(captions) if text.strip()][:_MAX_CAPTIONS],
     }
 
@@ -230,10 +216,10 @@ def choose_images(
 
 def cluster_grid(data: ReportData, title: str, attribution: str, seed: int) -> Image.Image:
     """Arrange random images in one row per cluster, labelled with the cluster's size and share."""
-    chosen = choose_images(data.thumbnail_clusters, len(data.counts), seed, _GRID_COLUMNS)
+    chosen = choose_images(data.thumbnails.clusters, len(data.counts), seed, _GRID_COLUMNS)
     rows = [
-        (f"cluster {k} · {count:,} ({count / data.counts.sum():.1%})", list(data.thumbnails[indices]))
+        (f"cluster {k} · {count:,} ({count / data.counts.sum():.1%})", list(data.thumbnails.images[indices]))
         for k, (count, indices) in enumerate(zip(data.counts, chosen, strict=True))
     ]
-    scale = max(1, round(_CELL_PIXELS / data.thumbnails.shape[1]))
+    scale = max(1, round(_CELL_PIXELS / data.thumbnails.images.shape[1]))
     return labelled_grid(rows, scale, title, footer=attribution)

@@ -189,12 +189,6 @@ class ClusterDataModule(L.LightningDataModule):
         return loader
 
 
-def num_steps(num_samples: int, num_ranks: int, batch_size: int, *, full: bool) -> int:
-    """Return the number of steps that ``steps`` makes of ``num_samples``."""
-    at_once = num_ranks * batch_size
-    return num_samples // at_once if full else -(-num_samples // at_once)
-
-
 def steps(
     order: Int[np.ndarray, "n"], rank: int, num_ranks: int, batch_size: int, *, full: bool
 ) -> list[Int[np.ndarray, "_"]]:
@@ -259,7 +253,8 @@ class ShardLoader:
 
     def __len__(self) -> int:
         """Return the steps of a whole epoch."""
-        return num_steps(len(self.shards), self.num_ranks, self.samples_per_rank, full=self.training)
+        at_once = self.num_ranks * self.samples_per_rank
+        return len(self.shards) // at_once if self.training else -(-len(self.shards) // at_once)
 
     def __iter__(self) -> Generator[dict[str, Tensor]]:
         """Return the batches of the rest of the resumed epoch, or of the next epoch."""

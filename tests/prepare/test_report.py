@@ -10,6 +10,7 @@ from sklearn.metrics import silhouette_samples
 
 from ddm_lightning.partition.columns import Rows
 from ddm_lightning.prepare import report
+from ddm_lightning.prepare.prepared import Thumbnails
 from ddm_lightning.prepare.report import (
     ReportData,
     choose_images,
@@ -33,15 +34,14 @@ def data_of(sizes=(40, 25, 1), size=6, metric="spherical", captions="a caption",
     rows = np.arange(len(clusters)) if thumbnails is None else np.asarray(thumbnails, dtype=np.int64)
     images = generator.integers(0, 256, (len(clusters), 8, 8, 3), dtype=np.uint8)
     texts = [f"{captions} {row}" if captions else "" for row in rows]
+    index = {"num_read": len(clusters), "broken": {}, "filtered": {}, "num_without_caption": 0}
     data = ReportData(
-        thumbnails=images[rows],
-        thumbnail_clusters=clusters[rows],
-        captions=texts,
+        thumbnails=Thumbnails(images[rows], clusters[rows], texts),
         features=Rows([features[:20], features[20:]]),
         clusters=clusters,
         metric=metric,
         counts=np.bincount(clusters, minlength=len(sizes)),
-        num_read=len(clusters),
+        index={name: changes.pop(name, value) for name, value in index.items()},
     )
     return replace(data, **changes)
 

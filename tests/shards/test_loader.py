@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from shards.mds import write_mds
 
-from ddm_lightning.shards.datamodule import num_steps, steps
+from ddm_lightning.shards.datamodule import ShardLoader, steps
 from ddm_lightning.shards.mosaic import shuffled
 
 from streaming import StreamingDataset  # isort: skip (after the shim)
@@ -54,8 +54,9 @@ def test_steps_against_a_loop(num_samples, num_ranks, full):
     order = np.random.default_rng(0).permutation(num_samples)
     expected = interleaved(order, num_ranks=num_ranks, batch_size=4, full=full)
     found = {}
+    loader = ShardLoader(range(num_samples), batch_size=4, seed=0, training=full, num_ranks=num_ranks)
     for rank in range(num_ranks):
         table = steps(order, rank, num_ranks, 4, full=full)
-        assert len(table) == num_steps(num_samples, num_ranks, 4, full=full)
+        assert len(table) == len(loader)
         found |= {(rank, step): samples.tolist() for step, samples in enumerate(table)}
     assert found == expected
