@@ -61,7 +61,6 @@ class SharedPreparation(Preparation):
     """
 
     published: Published
-    waits_for_others = False  # which would wait for this machine's share
 
     def __init__(self, experiment: Experiment, run_dir: Path, reporter: Reporter, share: Share) -> None:
         super().__init__(experiment, run_dir, reporter)

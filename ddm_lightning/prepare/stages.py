@@ -29,7 +29,6 @@ from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write, atomic_write_json, sha256_file, sha256_json
 from ddm_lightning.core.formatting import format_bytes
-from ddm_lightning.encoders.interfaces import bytes_per_sample
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.partition.build import check_partition, fit_partition
 from ddm_lightning.partition.columns import save_array
@@ -124,8 +123,6 @@ class Preparation:
         UserError: the source cannot be listed, unless its shards are finished; it has no parts; or two of one name.
     """
 
-    waits_for_others = True
-    """Whether to wait while another process prepares the same folder."""
     published: Published | None = None
     """Where parts and groups are published, if several machines share the work."""
 
@@ -314,7 +311,7 @@ class Preparation:
         try:
             acquired = lock.acquire(blocking=False)
         except Timeout:
-            if not self.waits_for_others:
+            if self.published is not None:  # the other would wait for this machine's share
                 raise UserError(
                     f"{self.folder}: another process prepares here; give each machine a run_dir of its own"
                 ) from None
@@ -404,6 +401,4 @@ class Preparation:
         thumbnails = Thumbnails.read(ledger.file.with_suffix(".npz") for ledger in ledgers)
         report_partition(self.experiment, self.plugins, self.prepared, thumbnails)
         manifest.write(self.run_dir)
-        sizes = ", ".join(f"{name} {bytes_per_sample({name: text})}" for name, text in manifest.columns.items())
-        self.reporter.say(f"bytes per sample: {sizes}, and its caption")
         self.reporter.advance("merge", manifest.num_samples, manifest.num_samples)

@@ -9,10 +9,9 @@ from functools import cached_property
 from itertools import pairwise
 from pathlib import PurePosixPath
 
-from ddm_lightning.core.errors import UserError, note
-from ddm_lightning.core.formatting import format_bytes
+from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import SOURCES
-from ddm_lightning.prepare.records import LARGE_SOURCE, BrokenSample, Part, Record, block_size_of
+from ddm_lightning.prepare.records import BrokenSample, Part, Record, block_size_of
 from ddm_lightning.prepare.sources.decode import caption_in, decode
 from ddm_lightning.prepare.sources.tables import PARAMS
 from ddm_lightning.prepare.sources.urls import Files
@@ -20,8 +19,6 @@ from ddm_lightning.prepare.sources.urls import Files
 _CAPTION_FILES = ("captions.jsonl", "metadata.jsonl")
 # Files that are no images. All others count as images, so that those of an unknown format are reported as broken.
 _NO_IMAGES = frozenset((".txt", ".json", ".jsonl", ".csv", ".tsv", ".md", ".parquet", ".html", ".py", ".zip", ".tar"))
-# Memory per file while a folder is listed, measured with 20,000 files.
-_LISTED_BYTES = 1000
 
 
 @SOURCES.register("imagefolder")
@@ -61,11 +58,6 @@ class ImageFolder:
         The hash of a name decides whether it begins a block, so a new file changes only its own block.
         """
         names = self._names
-        if len(names) >= LARGE_SOURCE:
-            note(
-                f"{self.files.shown()}: the list of {len(names):,} images takes about "
-                f"{format_bytes(_LISTED_BYTES * len(names))} of memory; tars (source 'webdataset') need none"
-            )
         starts = [0, *(index for index, name in enumerate(names) if index and self._begins_block(name)), len(names)]
         return [self._part(names[start:stop]) for start, stop in pairwise(starts)]
 
