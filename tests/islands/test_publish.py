@@ -59,7 +59,7 @@ def start_slowly(monkeypatch, run, *more):
         return start("fit", run, "member=expert-0", *more, *QUICK)
 
 
-@pytest.mark.parametrize("store", ["s3", "sftp"], indirect=True)
+@pytest.mark.parametrize("store", ["s3", pytest.param("sftp", marks=pytest.mark.long)], indirect=True)
 def test_a_member_killed_with_its_folder_goes_on_elsewhere_to_the_same_bits(store, finished_run, tmp_path, monkeypatch):
     url, _ = store
     first = start_slowly(monkeypatch, tmp_path / "one", f"remote={url}")
