@@ -126,7 +126,10 @@ def loss_table(results: Results) -> Report:
     """Held-out loss of the monolith and of the experts, wherever both are known for the same seeds."""
     table = Report(
         "Held-out loss of the members",
-        ["variant", "share of the budget", "seeds", "monolith", "experts", "ratio", "ratio at the highest noise"],
+        [
+            *("variant", "share of the budget", "seeds", "monolith", "experts", "ratio", "ratio at the highest noise"),
+            *("router right at the highest noise", "with the condition"),
+        ],
     )
     levels = ("held_out_loss", "held_out_loss_at_high_noise")
     for variant, share in dict.fromkeys((point["variant"], point["share"]) for point in results.points):
@@ -139,10 +142,17 @@ def loss_table(results: Results) -> Report:
         means = [[mean(row[level] for row in side.values()) for side in sides] for level in levels]
         losses = [f"{value:.4f}" for value in means[0]]
         ratios = [f"{experts / monolith:.3f}" for monolith, experts in means]
-        table.row(variant.replace("_", " "), f"{share:g}", str(len(sides[0])), *losses, *ratios)
+        accuracies = [
+            f"{mean(row[name] for row in sides[1].values()):.3f}"
+            if all(name in row for row in sides[1].values())
+            else "–"
+            for name in ("router_accuracy_at_high_noise", "router_accuracy_conditional_at_high_noise")
+        ]
+        table.row(variant.replace("_", " "), f"{share:g}", str(len(sides[0])), *losses, *ratios, *accuracies)
     table.note(
         "Each expert is validated on the held-out samples of its own cluster, the monolith on all, both at the centres "
-        "of eight equal parts of the time axis. The last of these is the highest noise."
+        "of eight equal parts of the time axis. The last of these is the highest noise. How often the router names the "
+        "cluster of a held-out sample there, with the condition and without, says how much the condition tells of it."
     )
     return table
 

@@ -242,7 +242,8 @@ class Study:
     def losses(self, variant: Variant, seed: int, share: float, model: str) -> dict[str, float]:
         """Held-out loss of ``model`` at one budget, over all noise levels and at the highest ones.
 
-        An ensemble's is the mean of its experts', each on its own cluster, weighted by the held-out samples there.
+        An ensemble's is the mean of its experts', each on its own cluster, weighted by the held-out samples there. Its
+        router's accuracy at the highest noise, with and without the condition, says how much the condition tells.
         """
         run, clusters = self.at_budget(variant, seed, share), self.prepared(variant).manifest.clusters
         names = [model] if model != ENSEMBLE else [f"expert-{number}" for number in range(len(clusters))]
@@ -250,11 +251,17 @@ class Study:
         weights = [1 if meta.cluster is None else clusters[meta.cluster].held_out for meta in metas]
         noisiest = max((key for key in metas[0].metrics if key.startswith("held_out/loss_t")), default="")
         wanted = {"held_out_loss": "held_out/loss", "held_out_loss_at_high_noise": noisiest}
-        return {
+        found = {
             name: float(np.average([meta.metrics[key] for meta in metas], weights=weights))
             for name, key in wanted.items()
             if all(key in meta.metrics for meta in metas)
         }
+        if model == ENSEMBLE and run.has_artifact(ROUTER):
+            metrics = read_meta(run.artifact(ROUTER)).metrics
+            for kind in ("accuracy", "accuracy_conditional"):
+                if (key := noisiest.replace("loss", kind)) in metrics:
+                    found[f"router_{kind}_at_high_noise"] = metrics[key]
+        return found
 
     def train(self, num_jobs: int) -> None:
         """Train what is not trained, ``num_jobs`` members at a time, and assemble the ensembles.

@@ -181,13 +181,15 @@ def test_branching_is_compared_with_the_same_seeds_from_scratch():
 def test_losses_of_members_are_compared_where_both_sides_have_the_same_seeds():
     def point(variant, seed, method, loss):
         losses = {"held_out_loss": loss, "held_out_loss_at_high_noise": 3 * loss} if loss else {}
+        if method == "bayes":
+            losses["router_accuracy_at_high_noise"] = 0.3 + 0.2 * seed
         return Point(variant, seed, 1.0, 2.0, method, {}, 0.1, losses).to_dict()
 
     points = [point("main", seed, "monolith", 0.5 + seed) for seed in (0, 1)]
     points += [point("main", seed, "bayes", 0.4 + 0.6 * seed) for seed in (0, 1)]
     points += [point("older", 0, "monolith", None), point("older", 0, "bayes", 0.4), point("alone", 0, "bayes", 0.4)]
     table = loss_table(Results({"figures": {}, "points": points, "features": ["n", "m"]}))
-    assert [list(row) for row in table.rows] == [["main", "1", "2", "1.0000", "0.7000", "0.700", "0.700"]]
+    assert [list(row) for row in table.rows] == [["main", "1", "2", "1.0000", "0.7000", "0.700", "0.700", "0.400", "–"]]
 
 
 @pytest.mark.slow
@@ -221,6 +223,7 @@ def test_from_nothing_to_results_and_nothing_is_trained_twice(tmp_path):
         (point,) = [p for p in found["points"] if (p["variant"], p["share"], p["method"]) == ("main", 1, method)]
         losses = [meta.metrics["held_out/loss"] for meta in metas]
         assert min(losses) <= point["held_out_loss"] <= max(losses)
+        assert ("router_accuracy_at_high_noise" in point) == (method == "bayes")
     assert (root / "report" / "report.html").stat().st_size > 50_000
     written = {path: path.stat().st_mtime_ns for path in root.rglob("*") if path.suffix in (".npz", ".safetensors")}
     flop_matched.main(arguments)
