@@ -119,9 +119,9 @@ class PrepareConfig:
     ">= 5"}``; a sample must fulfil all, and one without a value for a column is skipped."""
     drop_keys: str | None = None
     """File with the keys of samples to skip, one per line; null for none."""
-    near_duplicates: float | None = option(None, low=0, high=1)
-    """Cosine similarity of features from which on images count as the same, such as 0.97; the first one is kept. Null
-    keeps all."""
+    near_duplicates: float | None = option(None, low=0.5, high=1)
+    """Cosine similarity of features from which on images count as the same, such as 0.97; at least 0.5. The first one
+    is kept. Null keeps all."""
     keep: list[str] = field(default_factory=list)
     """Numeric columns to store with each sample: columns of the source or, for the image before resizing,
     ``image_height``, ``image_width``, ``min_side``, ``crop_top`` and ``crop_left``."""

@@ -246,7 +246,10 @@ class Planner:
         """Cost, and FLOPs of a sample without and with the backward pass; equal members are counted once."""
         key = repr(replace(member, name="", clusters=(), interval=(0.0, 1.0)))
         if key not in self._costs:
-            cost = MemberCost(member)
+            try:
+                cost = MemberCost(member)
+            except UserError as error:  # a size that was assumed may be to blame
+                raise UserError(f"{error} (sizes of the data: {self.data.source})") from None
             self._costs[key] = cost, cost.flops(backward=False), cost.flops()
         return self._costs[key]
 

@@ -131,6 +131,13 @@ def test_json_has_every_figure_and_its_source(tmp_path, capsys):
         (["--only", "expert-9"], "--only=expert-9: unknown member"),
         (["island.publish_every_n_minutes=-1"], "publish_every_n_minutes"),
         (["islands={expert-9: {devices: 2}}"], "expert-9"),
+        (
+            [
+                "prepare.image_encoder={name: diffusers-vae, params: {path: nowhere}}",
+                "expert.network.params.patch_size=3",
+            ],
+            "(sizes of the data: assumed: Stable Diffusion's latents",
+        ),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )
