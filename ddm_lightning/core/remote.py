@@ -217,7 +217,16 @@ def walk(remote: AbstractFileSystem, folder: str, recursive: bool = True) -> Ite
 
 def in_threads(function: Callable[..., _Result], items: Iterable[Any]) -> list[_Result]:
     """Map eight items at a time: transfers, reading and hashing release Python's lock. Threads keep connections."""
-    return list(_threads(os.getpid()).map(function, items))
+    pool = _threads(os.getpid())
+    try:
+        return list(pool.map(function, items))
+    except BaseException as error:
+        if not isinstance(
+            error, Exception
+        ):  # a signal as a thread starts hides it from Python's exit, which then hangs
+            _threads.cache_clear()
+            pool.shutdown(wait=False)
+        raise
 
 
 @lru_cache(maxsize=1)

@@ -1,3 +1,4 @@
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import fsspec
@@ -130,3 +131,21 @@ def test_a_login_in_a_url_is_used_whole_and_never_shown(monkeypatch, url, login,
     remote.filesystem(url)
     assert made == [{"port": 22, "username": None, "password": None} | login]
     assert remote.shown(url) == shown
+
+
+def test_a_signal_while_a_thread_starts_leaves_none_that_would_hold_up_the_end(monkeypatch):
+    start, started = threading.Thread.start, []
+
+    def interrupted(thread):
+        start(thread)
+        started.append(thread)
+        raise KeyboardInterrupt
+
+    remote._threads.cache_clear()
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            remote.in_threads(len, ["a", "bc"])
+    started[0].join(30)
+    assert not started[0].is_alive()
+    assert remote.in_threads(len, ["a", "bc"]) == [1, 2]
