@@ -11,7 +11,7 @@ import shutil
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -89,8 +89,8 @@ class Variant:
     """A key of ``TRAIN``."""
     budgets: tuple[float, ...] = (1.0,)
     """Shares of the experiment's budget, ascending."""
-    seeds: tuple[int, ...] = (0,)
-    """Seeds of the experiment; each is one training of every member."""
+    seeds: tuple[int, ...] = ()
+    """Seeds of the experiment; each is one training of every member. Empty for those of the main comparison."""
     branch_at: float = 0.0
     """Share of the budget at which the experts branch off the main monolith of their seed, whose FLOPs are charged to
     them; 0 for random initial weights."""
@@ -127,10 +127,10 @@ class Study:
     """
 
     def __init__(self, options: Namespace, variants: Sequence[Variant]) -> None:
-        self.options, self.variants = options, list(variants)
+        main = variants[0]
+        self.options, self.variants = options, [replace(one, seeds=one.seeds or main.seeds) for one in variants]
         self.experiment = load(options)
         self.root = RunFolder.of(self.experiment).root / "flop_matched"
-        main = self.variants[0]
         for variant in self.variants:
             at = variant.branch_at
             if at and not (at in main.budgets and at < min(variant.budgets)):

@@ -24,9 +24,9 @@ def test_every_side_costs_the_same_flops(tiny_run):
     options = Namespace(config=TINY, overrides=[f"run_dir={tiny_run}"])
     wide = ("expert.network.params.width=64", "expert.train.global_batch_size=4")
     four = Variant("four", ("prepare.partition.num_clusters=4",), "ensemble")
-    study = Study(options, [Variant("main", budgets=(0.5, 1.0)), Variant("wide", wide, "monolith"), four])
+    study = Study(options, [Variant("main", budgets=(0.5, 1.0), seeds=(0,)), Variant("wide", wide, "monolith"), four])
     jobs = study.jobs()
-    assert len([job for job in jobs if job.variant == four]) == 5
+    assert len([job for job in jobs if job.variant.name == "four"]) == 5
     for name, share in (("main", 0.5), ("main", 1.0), ("wide", 1.0)):
         (monolith,) = [job for job in jobs if job.member == "monolith" and job.variant.name == name]
         steps = monolith.steps[monolith.variant.budgets.index(share)]
@@ -40,11 +40,12 @@ def test_every_side_costs_the_same_flops(tiny_run):
 
 
 def test_branched_experts_pay_for_the_monolith_that_they_start_from(tiny_run):
-    """Within half a step of all experts."""
+    """Within half a step of all experts; its seed is the main comparison's."""
     options = Namespace(config=TINY, overrides=[f"run_dir={tiny_run}"])
     branched = Variant("branched", train="ensemble", branch_at=0.25)
-    study = Study(options, [Variant("main", budgets=(0.25, 1.0)), branched])
-    jobs = [job for job in study.jobs() if job.variant == branched]
+    study = Study(options, [Variant("main", budgets=(0.25, 1.0), seeds=(3,)), branched])
+    jobs = [job for job in study.jobs() if job.variant.name == "branched"]
+    assert {job.seed for job in jobs} == {3}
     of_step = sum(job.flops / job.steps[-1] for job in jobs if job.member != "router")
     spent = sum(job.flops for job in jobs) + study.costs.partition + study.budget(0.25)
     assert abs(spent - study.budget(1.0)) <= of_step / 2
@@ -65,7 +66,7 @@ def test_branched_experts_pay_for_the_monolith_that_they_start_from(tiny_run):
 def test_variants_start_only_from_what_the_main_comparison_trains(tmp_path, changes, message):
     options = Namespace(config=TINY, overrides=[f"run_dir={tmp_path}"])
     with pytest.raises(UserError, match=message):
-        Study(options, [Variant("main", budgets=(0.5, 1.0)), Variant("other", **changes)])
+        Study(options, [Variant("main", budgets=(0.5, 1.0), seeds=(0,)), Variant("other", **changes)])
 
 
 @pytest.mark.parametrize(
@@ -78,7 +79,7 @@ def test_variants_start_only_from_what_the_main_comparison_trains(tmp_path, chan
 def test_trainings_that_cannot_be_compared_are_refused(tmp_path, override, message):
     options = Namespace(config=TINY, overrides=[f"run_dir={tmp_path}", override])
     with pytest.raises(UserError, match=message):
-        Study(options, [Variant("main", budgets=(0.5, 1.0))])
+        Study(options, [Variant("main", budgets=(0.5, 1.0), seeds=(0,))])
 
 
 @pytest.mark.parametrize(
@@ -109,7 +110,7 @@ def test_all_variants_for_the_mixtures_are_valid():
         for name in ("mix", "mixt")
     )
     assert len(of_mix) > 5
-    main = Variant("main", budgets=(0.125, 0.25, 0.5, 1.0))
+    main = Variant("main", budgets=(0.125, 0.25, 0.5, 1.0), seeds=(0,))
     Study(Namespace(config=str(EXPERIMENTS / "mixt_4x.yaml"), overrides=[]), [main, *of_mixt])
 
 
