@@ -51,7 +51,7 @@ class Results:
 
         Args:
             method: the compared method.
-            prefix: ``other_features_``, or the variant and share of the budget, ``VARIANT_SHARE_``.
+            prefix: ``other_features_``, the variant and share of the budget, ``VARIANT_SHARE_``, or both.
             over: ``scratch`` for the ratio to experts that did not branch off.
         """
         name = f"{prefix}{method}_over_{over}"
@@ -161,22 +161,33 @@ def branch_table(results: Results) -> Report:
     """Experts that branched off the monolith against those that did not."""
     branched = [point for point in results.points if point.get("branch_at")]
     methods = [name for name in CURVES if any(point["method"] == name for point in branched)]
-    headings = [heading for name in methods for heading in (f"KID, {label_of(name)}", "over scratch")]
     table = Report(
-        f"Experts that branch off the monolith: KID ({results.network})",
-        ["variant", "branches off at", "share of the budget", "seeds", *headings],
+        "Experts that branch off the monolith",
+        [
+            "variant",
+            "branches off at",
+            "share of the budget",
+            "seeds",
+            "method",
+            f"KID ({results.network})",
+            "over scratch",
+            "over monolith",
+            f"over monolith ({results.other})",
+        ],
     )
     keys = ("variant", "branch_at", "share")
     for variant, at, share in dict.fromkeys(tuple(point[key] for key in keys) for point in branched):
-        cells = []
+        prefix = f"{variant}_{share:g}_"
         for name in methods:
-            kids = results.kid(name, share, variant)
-            cells += [f"{mean(kids):.3f}" if kids else "", results.ratio(name, f"{variant}_{share:g}_", "scratch")]
-        num_seeds = len(results.rows(methods[0], share, variant))
-        table.row(variant.replace("_", " "), f"{at:g}", f"{share:g}", str(num_seeds), *cells)
+            if kids := results.kid(name, share, variant):
+                ratios = [results.ratio(name, prefix, over) for over in ("scratch", "monolith")]
+                other = results.ratio(name, f"other_features_{prefix}")
+                first = (variant.replace("_", " "), f"{at:g}", f"{share:g}", str(len(kids)), label_of(name))
+                table.row(*first, f"{mean(kids):.3f}", *ratios, other)
     table.note(
         "Shares are of the full budget. The monolith's FLOPs up to the branch are charged to the experts. "
-        "Over scratch: divided by the KID of the main comparison's experts at the same budget and seeds."
+        "Over scratch: divided by the KID of the main comparison's experts at the same budget and seeds. Over "
+        "monolith: by that of its monolith, under the same kind of solver."
     )
     return table
 

@@ -248,6 +248,9 @@ def figures_of(points: Sequence[Point], network: str) -> dict[str, float]:
             figures |= found.figures(f"{variant}_{share:g}_{method}_over_scratch")
             if method == BEST:
                 branched.append((-len(ours), found))
+        for prefix, name in (("", network), ("other_features_", OTHER.name)):
+            if found := over(ours, of_method(main, baseline_of(method), share), name):
+                figures |= found.figures(f"{prefix}{variant}_{share:g}_{method}_over_monolith")
     if branched:
         # The lowest ratio among those of most seeds.
         figures |= min(branched)[1].figures("branched_over_scratch")

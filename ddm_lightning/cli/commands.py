@@ -313,6 +313,8 @@ def _export(experiment: Experiment, options: argparse.Namespace) -> None:
     if options.to == "peft":
         if others := export_peft(manifest, out):
             note(f"{', '.join(others)}: trained, but no adapters; {CONDITION_FILE} beside each adapter keeps them")
+        if whole := [name for name in manifest.experts if manifest.metas[name].lora is None]:
+            note(f"{', '.join(whole)}: left out, no adapter")
         print(f"peft: {out}")
         return
     if member is None:

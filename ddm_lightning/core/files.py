@@ -91,7 +91,8 @@ def atomic_folder(path: Path, *, is_new: bool = False) -> Iterator[Path]:
     try:
         with _naming(path, temporary):
             yield temporary
-            temporary.chmod(0o755)
+            for written in (temporary, *temporary.rglob("*")):  # safetensors lets nobody else read its files
+                written.chmod(written.stat().st_mode | (0o755 if written.is_dir() else 0o644))
             move_folder(temporary, path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -323,8 +323,12 @@ def checked(
         raise UserError(f"{path}: {len(priors)} priors, but the members know {first.num_clusters} clusters; {_REMEDY}")
     for k in shares:
         own = [name for name in kept if kept[name] == k]
-        if problem := checks.uncovered([metas[name].interval for name in own]):
-            raise UserError(f"{path}: {', '.join(own)}: {problem}; {_REMEDY}")
+        problem = checks.uncovered([metas[name].interval for name in own])
+        if len({cluster_of(metas[name]) for name in own}) > 1:
+            problem = "experts of several clusters"
+        if problem:
+            remedy = "give an expert of their cluster for these noise levels" if changed else _REMEDY
+            raise UserError(f"{path}: {', '.join(own)}: {problem}; {remedy}")
     total = sum(shares.values()) if lost else 1
     missing = [of_expert[name] for name in lost if name in of_expert]
     return EnsembleManifest(

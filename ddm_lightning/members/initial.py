@@ -23,7 +23,6 @@ from ddm_lightning.core.errors import DOWNLOADS, UserError, first_line
 from ddm_lightning.core.files import atomic_write_json, move_folder, read_json, sha256_file, sha256_json
 from ddm_lightning.core.registry import EXPERTS
 from ddm_lightning.core.weights import (
-    check_recorded,
     in_short,
     load_weights,
     misfits,
@@ -112,7 +111,9 @@ class Initial:
             if member_file.exists():
                 params = read_meta(folder).params
             else:
-                config = read_json(config_file, "the model's configuration", "give a folder that has it")
+                config = read_json(
+                    config_file, "the model's configuration", "give a model's folder, such as PIPELINE/transformer"
+                )
                 try:
                     params = params_of(config)
                 except (ValueError, AttributeError) as error:  # the latter for JSON of another form
@@ -227,7 +228,9 @@ class Initial:
                 self._bring(temporary)
             weights, is_artifact = temporary / WEIGHTS_FILE, (temporary / MEMBER_FILE).exists()
             found = read_meta(temporary).model_sha256 if is_artifact else sha256_file(weights)
-            check_recorded(weights, found, "give other weights; they are never unpickled")
+            load_weights(
+                weights, found, "give other weights; they are never unpickled"
+            )  # refuses some for their values
             self._require(self.config.sha256 or found, found)
             if not (self.root / found).exists():
                 temporary.chmod(0o755)
@@ -281,8 +284,8 @@ class Initial:
             save_weights(target, state, self.source)
         else:
             raise self._error(
-                f"is no artifact, no run whose {self._of_run} is finished, no .safetensors file, and no folder of "
-                "diffusers with such files; give one of them (weights are never unpickled)"
+                f"does not exist, or is no artifact, no run whose {self._of_run} is finished, no .safetensors file and "
+                "no folder of diffusers with such files; give one of them (weights are never unpickled)"
             )
 
     def _require(self, wanted: str, found: str) -> None:

@@ -174,6 +174,7 @@ def test_branching_is_compared_with_the_same_seeds_from_scratch():
     figures = figures_of([*main, *quarter, point("half", 0, 0.2, 0.5)], "n")
     assert figures["half_1_bayes_over_scratch"] == 0.2
     assert figures["quarter_1_bayes_over_scratch"] == pytest.approx(2 / 3)
+    assert figures["quarter_1_bayes_over_monolith"] == pytest.approx(2 / 3)
     # One seed says less than two.
     assert figures["branched_over_scratch"] == figures["quarter_1_bayes_over_scratch"]
     assert figures["branched_over_scratch_low"] == 0.5 and figures["branched_over_scratch_high"] == 0.75

@@ -83,7 +83,11 @@ BAD_SETTINGS: dict[str, tuple[str, list[str]]] = {
     "param of another strategy": ("sample.strategy_params={k: 1}", ["'sample.strategy' = 'top-1'", "no parameter 'k'"]),
     "initial weights that are not there": (
         "expert.init_from=nothing",
-        ["'expert.init_from'", "nothing: is no artifact, no run whose monolith is finished", "never unpickled"],
+        [
+            "'expert.init_from'",
+            "nothing: does not exist, or is no artifact, no run whose monolith is finished",
+            "never unpickled",
+        ],
     ),
     "initial weights without a source": (
         "router.init_from={partial: true}",

@@ -159,11 +159,11 @@ def test_a_folder_appears_whole_and_replaces_the_old_one(tmp_path):
         (folder / "one").write_text("1")
         assert not path.exists()
     with atomic_folder(path) as folder:
-        (folder / "two").write_text("2")
+        (folder / "two").touch(0o600)
         assert names(path) == ["one"]
     assert names(path) == ["two"]
     assert names(path.parent) == ["artifact"]
-    assert path.stat().st_mode & 0o777 == 0o755
+    assert path.stat().st_mode & 0o777 == 0o755 and (path / "two").stat().st_mode & 0o777 == 0o644
 
 
 def test_a_failed_folder_leaves_the_old_one_and_nothing_else(tmp_path):

@@ -123,6 +123,15 @@ def test_a_new_number_of_images_counts_for_all_experts_of_the_cluster(run_dir: P
     assert changed.shares == dict.fromkeys(EDGES, 0.5)
 
 
+def test_experts_of_one_cluster_are_not_replaced_by_those_of_another(run_dir: Path) -> None:
+    manifest = replace(read_ensemble(run_dir / "ensemble.json"), about=ABOUT)
+    edit(run_dir / "expert-3" / "member.json", interval=[0.7, 1.0])
+    stranger = run_dir / "expert-3"
+    refused(
+        lambda: replaced(manifest, "expert-1", stranger), "expert-0, expert-1", "several clusters", "of their cluster"
+    )
+
+
 def test_intervals_of_strangers_that_do_not_cover_all_noise_levels_are_refused(run_dir: Path) -> None:
     folders = [run_dir / name for name in [*EDGES, "router"]]
 

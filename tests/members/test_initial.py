@@ -128,9 +128,15 @@ def _described_badly(folder: Path) -> Path:
     return folder / "artifact"
 
 
+def _diverged(folder: Path) -> Path:
+    save_file({"weight": torch.tensor([1.0, torch.nan])}, folder / "weights.safetensors")
+    return folder / "weights.safetensors"
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
+        (_diverged, "'weight' is not finite; give other weights"),
         (_pickle, "is no artifact, no run whose monolith is finished"),
         (_disguised, "not a whole safetensors file"),
         (_replaced, "was recorded: the file is damaged or replaced"),
