@@ -46,6 +46,11 @@ class Results:
         rows, network = self.rows(method, share, variant), network or self.network
         return [row["kid"][network]["value"] for row in rows] if all(network in row["kid"] for row in rows) else []
 
+    def compared(self) -> list[tuple[str, float]]:
+        """Variants and shares of the budget; those of the main comparison first."""
+        found = {(point["variant"], point["share"]) for point in self.points}
+        return sorted(found, key=lambda one: (one[0] != "main", one))
+
     def ratio(self, method: str, prefix: str = "", over: str = "monolith") -> str:
         """KID over the monolith's with its interval; empty for the monolith itself, a dash if the interval reaches 0.
 
@@ -112,13 +117,15 @@ def strategy_table(results: Results) -> Report:
 def variant_table(results: Results) -> Report:
     """All budgets and variants: KID of the methods that are sampled everywhere."""
     present = [name for name in CURVES if any(point["method"] == name for point in results.points)]
+    compared = [name for name in present if not name.startswith("monolith")]
     headings = ["variant", "share of the budget", "seeds", *map(label_of, present)]
-    table = Report(f"KID ({results.network}) by variant and budget", [*headings, "bayes over monolith"])
-    for variant, share in dict.fromkeys((point["variant"], point["share"]) for point in results.points):
+    ratios = [f"{label_of(name)} over monolith" for name in compared]
+    table = Report(f"KID ({results.network}) by variant and budget", [*headings, *ratios])
+    for variant, share in results.compared():
         found = [results.kid(method, share, variant) for method in present]
         cells = [f"{mean(values):.3f}" if values else "" for values in found]
-        ratio = results.ratio("bayes", f"{variant}_{share:g}_")
-        table.row(variant.replace("_", " "), f"{share:g}", str(max(map(len, found))), *cells, ratio)
+        ratios = [results.ratio(name, f"{variant}_{share:g}_") for name in compared]
+        table.row(variant.replace("_", " "), f"{share:g}", str(max(map(len, found))), *cells, *ratios)
     return table
 
 
@@ -132,7 +139,7 @@ def loss_table(results: Results) -> Report:
         ],
     )
     levels = ("held_out_loss", "held_out_loss_at_high_noise")
-    for variant, share in dict.fromkeys((point["variant"], point["share"]) for point in results.points):
+    for variant, share in results.compared():
         sides = [
             {row["seed"]: row for row in results.rows(method, share, variant) if levels[-1] in row}
             for method in ("monolith", "bayes")

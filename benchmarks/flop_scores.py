@@ -235,22 +235,20 @@ def figures_of(points: Sequence[Point], network: str) -> dict[str, float]:
         for prefix, name in (("", network), ("other_features_", OTHER.name)):
             if found := over(ours, theirs, name):
                 figures |= found.figures(f"{prefix}{method}_over_monolith")
-    for variant, share in dict.fromkeys((point.variant, point.share) for point in points):
-        ours = of_method(points, BEST, share, variant)
-        # A variant of the ensemble alone is compared with the main monolith of the same budget and seeds.
-        theirs = of_method(points, BASELINE, share, variant) or of_method(main, BASELINE, share)
-        if found := over(ours, theirs, network):
-            figures |= found.figures(f"{variant}_{share:g}_{BEST}_over_monolith")
     branched = []
-    for variant, share, method in dict.fromkeys((p.variant, p.share, p.method) for p in points if p.branch_at):
-        ours = of_method(points, method, share, variant)
-        if found := over(ours, of_method(main, method, share), network):
+    for variant, share, method in dict.fromkeys((point.variant, point.share, point.method) for point in points):
+        if method.startswith("monolith"):
+            continue
+        ours, baseline = of_method(points, method, share, variant), baseline_of(method)
+        # A variant of the ensemble alone is compared with the main monolith of the same budget and seeds.
+        theirs = of_method(points, baseline, share, variant) or of_method(main, baseline, share)
+        for prefix, name in (("", network), ("other_features_", OTHER.name)):
+            if found := over(ours, theirs, name):
+                figures |= found.figures(f"{prefix}{variant}_{share:g}_{method}_over_monolith")
+        if ours[0].branch_at and (found := over(ours, of_method(main, method, share), network)):
             figures |= found.figures(f"{variant}_{share:g}_{method}_over_scratch")
             if method == BEST:
                 branched.append((-len(ours), found))
-        for prefix, name in (("", network), ("other_features_", OTHER.name)):
-            if found := over(ours, of_method(main, baseline_of(method), share), name):
-                figures |= found.figures(f"{prefix}{variant}_{share:g}_{method}_over_monolith")
     if branched:
         # The lowest ratio among those of most seeds.
         figures |= min(branched)[1].figures("branched_over_scratch")
