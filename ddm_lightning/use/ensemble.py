@@ -27,7 +27,7 @@ from ddm_lightning.ensemble.sampler import sample
 from ddm_lightning.ensemble.velocity import Cost, Ensemble
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.members.artifact import ArtifactMeta
-from ddm_lightning.members.member import ROUTER, all_members, ensemble_members
+from ddm_lightning.members.member import ROUTER
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.use.saved import experiment_of, fetched, load_settings, manifest_with_about, resolve, save_ensemble
 
@@ -128,18 +128,11 @@ class DecentralizedEnsemble:
             UserError: members are not finished, a file is damaged or of other data, or there is no such device.
         """
         run, member = RunFolder.of(experiment), experiment.sample.member
-        if member not in (None, *all_members(experiment)):
-            raise UserError(f"sample.member={member}: unknown member; name one of {', '.join(all_members(experiment))}")
-        if not (path := run.sampled_from(member)).exists():
-            missing = [name for name in ensemble_members(experiment) if not run.has_artifact(name)]
-            raise UserError(
-                f"{path}: does not exist yet, because these members are not finished: "
-                f"{member or ', '.join(missing)}; fit them"
-            )
         manifest = manifest_with_about(run.root, experiment, member=member, partial=partial)
         if lost := list(manifest.lost):
             rest = ", and the weights of the other experts are renormalised" if set(lost) - {ROUTER} else ""
-            note(f"{path}: the artifact of {', '.join(lost)} is missing; samples are made without it{rest}")
+            path, names = run.sampled_from(member), ", ".join(lost)
+            note(f"{path}: the artifact of {names} is missing; samples are made without it{rest}")
         check_devices(experiment.island.accelerator, 1)
         return cls(manifest, experiment, device_of(experiment.island.accelerator))
 

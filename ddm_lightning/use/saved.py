@@ -47,7 +47,7 @@ from ddm_lightning.ensemble.manifest import (
 from ddm_lightning.ensemble.routing import strategy_of
 from ddm_lightning.members.artifact import REMEDY, WEIGHTS_FILE, base_file, read_meta
 from ddm_lightning.members.load import Bases
-from ddm_lightning.members.member import condition_spec
+from ddm_lightning.members.member import all_members, condition_spec, ensemble_members
 from ddm_lightning.members.preflight import check_strategy
 from ddm_lightning.members.run_folder import (
     ENSEMBLE_FILE,
@@ -125,9 +125,18 @@ def manifest_with_about(
         The manifest, ``about`` included.
 
     Raises:
-        UserError: a file is missing, damaged or of other data.
+        UserError: there is no such member, one is not finished, or a file is missing, damaged or of other data.
     """
     run = RunFolder(folder)
+    if experiment is not None:
+        if member not in (None, *(known := all_members(experiment))):
+            raise UserError(f"sample.member={member}: unknown member; name one of {', '.join(known)}")
+        if not (path := run.sampled_from(member)).exists():
+            missing = [name for name in ensemble_members(experiment) if not run.has_artifact(name)]
+            raise UserError(
+                f"{path}: does not exist yet, because these members are not finished: "
+                f"{member or ', '.join(missing)}; fit them"
+            )
     ensemble = single(run.artifact(member)) if member else read_ensemble(run.ensemble, partial=partial)
     about, meta = ensemble.about, ensemble.meta
     if about is None:
