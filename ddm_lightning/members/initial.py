@@ -222,6 +222,8 @@ class Initial:
         """Fetch and check the weights; return their hash."""
         self.root.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=".tmp-", dir=self.root))
+        if self.source.endswith(".safetensors"):  # a file, not a folder of one
+            DOWNLOADS[str(temporary / WEIGHTS_FILE)] = self.source
         DOWNLOADS[str(temporary)] = self.source
         try:
             with remote.reaching(f"{self.source} cannot be read"):

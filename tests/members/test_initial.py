@@ -136,7 +136,7 @@ def _diverged(folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (_diverged, "'weight' is not finite; give other weights"),
+        (_diverged, "/weights.safetensors: weight 'weight' is not finite; give other weights"),
         (_pickle, "is no artifact, no run whose monolith is finished"),
         (_disguised, "not a whole safetensors file"),
         (_replaced, "was recorded: the file is damaged or replaced"),
