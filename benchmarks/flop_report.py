@@ -119,8 +119,8 @@ def variant_table(results: Results) -> Report:
     present = [name for name in CURVES if any(point["method"] == name for point in results.points)]
     compared = [name for name in present if not name.startswith("monolith")]
     headings = ["variant", "share of the budget", "seeds", *map(label_of, present)]
-    ratios = [f"{label_of(name)} over monolith" for name in compared]
-    table = Report(f"KID ({results.network}) by variant and budget", [*headings, *ratios])
+    headings += [f"{label_of(name)} over monolith" for name in compared]
+    table = Report(f"KID ({results.network}) by variant and budget", headings)
     for variant, share in results.compared():
         found = [results.kid(method, share, variant) for method in present]
         cells = [f"{mean(values):.3f}" if values else "" for values in found]
