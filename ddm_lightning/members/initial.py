@@ -198,6 +198,8 @@ class Initial:
         if not self.path.with_name(MEMBER_FILE).exists():
             return []
         meta, own = read_meta(self.path.parent), self.member.network
+        if meta.lora is not None:
+            raise self._error("is an adapter; give its base, or the weights of another whole network")
         for what, was, now, may_differ in (
             ("network", meta.network, own.name, False),
             ("prediction", meta.prediction, None if self.member.role.classifies else prediction, self.config.partial),

@@ -103,6 +103,13 @@ def test_weights_that_predict_something_else_are_refused_unless_partial(tmp_path
     initial(tmp_path / "run", artifact, partial=True).check(start.member.plan_network())
 
 
+def test_an_adapter_is_refused(tmp_path: Path) -> None:
+    lora = {"rank": 4, "alpha": 4.0, "target_modules": ["qkv"]}
+    artifact = put(tmp_path / "artifact", lora=lora, init_sha256="ab" * 32)
+    start = initial(tmp_path / "run", artifact, partial=True)
+    refused(lambda: start.check(start.member.plan_network()), artifact, "is an adapter")
+
+
 def _pickle(folder: Path) -> Path:
     (folder / "weights.pt").write_bytes(pickle.dumps({"weight": 1}))
     return folder / "weights.pt"
