@@ -60,8 +60,8 @@ def compare(points: Mapping[float, Sequence[Point]], network: str, other: str) -
     Raises:
         UserError: the monolith has fewer than two seeds at all scales.
     """
-    main = [point for scored in points.values() for point in scored if point.variant == "main"]
-    largest = max(point.share for point in main)
+    compared = [point for scored in points.values() for point in scored if point.variant == "main"]
+    largest = max(point.share for point in compared)
     methods = dict.fromkeys((p.variant, p.method) for scored in points.values() for p in scored if p.share == largest)
     tables = {}
     for variant, method in methods:

@@ -13,6 +13,7 @@ from flop_scores import Point
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.evaluation.metrics.features import KernelDistance
 
+NETWORKS = ("n", "m")
 # KID of three seeds at guidance 1 and 2. Seeds 1 and 2 choose 1 for seed 0, which would take 2; the others choose 2.
 KIDS = {
     "monolith": {1: [3.0, 1.0, 2.0], 2: [1.0, 2.0, 2.0]},
@@ -22,10 +23,10 @@ KIDS = {
 }
 
 
-def points(scale: int, num_seeds: int = 3, networks: tuple[str, ...] = ("n", "m")) -> list[Point]:
+def points(scale: int, num_seeds: int = 3) -> list[Point]:
     return [
         Point(
-            "main", seed, 1.0, 2.0, method, dict.fromkeys(networks, KernelDistance(kid, torch.full((200,), kid))), 0.1
+            "main", seed, 1.0, 2.0, method, dict.fromkeys(NETWORKS, KernelDistance(kid, torch.full((200,), kid))), 0.1
         )
         for method, kids in KIDS.items()
         for seed, kid in enumerate(kids[scale][:num_seeds])
@@ -33,7 +34,7 @@ def points(scale: int, num_seeds: int = 3, networks: tuple[str, ...] = ("n", "m"
 
 
 def test_each_seed_takes_the_scale_that_the_others_choose():
-    report = compare({scale: points(scale) for scale in (1, 2)}, "n", "m")
+    report = compare({scale: points(scale) for scale in (1, 2)}, *NETWORKS)
     rows = {row[0]: row[1:] for row in report.rows}
     assert rows["monolith"][:4] == ["2.000", "1.667", "2.333", "1 2 2"]
     assert rows["top-1"][2:5] == ["0.500", "2 2 2", "0.214 [0.167, 0.250]"]
@@ -45,7 +46,7 @@ def test_each_seed_takes_the_scale_that_the_others_choose():
 
 def test_what_cannot_be_tuned_is_refused(tmp_path):
     with pytest.raises(UserError, match="needs two seeds"):
-        compare({scale: points(scale, num_seeds=1) for scale in (1, 2)}, "n", "m")
+        compare({scale: points(scale, num_seeds=1) for scale in (1, 2)}, *NETWORKS)
     stored = {"figures": {"guidance_scale": 1.0}, "features": ["n", "m"], "points": [], "settings": "s"}
     for name in ("a.json", "b.json"):
         (tmp_path / name).write_text(json.dumps(stored))
