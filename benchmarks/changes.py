@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from common import Report, call, console, load, parse, parser, run, use_all_threads
+from common import Report, call, load, parse, parser, run, use_all_threads
 from flop_scores import PLAIN, Judge, kid
 from split import encoder_of
 
@@ -87,8 +87,7 @@ def main(arguments: Sequence[str] | None) -> None:
         f"clusters and of all but that of {options.expert}. Shares by a classifier on the same features, against the "
         "priors of the clusters present."
     )
-    report.show(console())
-    report.write(options.json)
+    report.finish(options.json)
 
 
 def sampled(manifest: EnsembleManifest, settings: SampleConfig, num: int, seed: int) -> torch.Tensor:

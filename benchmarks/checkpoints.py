@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from common import Report, console, device_of, parse, parser, progress, run
+from common import Report, device_of, parse, parser, progress, run
 from step_networks import XL2, Sizes, Step, our_side
 
 from ddm_lightning.training.checkpoint import (
@@ -113,8 +113,7 @@ def main(arguments: Sequence[str] | None) -> None:
     device = device_of(options)
     torch.set_num_threads(1)
     sizes = QUICK if options.quick else XL2 if device.type == "cuda" else SMALL
-    shown = console()
-    with tempfile.TemporaryDirectory(prefix="checkpoints-") as folder, progress(shown) as bars:
+    with tempfile.TemporaryDirectory(prefix="checkpoints-") as folder, progress() as bars:
         saved = Saved(sizes, device, Path(folder))
         num_turns = 3 if options.quick else 8
         found: dict[str, list[Cost]] = {"background": [], "waited for": []}
@@ -128,8 +127,7 @@ def main(arguments: Sequence[str] | None) -> None:
                     costs_of.append(cost)
         report = _report(found, statistics.median(undisturbed), saved.num_bytes, sizes)
         saved.writer.close()
-    report.show(shown)
-    report.write(options.json)
+    report.finish(options.json)
 
 
 def _report(found: dict[str, list[Cost]], step_seconds: float, num_bytes: int, sizes: Sizes) -> Report:

@@ -270,14 +270,14 @@ def use_all_threads() -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
 
 
-def progress(console: Console) -> Progress:
+def progress() -> Progress:
     """Progress bars with counts, elapsed time and remaining time."""
     return Progress(
         TextColumn("{task.description:<22}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(elapsed_when_finished=True),
-        console=console,
+        console=console(),
     )
 
 
@@ -301,16 +301,24 @@ class Report:
         """Add a line below the table."""
         self.notes.append(line)
 
-    def show(self, console: Console) -> None:
+    def show(self) -> None:
         """Print the table and its notes."""
         table = Table(title=self.title, title_justify="left")
         for index, heading in enumerate(self.headings):
             table.add_column(heading, justify="left" if index == 0 else "right")
         for cells in self.rows:
             table.add_row(*cells)
-        console.print(table)
+        shown = console()
+        shown.print(table)
         for line in self.notes:
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+            shown.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def finish(self, path: Path | None, plot: Figure | None = None) -> None:
+        """Print the report; write it, and ``plot`` beside it as PNG, if a path is given."""
+        self.show()
+        self.write(path)
+        if path is not None and plot is not None:
+            save_figure(path.with_suffix(".png"), plot)
 
     def write(self, path: Path | None) -> None:
         """Write the figures to ``path`` and the table to the Markdown file beside it; None writes nothing."""
@@ -372,11 +380,6 @@ def command() -> str:
     script = Path(sys.argv[0]).resolve()
     shown = script.relative_to(REPOSITORY) if script.is_relative_to(REPOSITORY) else script
     return shlex.join(["python", str(shown), *sys.argv[1:]])
-
-
-def by_time(prefix: str, times: Sequence[float], values: Sequence[float]) -> dict[str, float]:
-    """Figures such as ``router_accuracy_t0.50``."""
-    return {f"{prefix}_t{t:.2f}": value for t, value in zip(times, values, strict=True)}
 
 
 def save_figure(path: Path, figure: Figure) -> None:

@@ -27,7 +27,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from common import REPOSITORY, Report, console, parse, parser, progress, run
+from common import REPOSITORY, Report, parse, parser, progress, run
 from dataloader_sides import BATCH_SIZE, SIDES, write_all
 
 from ddm_lightning.core import registry
@@ -50,8 +50,7 @@ def main(arguments: Sequence[str] | None) -> None:
     num_samples, num_rounds = (QUICK_SAMPLES, QUICK_ROUNDS) if options.quick else (NUM_SAMPLES, NUM_ROUNDS)
     keys = [(kind, side, number) for kind in KINDS for side in SIDES for number in NUM_THREADS]
     speeds: dict[tuple[str, str, int], list[float]] = {key: [] for key in keys}
-    shown = console()
-    with tempfile.TemporaryDirectory(prefix="dataloader-") as temporary, progress(shown) as bars:
+    with tempfile.TemporaryDirectory(prefix="dataloader-") as temporary, progress() as bars:
         folder = Path(temporary)
         task = bars.add_task("loaders", total=num_rounds * len(keys))
         write_all(folder / "data", num_samples)
@@ -67,8 +66,7 @@ def main(arguments: Sequence[str] | None) -> None:
     )
     add(report, speeds)
     report.note(f"read_ahead_kb of the disk: {read_ahead_kb(Path(tempfile.gettempdir()))}.")
-    report.show(shown)
-    report.write(options.json)
+    report.finish(options.json)
 
 
 def in_a_process(kind: str, side: str, number: int, folder: Path, url: str, num_samples: int) -> float:

@@ -38,7 +38,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from common import REPOSITORY, Report, all_of, commit, console, load, parse, parser, run, start
+from common import REPOSITORY, Report, all_of, commit, load, parse, parser, run, start
 from faults_island import CLOCK, FULL_DISK, LEASE, Island, clock_variables, flip, small_disk
 from faults_model import simulate
 
@@ -90,8 +90,7 @@ def main(arguments: Sequence[str] | None) -> None:
         trials = Trials(options, Path(folder))
         while len(trials.faults) < wanted:
             trials.add()
-    trials.report().show(console())
-    trials.report().write(options.json)
+    trials.report().finish(options.json)
 
 
 class Trials:

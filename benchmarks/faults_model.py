@@ -21,7 +21,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 import numpy as np
-from common import Report, console, save_figure
+from common import Report
 from matplotlib.figure import Figure
 
 NODES = 8
@@ -118,7 +118,4 @@ def simulate(options: Namespace) -> None:
         axes.annotate(rate, (hours, 1.02), ha="center", annotation_clip=False)
     axes.set(xlabel="hours between two failures of a node of 8 GPUs", ylabel="goodput", ylim=(0, 1))
     axes.legend(loc="lower right", fontsize=8)
-    if options.json is not None:
-        save_figure(options.json.with_suffix(".png"), figure)
-    report.show(console())
-    report.write(options.json)
+    report.finish(options.json, figure)

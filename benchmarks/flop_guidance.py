@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 
-from common import Report, console, run
+from common import Report, run
 from flop_report import label_of
 from flop_scores import Interval, Point, baseline_of, of_method, over
 
@@ -45,8 +45,7 @@ def main(arguments: Sequence[str] | None) -> None:
             raise UserError(f"{path}: guidance {scale:g} is in an earlier file, too; give one file for each scale")
         points[scale] = [Point.from_dict(one) for one in document["points"]]
     report = compare(dict(sorted(points.items())), *networks)
-    report.show(console())
-    report.write(options.json)
+    report.finish(options.json)
 
 
 def compare(points: Mapping[float, Sequence[Point]], network: str, other: str) -> Report:

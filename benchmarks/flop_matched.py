@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import Report, call, command, commit, console, device, load, parse, parser, read_variants, run
+from common import Report, call, command, commit, device, load, parse, parser, read_variants, run
 from flop_report import (
     Results,
     branch_table,
@@ -184,7 +184,7 @@ def show_plan(study: Study, num_jobs: int) -> None:
         f"All trainings: {total / 1e12:,.1f} TFLOP, {left / 1e12:,.1f} of them left: about "
         f"{format_duration(left / rate / num_jobs)} at {rate / 1e9:.0f} GFLOP/s in each of {num_jobs} processes."
     )
-    table.show(console())
+    table.show()
 
 
 def measured_rate(study: Study, seconds: float = 2.0) -> float:
@@ -251,7 +251,7 @@ def score(study: Study, options: Namespace, settings: str, before: dict[str, Any
     atomic_write_text(folder / "report.html", page(title, tables, plots, manifest.attribution, str(origin)))
     print(f"page: {folder / 'report.html'}")
     for table in tables:
-        table.show(console())
+        table.show()
     if options.json is not None:
         atomic_write_json(options.json, document)
         text = [table.markdown(origin if table is tables[-1] else {}) for table in tables]

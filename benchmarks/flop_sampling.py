@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import all_of, console, progress
+from common import all_of, progress
 from flop_training import ENSEMBLE
 from jaxtyping import Float, Int, UInt8
 from split import encoder_of, read_split
@@ -148,7 +148,7 @@ def sample_all(tasks: Sequence[Task], num_jobs: int) -> list[Images]:
     """
     missing = [task for task in tasks if not task.path.exists()]
     processes = multiprocessing.get_context("spawn")
-    with progress(console()) as bars, ProcessPoolExecutor(num_jobs, processes, torch.set_num_threads, (1,)) as pool:
+    with progress() as bars, ProcessPoolExecutor(num_jobs, processes, torch.set_num_threads, (1,)) as pool:
         bar = bars.add_task("methods", total=len(missing))
         all_of([pool.submit(sample_task, task) for task in missing], lambda num: bars.update(bar, completed=num))
     return [Images.read(task.path) for task in tasks]

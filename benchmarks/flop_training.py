@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-from common import all_of, call, console, load, progress, start
+from common import all_of, call, load, progress, start
 from torch.utils.flop_counter import FlopCounterMode
 
 from ddm_lightning.config.experiment import Experiment
@@ -280,7 +280,7 @@ class Study:
                     write_ensemble(kept.root, folders, run.manifest.priors, expert_clusters=clusters)
 
     def _train_all(self, jobs: Sequence[Job], num_jobs: int) -> None:
-        with progress(console()) as bars, ThreadPoolExecutor(num_jobs) as pool:
+        with progress() as bars, ThreadPoolExecutor(num_jobs) as pool:
             bar = bars.add_task("steps", total=sum(job.flops for job in jobs) / 1e12)
             trainings = [pool.submit(self._train, job) for job in jobs]
             all_of(trainings, lambda _: bars.update(bar, completed=sum(self.done(job) for job in jobs) / 1e12))

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-from common import MEMBER, Report, console, device_of, load, parse, parser, run
+from common import MEMBER, Report, device_of, load, parse, parser, run
 from recipe_cost import TrainingStep, measured
 from step_clock import median
 from step_memory import peak_bytes
@@ -55,8 +55,7 @@ def main(arguments: Sequence[str] | None) -> None:
             add(report, experiment, batch, device, QUICK_ROUNDS if options.quick else ROUNDS)
         except torch.OutOfMemoryError:
             report.row(str(batch), "out of memory", *[""] * 5)
-    report.show(console())
-    report.write(options.json)
+    report.finish(options.json)
 
 
 def add(

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from common import REPOSITORY, Report, call, console, load, parse, parser, run, use_all_threads
+from common import REPOSITORY, Report, call, load, parse, parser, run, use_all_threads
 from split import Split, noised, read_split
 from torch.nn import functional as F
 
@@ -69,8 +69,7 @@ def main(arguments: Sequence[str] | None) -> None:
         "KID: times 1000, with its 95 % interval. Errors: mean squared difference to noise - x_0 over held-out images,"
     )
     report.note("t = 0.1 … 0.9; of the mixture (full), and of each expert alone on its own cluster.")
-    report.show(console())
-    report.write(options.json)
+    report.finish(options.json)
 
 
 def velocity_errors(ensemble: Ensemble, split: Split, seed: int) -> dict[str, float]:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 import torch
-from common import REPOSITORY, Report, by_time, call, console, load, parse, parser, run, use_all_threads
+from common import REPOSITORY, Report, call, load, parse, parser, run, use_all_threads
 from finite_set import FiniteSetOracle
 from split import Split, noised, read_split
 from torch import Tensor
@@ -46,8 +46,7 @@ def main(arguments: Sequence[str] | None) -> None:
     trained = Run(experiment)
     split = read_split(trained, TRAIN)
     report = measure(load_ensemble(read_ensemble(trained.folder.ensemble)), split, experiment.seed)
-    report.show(console())
-    report.write(options.json)
+    report.finish(options.json)
 
 
 def measure(ensemble: Ensemble, split: Split, seed: int, times: Sequence[float] = TIMES) -> Report:
@@ -74,8 +73,8 @@ def measure(ensemble: Ensemble, split: Split, seed: int, times: Sequence[float] 
         variation = float((ensemble.probabilities(x_t, _rows(t, x_t)) - posterior).abs().sum(1).mean() / 2)
         report.row(f"{t:.2f}", *(f"{error:.1%}" for error in errors.values()), f"{variation:.3f}")
         for name, error in errors.items():
-            report.figures |= by_time(f"{name.replace('-', '_')}_error", [t], [error])
-        report.figures |= by_time("router_total_variation", [t], [variation])
+            report.figures[f"{name.replace('-', '_')}_error_t{t:.2f}"] = error
+        report.figures[f"router_total_variation_t{t:.2f}"] = variation
         worst = max(worst, errors["ensemble"]) if t >= BAR_FROM else worst
     report.figures[f"worst_ensemble_error_from_t{BAR_FROM:.2f}"] = worst
     report.note(

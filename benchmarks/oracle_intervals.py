@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 import numpy as np
-from common import REPOSITORY, Report, call, console, load, parse, parser, run, save_figure, use_all_threads
+from common import REPOSITORY, Report, call, load, parse, parser, run, use_all_threads
 from matplotlib.figure import Figure
 from oracle_digits import QUICK_STEPS, measure
 from split import read_split
@@ -57,10 +57,7 @@ def main(arguments: Sequence[str] | None) -> None:
     cost = flops["digits_2x2"] / flops["digits_2x"]
     report.figures |= {"worst_ratio": ratio.max(), "mean_ratio": ratio.mean(), "flops_ratio": cost}
     report.note(f"Seeds: {options.seeds}. Training FLOPs, router included: {cost:.3f} of those of digits_2x.")
-    report.show(console())
-    report.write(options.json)
-    if options.json is not None:
-        save_figure(options.json.with_suffix(".png"), curves(means, edge))
+    report.finish(options.json, curves(means, edge))
 
 
 def curves(errors: dict[str, np.ndarray], edge: float) -> Figure:

@@ -17,7 +17,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import torch
-from common import MEMBER, Report, call, console, load, parse, parser, run
+from common import MEMBER, Report, call, load, parse, parser, run
 from step_loops import AfterStep, our_trainer
 from step_memory import most_allocated
 from torch.profiler import ProfilerActivity, profile
@@ -52,8 +52,7 @@ def main(arguments: Sequence[str] | None) -> None:
             add(report, options, settings, name)
     ratios = [value for name, value in report.figures.items() if name.startswith("held_over_planned_")]
     report.figures["largest_error"] = max(abs(ratio - 1) for ratio in ratios)
-    report.show(console())
-    report.write(options.json)
+    report.finish(options.json)
 
 
 def settings_in(folder: Path) -> list[str]:

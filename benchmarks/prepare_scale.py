@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from common import Report, console, parse, parser, run, start
+from common import Report, parse, parser, run, start
 
 SIZES, QUICK_SIZES = (100_000, 1_000_000), (1_000, 10_000)
 LARGE_ROWS, QUICK_LARGE_ROWS = 20_000, 1_000
@@ -145,8 +145,7 @@ def main(arguments: Sequence[str] | None) -> None:
         "features of the fit / link + 2 x their entries x centroids x passes / FLOP/s; other stages as measured, by "
         "the difference of the two sizes. The JSON file has the inputs."
     )
-    report.show(console())
-    report.write(options.json)
+    report.finish(options.json)
 
 
 def measure(options: Namespace, num_samples: int, image_size: int) -> Measured:

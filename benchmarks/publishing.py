@@ -30,7 +30,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
-from common import LOGS_SAMPLES, MEMBER, REPOSITORY, Report, console, load, parse, parser, run
+from common import LOGS_SAMPLES, MEMBER, REPOSITORY, Report, load, parse, parser, run
 from faults_island import Training
 
 from ddm_lightning.core import remote
@@ -87,8 +87,7 @@ def main(arguments: Sequence[str] | None) -> None:
         ratios = [getattr(times["publishing"], clock) / getattr(times[other], clock) for times in rounds]
         report.figures |= {name: statistics.median(ratios), f"{name}_low": min(ratios), f"{name}_high": max(ratios)}
     report.note(", ".join(f"{name} {value:.3f}" for name, value in report.figures.items()))
-    report.show(console())
-    report.write(options.json)
+    report.finish(options.json)
 
 
 def train(options: Namespace, folder: Path, url: str, arm: str) -> Times:

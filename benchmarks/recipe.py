@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from common import MEMBER, REPOSITORY, call, console, device_of, load, parse, parser, progress, read_variants, run
+from common import MEMBER, REPOSITORY, call, device_of, load, parse, parser, progress, read_variants, run
 from recipe_cost import Cost, Costs, TrainingStep, large
 from recipe_effect import Effect
 from recipe_results import Results
@@ -81,8 +81,7 @@ def main(arguments: Sequence[str] | None) -> None:
     title = "; ".join([timing.title, *([] if effect is None else [effect.title])])
     report = results.report(f"Recipe options against {title}", [one.name for one in variants])
     report.notes += timing.notes
-    report.show(console())
-    report.write(options.json)
+    report.finish(options.json)
 
 
 class Timing:
@@ -114,7 +113,7 @@ class Timing:
         kind, quick = self.device.type, self.options.quick
         base = Costs(partial(self._step, self._load()), QUICK_ROUNDS if quick else ROUNDS[kind], STEPS_PER_TURN[kind])
         found = {}
-        with progress(console()) as bars:
+        with progress() as bars:
             for name, setting in bars.track(settings.items(), description="steps"):
                 try:
                     found[name] = base.compare(partial(self._step, self._load(setting)))

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from common import MEMBER, all_of, console, load, progress, start
+from common import MEMBER, all_of, load, progress, start
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.members.member import role_of
@@ -69,7 +69,7 @@ class Effect:
         given = [self.settings(name, seed, *settings[name]) for name, seed in trainings]
         for each in given:
             refuse_changed(load(self.options, *each))
-        with progress(console()) as bars, ThreadPoolExecutor(self.options.jobs) as pool:
+        with progress() as bars, ThreadPoolExecutor(self.options.jobs) as pool:
             bar = bars.add_task("trainings", total=len(trainings))
             found = all_of(
                 [pool.submit(self._loss, each) for each in given], lambda num: bars.update(bar, completed=num)

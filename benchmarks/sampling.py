@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from common import Report, console, device_of, load, parse, parser, run, use_all_threads
+from common import Report, device_of, load, parse, parser, run, use_all_threads
 from safetensors.torch import load_file, save_file
 from step_clock import Seconds, median, now, ratio, since
 from torch import Tensor, nn
@@ -63,8 +63,7 @@ def main(arguments: Sequence[str] | None) -> None:
             first = {name: ways[name] for name in ("monolith", "top-1")}
             times |= {f"{name}{ONE_THREAD}": found for name, found in measure(first, device, rounds).items()}
         report = report_of(times, experiment)
-    report.show(console())
-    report.write(options.json)
+    report.finish(options.json)
 
 
 class EvenRouter(nn.Module):

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from common import Report, console, parse, parser, progress, run
+from common import Report, parse, parser, progress, run
 from rich.progress import Progress
 from torch.nn.functional import cross_entropy
 
@@ -50,9 +50,8 @@ class Ended(NamedTuple):
 def main(arguments: Sequence[str] | None) -> None:
     """Run the benchmark."""
     options = parse(parser(__doc__ or "", fixed=True), arguments)
-    shown = console()
     num_samples = NUM_SAMPLES * 3 // 20 if options.quick else NUM_SAMPLES
-    with tempfile.TemporaryDirectory(prefix="small-cache-") as temporary, progress(shown) as bars:
+    with tempfile.TemporaryDirectory(prefix="small-cache-") as temporary, progress() as bars:
         folder = Path(temporary)
         write_all(folder / "shards", num_samples, bars)
         num_bytes = sum(path.stat().st_size for path in folder.rglob("*.mds"))
@@ -72,8 +71,7 @@ def main(arguments: Sequence[str] | None) -> None:
         "peak_cache_mb": cached.held_bytes / 1e6,
         "seconds_over_whole": cached.seconds / whole.seconds,
     }
-    report.show(shown)
-    report.write(options.json)
+    report.finish(options.json)
 
 
 def write_all(folder: Path, num_samples: int, bars: Progress) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from common import MEMBER, Report, call, console, parse, parser, run, start
+from common import MEMBER, Report, call, parse, parser, run, start
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.members.run_folder import RunFolder
@@ -62,8 +62,7 @@ def main(arguments: Sequence[str] | None) -> None:
         spread = f"{min(cpu):.2f}, {max(cpu):.2f}"
         report.row(label, f"{statistics.median(seconds):.2f}", f"{statistics.median(cpu):.2f}", spread)
     report.note("Medians. Other processes on the machine lengthen the seconds, and hardly the CPU seconds.")
-    report.show(console())
-    report.write(options.json)
+    report.finish(options.json)
 
 
 def first_step(options: Namespace, place: Path, store: Path) -> Start:

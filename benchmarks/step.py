@@ -18,7 +18,7 @@ from pathlib import Path
 
 import step_networks
 import torch
-from common import Report, call, console, device_of, load, parse, parser, run
+from common import Report, call, device_of, load, parse, parser, run
 from step_clock import Seconds, grouped, median, ratio, ratios
 from step_loops import Trained, train
 from step_networks import XL2, Sizes
@@ -124,8 +124,7 @@ def main(arguments: Sequence[str] | None) -> None:
         "Ratios are medians (lowest to highest) over neighbouring groups of turns; square brackets hold the ratio of "
         "CPU times, which other processes disturb less. Times are medians."
     )
-    report.show(console())
-    report.write(options.json)
+    report.finish(options.json)
 
 
 def trained(options: Namespace, overrides: Sequence[str]) -> Trained:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from common import REPOSITORY, Report, call, console, load, parse, parser, run, save_figure, use_all_threads
+from common import REPOSITORY, Report, call, load, parse, parser, run, use_all_threads
 from finite_set import FiniteSetOracle
 from flop_scores import kid
 from matplotlib.figure import Figure
@@ -110,10 +110,7 @@ def main(arguments: Sequence[str] | None) -> None:
     axes.set(xlabel="steps", ylabel="RMS distance to the exact end")
     axes.legend(fontsize=7)
     report.note(f"RMS distance per number to the end of `full` after {reference:,} steps, from the same noise.")
-    report.show(console())
-    report.write(options.json)
-    if options.json is not None:
-        save_figure(options.json.with_suffix(".png"), figure)
+    report.finish(options.json, figure)
 
 
 def exact_ensemble(oracle: FiniteSetOracle, clusters: Tensor, std: float) -> Ensemble:

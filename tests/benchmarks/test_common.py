@@ -63,11 +63,11 @@ def test_results_hold_origin_and_figures_and_the_table_lies_beside(tmp_path, mon
     report = common.Report("Title", ["t", "value"])
     report.row("0.50", "1.25")
     report.note("A note.")
-    report.figures = common.by_time("value", [0.5, 0.95], [1.25, 2.0])
+    report.figures = {"value_t0.50": 1.25, "value_t0.95": 2.0}
     report.write(tmp_path / "new" / "out.json")
     written = json.loads((tmp_path / "new" / "out.json").read_text())
     assert list(written) == ["commit", "device", "command", "figures"]
-    assert written["figures"] == {"value_t0.50": 1.25, "value_t0.95": 2.0}
+    assert written["figures"] == report.figures
     assert written["command"] == "python benchmarks/x.py -c 'a b.yaml'"
     assert "torch" in written["device"]
     markdown = (tmp_path / "new" / "out.md").read_text()
