@@ -9,7 +9,6 @@ expert that comes back. Needs a finished run, which it trains if it is missing.
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -97,4 +96,4 @@ def sampled(manifest: EnsembleManifest, settings: SampleConfig, num: int, seed: 
 
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    run(main)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -154,4 +153,4 @@ def _report(found: dict[str, list[Cost]], step_seconds: float, num_bytes: int, s
 
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    run(main)

@@ -86,8 +86,8 @@ def parse(cli: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argp
     return options
 
 
-def run(main: Callable[[Sequence[str] | None], None]) -> int:
-    """Run a benchmark and return its exit code: 2 for an error the user can fix, 130 after Ctrl-C or SIGTERM."""
+def run(main: Callable[[Sequence[str] | None], None]) -> None:
+    """Run a benchmark; exit with code 2 after an error the user can fix, with 130 after Ctrl-C or SIGTERM."""
 
     def interrupt(_number: int, _frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -97,11 +97,10 @@ def run(main: Callable[[Sequence[str] | None], None]) -> int:
         main(None)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        sys.exit(2)
     except KeyboardInterrupt:
         print("interrupted; the same command resumes trainings in a run folder", file=sys.stderr)
-        return INTERRUPTED
-    return 0
+        sys.exit(INTERRUPTED)
 
 
 def load(options: argparse.Namespace, *overrides: str) -> Experiment:

@@ -132,4 +132,4 @@ def add(report: Report, speeds: dict[tuple[str, str, int], list[float]]) -> None
 
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    run(main)

@@ -256,4 +256,4 @@ def fail_store(
 
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    run(main)

@@ -11,7 +11,6 @@ scale that it chose. The held-out images are the same for all seeds.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
@@ -123,4 +122,4 @@ def tuned(candidates: Sequence[Rows], network: str) -> list[Point]:
 
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    run(main)

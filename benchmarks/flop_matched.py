@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 import time
 from argparse import Namespace
 from collections.abc import Sequence
@@ -307,4 +306,4 @@ def collect(study: Study, options: Namespace) -> tuple[list[Point], dict[str, np
 
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    run(main)

@@ -8,7 +8,6 @@ experiment's precision, compilation and activation checkpointing. Needs no data.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from functools import partial
 
@@ -99,4 +98,4 @@ def add(
 
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    run(main)

@@ -7,7 +7,6 @@ Trains the experiment as it is, and without ``expert.overrides``: same data, clu
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
@@ -90,4 +89,4 @@ def velocity_errors(ensemble: Ensemble, split: Split, seed: int) -> dict[str, fl
 
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    run(main)

@@ -9,7 +9,6 @@ with the exact cluster posterior.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 import torch
@@ -94,4 +93,4 @@ def _rows(t: float, x: Tensor) -> Tensor:
 
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    run(main)

@@ -8,7 +8,6 @@ router, seed by seed, and compares both with the exact velocity of the training 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -73,4 +72,4 @@ def curves(errors: dict[str, np.ndarray], edge: float) -> Figure:
 
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    run(main)

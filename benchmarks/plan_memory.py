@@ -8,7 +8,6 @@ before the network is built to the end of the last step: weights, gradients, opt
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from argparse import Namespace
 from collections.abc import Sequence
@@ -103,4 +102,4 @@ def held_in_training(options: Namespace, settings: Sequence[str], member: str) -
 
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    run(main)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 import resource
-import sys
 import tempfile
 import time
 from argparse import Namespace
@@ -163,4 +162,4 @@ def measure(options: Namespace, num_samples: int, image_size: int) -> Measured:
 
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    run(main)

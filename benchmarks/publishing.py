@@ -123,4 +123,4 @@ def send(path: Path, url: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    run(main)

@@ -9,7 +9,6 @@ option on equally many samples and judged by the held-out loss of its averaged w
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -130,4 +129,4 @@ class Timing:
 
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    run(main)

@@ -10,7 +10,6 @@ All ways sample the same batch in turns, in one process; ratios are medians over
 from __future__ import annotations
 
 import itertools
-import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
@@ -178,4 +177,4 @@ def report_of(times: Mapping[str, list[Seconds]], experiment: Experiment) -> Rep
 
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    run(main)

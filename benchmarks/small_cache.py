@@ -9,7 +9,6 @@ each batch of one epoch. Every batch and the final weights must be the same to t
 from __future__ import annotations
 
 import hashlib
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -124,4 +123,4 @@ def train(place: str, cache: Path, max_cache_bytes: float | None, num_samples: i
 
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    run(main)

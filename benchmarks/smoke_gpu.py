@@ -102,4 +102,4 @@ def checks_of(step: Step, place: Place) -> Iterator[Check]:
 
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    run(main)

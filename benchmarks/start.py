@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from argparse import Namespace
@@ -95,4 +94,4 @@ def cpu_seconds(pid: int) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    run(main)

@@ -9,7 +9,6 @@ networks are DiT-XL/2 in bfloat16 with compiled blocks.
 from __future__ import annotations
 
 import statistics
-import sys
 import tempfile
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
@@ -212,4 +211,4 @@ def _bar(report: Report, figure: str, bar: float) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    run(main)

@@ -11,7 +11,6 @@ ends in single points; and the trained ``digits_2x``.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -133,4 +132,4 @@ def rms(differences: Tensor) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    run(main)

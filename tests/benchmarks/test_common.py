@@ -46,10 +46,11 @@ def test_exit_codes(capsys, monkeypatch):
     def interrupted(_):
         raise KeyboardInterrupt
 
-    assert common.run(lambda _: None) == 0
-    assert common.run(refuse) == 2
-    assert capsys.readouterr().err == "error: file: key: remedy\n"
-    assert common.run(interrupted) == common.INTERRUPTED
+    common.run(lambda _: None)
+    for main, code, told in ((refuse, 2, "error: file: key: remedy\n"), (interrupted, 130, "interrupted")):
+        with pytest.raises(SystemExit) as end:
+            common.run(main)
+        assert end.value.code == code and capsys.readouterr().err.startswith(told)
 
 
 def test_a_failing_command_is_told_and_a_succeeding_one_is_not(tmp_path, capfd):
