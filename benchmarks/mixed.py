@@ -10,20 +10,17 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
-from common import REPOSITORY, Report, call, load, parse, parser, run, use_all_threads
-from split import Split, noised, read_split
+from common import REPOSITORY, Report, call, load, parse, parser, run
+from split import Split, noised, read_split, trained
 from torch.nn import functional as F
 
 from ddm_lightning.config.load import to_yaml
 from ddm_lightning.core.files import atomic_write_text, read_json
-from ddm_lightning.ensemble.load import load_ensemble
-from ddm_lightning.ensemble.manifest import read_ensemble
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.members.member import expert_name
-from ddm_lightning.members.run import Run
-from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.shards.manifest import HELD_OUT
 
 METHODS = {"full": ("full", "euler"), "full_ancestral": ("full", "ancestral"), "bayes": ("bayes", "ancestral")}
@@ -46,22 +43,19 @@ def main(arguments: Sequence[str] | None) -> None:
     report = Report(
         f"Different against equal experts: {mixed.name}", [*headings, *map(expert_name, range(num_clusters))]
     )
-    use_all_threads()
     for name, experiment in (("different", mixed), ("equal", equal)):
-        folder = RunFolder.of(experiment)
-        file = folder.root.with_suffix(".yaml")
+        file = Path(experiment.run_dir).with_suffix(".yaml")
         atomic_write_text(file, to_yaml(experiment))
         settings = Namespace(config=file, overrides=[])
-        call("fit", settings)
+        trained_run, ensemble = trained(settings)
         cells = []
         for method, (strategy, solver) in METHODS.items():
-            out = folder.root / "evaluation" / f"mixed-{method}"
+            out = trained_run.folder.root / "evaluation" / f"mixed-{method}"
             call("evaluate", settings, f"sample.strategy={strategy}", f"sample.solver={solver}", f"--out={out}")
             (score,) = read_json(out / "evaluation.json", "the scores", "run again")["scores"].values()
             report.figures |= {f"kid_{method}_{name}{end}": score[key] for key, end in ENDS.items()}
             cells.append(f"{1e3 * score['value']:.2f} ({1e3 * score['low']:.2f} to {1e3 * score['high']:.2f})")
-        split, loaded = read_split(Run(experiment), HELD_OUT), load_ensemble(read_ensemble(folder.ensemble))
-        errors = velocity_errors(loaded, split, experiment.seed)
+        errors = velocity_errors(ensemble, read_split(trained_run, HELD_OUT), experiment.seed)
         report.figures |= {f"{of}_error_{name}": error for of, error in errors.items()}
         report.row(name, *cells, *(f"{error:.4f}" for error in errors.values()))
     report.note(

@@ -12,16 +12,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from common import REPOSITORY, Report, call, load, parse, parser, run, use_all_threads
+from common import REPOSITORY, Report, load, parse, parser, run
 from finite_set import FiniteSetOracle
-from split import Split, noised, read_split
+from split import Split, noised, read_split, trained
 from torch import Tensor
 from torch.nn import functional as F
 
-from ddm_lightning.ensemble.load import load_ensemble
-from ddm_lightning.ensemble.manifest import read_ensemble
 from ddm_lightning.ensemble.velocity import Ensemble
-from ddm_lightning.members.run import Run
 from ddm_lightning.shards.manifest import TRAIN
 
 TIMES = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99)
@@ -39,12 +36,8 @@ def main(arguments: Sequence[str] | None) -> None:
     if options.quick:
         ours = [f"run_dir={load(options).run_dir}-quick"]
         ours += [f"{role}.train.max_steps={QUICK_STEPS}" for role in ("expert", "router")]
-    experiment = load(options, *ours)
-    call("fit", options, *ours)
-    use_all_threads()
-    trained = Run(experiment)
-    split = read_split(trained, TRAIN)
-    report = measure(load_ensemble(read_ensemble(trained.folder.ensemble)), split, experiment.seed)
+    trained_run, ensemble = trained(options, *ours)
+    report = measure(ensemble, read_split(trained_run, TRAIN), trained_run.experiment.seed)
     report.finish(options.json)
 
 

@@ -11,15 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from common import REPOSITORY, Report, call, load, parse, parser, run, use_all_threads
+from common import REPOSITORY, Report, parse, parser, run
 from matplotlib.figure import Figure
 from oracle_digits import QUICK_STEPS, measure
-from split import read_split
+from split import read_split, trained
 
-from ddm_lightning.ensemble.load import load_ensemble
-from ddm_lightning.ensemble.manifest import read_ensemble
 from ddm_lightning.members.cost import MemberCost
-from ddm_lightning.members.run import Run
 from ddm_lightning.shards.manifest import TRAIN
 
 TIMES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.55, 0.6, 0.61, 0.62, 0.63, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 0.99)
@@ -37,13 +34,10 @@ def main(arguments: Sequence[str] | None) -> None:
         options.config = REPOSITORY / "experiments" / f"{name}.yaml"
         ours = [f"run_dir=runs/{name}-seed-{seed}{'-quick' * options.quick}", f"seed={seed}"]
         ours += [f"{role}.train.max_steps={QUICK_STEPS}" for role in ("expert", "router") if options.quick]
-        call("fit", options, *ours)
-        use_all_threads()
-        trained = Run(load(options, *ours))
-        ensemble = load_ensemble(read_ensemble(trained.folder.ensemble))
-        figures = measure(ensemble, read_split(trained, TRAIN), 0, TIMES).figures
+        trained_run, ensemble = trained(options, *ours)
+        figures = measure(ensemble, read_split(trained_run, TRAIN), 0, TIMES).figures
         errors[name].append([figures[f"ensemble_error_t{t:.2f}"] for t in TIMES])
-        members = [trained.member(member) for member in trained.names]
+        members = [trained_run.member(member) for member in trained_run.names]
         flops[name] = sum(MemberCost(one).flops() * one.batch_size * one.train.max_steps for one in members)
         edge = max(one.interval[0] for one in members)
     report = Report("Relative L2 error against the exact velocity, mean of the seeds", ["t", *NAMES, "ratio"])

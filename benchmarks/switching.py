@@ -15,21 +15,18 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from common import REPOSITORY, Report, call, load, parse, parser, run, use_all_threads
+from common import REPOSITORY, Report, parse, parser, run
 from finite_set import FiniteSetOracle
 from flop_scores import kid
 from matplotlib.figure import Figure
-from split import encoder_of, read_split
+from split import encoder_of, read_split, trained
 from torch import Tensor, nn
 
 from ddm_lightning.config.experiment import SampleConfig
 from ddm_lightning.core.registry import FEATURES
-from ddm_lightning.ensemble.load import load_ensemble
-from ddm_lightning.ensemble.manifest import read_ensemble
 from ddm_lightning.ensemble.sampler import sample
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.condition import Condition
-from ddm_lightning.members.run import Run
 from ddm_lightning.shards.manifest import TRAIN
 
 STEPS, REFERENCE_STEPS = tuple(10 * 2**i for i in range(8)), 2560
@@ -65,16 +62,13 @@ def main(arguments: Sequence[str] | None) -> None:
     """Run the benchmark."""
     options = parse(parser(__doc__ or "", config=str(REPOSITORY / "experiments" / "digits_2x.yaml")), arguments)
     steps, reference = (STEPS[:4], ROUTER_STEPS) if options.quick else (STEPS, REFERENCE_STEPS)
-    call("fit", options)
-    use_all_threads()
-    trained = Run(load(options))
-    split = read_split(trained, TRAIN)
+    trained_run, ours = trained(options)
+    split = read_split(trained_run, TRAIN)
     clusters = torch.tensor([0, 1, 1, 2, 2, 2, 3, 3, 3, 3])  # priors 0.1 to 0.4
     corners, digits = (
         FiniteSetOracle(CORNERS[clusters].reshape(-1, 1, 1, 2), clusters, 4),
         FiniteSetOracle(split.x_0, split.clusters, 2),
     )
-    ours = load_ensemble(read_ensemble(trained.folder.ensemble))
     ensembles = {
         "gaussians": exact_ensemble(corners, clusters, 0.4),
         "digits": exact_ensemble(digits, split.clusters, 0.0),
@@ -99,7 +93,7 @@ def main(arguments: Sequence[str] | None) -> None:
             for temperature in TEMPERATURES:
                 x_0 = ends(ensemble, num, shape, strategy, min(ROUTER_STEPS, *steps[-2:]), temperature)
                 report.figures[f"{name}_{way}_temperature_{temperature:g}"] = rms(x_0 - end)
-    images, features = encoder_of(trained), FEATURES.build("random-convolutions", {})
+    images, features = encoder_of(trained_run), FEATURES.build("random-convolutions", {})
     real = torch.from_numpy(features.encode(images.decode(split.x_0)))
     for way, strategy in STRATEGIES.items():
         for n in steps[:4]:
