@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from step_clock import Seconds
@@ -84,7 +82,7 @@ class TrainingStep(Timed):
         """Contribution of one micro batch to the mean loss of the batch."""
         rows = self.parts[part]
         condition = None if self.condition is None else self.condition.rows(rows)
-        with self._precision():
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.half):
             predicted = self.network(self.x_t[rows], self.t[rows], condition)
             return functional.mse_loss(predicted.float(), self.target[rows], reduction="sum") / self.target.numel()
 
@@ -98,21 +96,16 @@ class TrainingStep(Timed):
         self.optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]  # fused optimizers read it
         self.optimizer.step()
 
-    def _precision(self) -> AbstractContextManager[Any]:
-        return torch.autocast(self.device.type, torch.bfloat16) if self.half else nullcontext()
-
 
 def _random_condition(
     spec: ConditionSpec, num: int, generator: torch.Generator, device: torch.device
 ) -> Condition | None:
     if spec.kind == "none":
         return None
-    values: Tensor
     if spec.kind == "class":
         values = torch.randint(spec.size, (num,), generator=generator)
     else:
-        shape = (num, spec.length, spec.size) if spec.kind == "tokens" else (num, spec.size)
-        values = torch.randn(shape, generator=generator)
+        values = torch.randn(num, *spec.row_shape, generator=generator)
     return Condition.of(values.to(device))
 
 

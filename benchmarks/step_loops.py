@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,7 +81,7 @@ class BareLoop:
                 values = batch["text" if self.kind == "text" else "label"].to(self.device, non_blocking=True)
                 dropped = torch.rand(num, generator=generator, device=self.device) < self.dropout
                 condition = Condition(values, ~dropped)
-            with self._precision():
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.half):
                 predicted = self.network(interpolate(x_0, noise, t), t, condition)
                 loss = functional.mse_loss(predicted.float(), noise - x_0)
             self.optimizer.zero_grad()
@@ -99,9 +98,6 @@ class BareLoop:
             norm = nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
             scale = ((norm + 1e-6) / limit).clamp(min=1)
             self.optimizer.grad_scale = scale  # type: ignore[attr-defined]  # fused optimizers read it
-
-    def _precision(self) -> AbstractContextManager[Any]:
-        return torch.autocast(self.device.type, torch.bfloat16) if self.half else nullcontext()
 
     @torch.no_grad()
     def _average(self) -> None:

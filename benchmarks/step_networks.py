@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -181,7 +180,7 @@ class Step(Timed):
 
     def loss(self) -> Tensor:
         """Compute the loss of the batch."""
-        with torch.autocast(self.device.type, torch.bfloat16) if self.half else nullcontext():
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.half):
             predicted = self.side.predict(self.x_t, self.t, self.classes)
             return functional.mse_loss(predicted.float(), self.target)
 
