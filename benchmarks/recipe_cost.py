@@ -67,7 +67,6 @@ class TrainingStep(Timed):
         num = resolved.batch_size
         part = island.micro_batch_size or num
         self.parts = [slice(start, start + part) for start in range(0, num, part)]
-        self.num_parts = len(self.parts)
         generator = torch.Generator().manual_seed(0)
         self.x_t, self.target = (torch.randn(num, *sizes.x_shape, generator=generator).to(device) for _ in range(2))
         self.t = torch.rand(num, generator=generator).to(device)
@@ -78,9 +77,8 @@ class TrainingStep(Timed):
         """Parameters of the network."""
         return sum(parameter.numel() for parameter in self.parameters)
 
-    def loss(self, part: int = 0) -> Tensor:
+    def loss(self, rows: slice) -> Tensor:
         """Contribution of one micro batch to the mean loss of the batch."""
-        rows = self.parts[part]
         condition = None if self.condition is None else self.condition.rows(rows)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.half):
             predicted = self.network(self.x_t[rows], self.t[rows], condition)
@@ -89,8 +87,8 @@ class TrainingStep(Timed):
     def take(self) -> None:
         """Take one step."""
         self.optimizer.zero_grad()
-        for part in range(self.num_parts):
-            self.loss(part).backward()
+        for rows in self.parts:
+            self.loss(rows).backward()
         norm = clip_in_step(self.optimizer, self.parameters, self.train.gradient_clip_norm)
         # As the training's guard does; Muon then keeps a copy in case the step is skipped.
         self.optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]  # fused optimizers read it
@@ -143,7 +141,10 @@ class Costs:
         """
         step, peak = measured(other)
         found = in_turn({"base": self.base, "other": step}, self.num_rounds, self.steps_per_turn)
-        return _cost(self.base, found["base"], self.base_peak), _cost(step, found["other"], peak)
+        return (
+            Cost(found["base"], self.base.num_parameters, self.base.flops, self.base_peak),
+            Cost(found["other"], step.num_parameters, step.flops, peak),
+        )
 
 
 def measured(make: Callable[[], TrainingStep]) -> tuple[TrainingStep, int | None]:
@@ -156,10 +157,6 @@ def measured(make: Callable[[], TrainingStep]) -> tuple[TrainingStep, int | None
         forget_compiled()
     step.take()  # creates moments and averages
     return step, peak_bytes(step) if step.device.type == "cuda" else None
-
-
-def _cost(step: TrainingStep, seconds: list[Seconds], peak: int | None) -> Cost:
-    return Cost(seconds, step.num_parameters, step.flops, peak)
 
 
 def large(sizes: Sizes, num_clusters: int) -> tuple[list[str], DataSizes]:

@@ -171,7 +171,6 @@ class Trained:
     """Weights of our loop, then of the bare one."""
     averages: tuple[list[Tensor], list[Tensor]]
     """Averages of the weights, in the order of the parameters."""
-    num_parameters: int
 
 
 def our_trainer(experiment: Experiment, name: str = MEMBER) -> tuple[L.Trainer, MemberModule, ClusterDataModule]:
@@ -202,10 +201,8 @@ def train(experiment: Experiment, steps: int) -> Trained:
     callbacks.insert(next(at for at, one in enumerate(callbacks) if isinstance(one, RollingCheckpoints)), turns)
     trainer.fit(module, datamodule=data_of_ours)
     state = trainer.optimizers[0].state
-    parameters = list(module.network.parameters())
     return Trained(
         turns.turns,
         (module.network.state_dict(), bare.network.state_dict()),
-        ([state[parameter]["ema"] for parameter in parameters], bare.averages),
-        sum(parameter.numel() for parameter in parameters),
+        ([state[parameter]["ema"] for parameter in module.network.parameters()], bare.averages),
     )

@@ -134,12 +134,6 @@ class Timed(ABC):
     device: torch.device
     network: nn.Module
     optimizer: Optimizer
-    num_parts = 1
-    """Number of micro batches per step."""
-
-    @abstractmethod
-    def loss(self) -> Tensor:
-        """Compute the loss of a micro batch: a forward pass."""
 
     @abstractmethod
     def take(self) -> None:

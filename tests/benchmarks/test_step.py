@@ -24,7 +24,7 @@ def walls(*values):
 
 def ended(turns, weights=((1.0,), (1.0,))):
     ours, bare = ({"w": torch.tensor(side)} for side in weights)
-    return Trained(turns, (ours, bare), ([ours["w"]], [bare["w"]]), 1)
+    return Trained(turns, (ours, bare), ([ours["w"]], [bare["w"]]))
 
 
 def test_a_ratio_is_the_median_of_ratios_side_by_side_and_not_the_ratio_of_medians():
