@@ -28,10 +28,10 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
 
 from common import LOGS_SAMPLES, MEMBER, REPOSITORY, Report, load, parse, parser, run
 from faults_island import Training
+from step_clock import Seconds, ratios
 
 from ddm_lightning.core import remote
 from ddm_lightning.islands.shared import publish_prepared
@@ -53,19 +53,12 @@ _SETTINGS = (
 )
 
 
-class Times(NamedTuple):
-    """Seconds and processor seconds of one training."""
-
-    wall: float
-    cpu: float
-
-
 def main(arguments: Sequence[str] | None) -> None:
     """Run the benchmark."""
     options = parse(parser(__doc__ or "", fixed=True), arguments)
     options.overrides = [*_SETTINGS, f"expert.train.max_steps={60 if options.quick else 200}"]
     logging.getLogger("werkzeug").setLevel(logging.ERROR)  # moto's server tells of each request
-    rounds: list[dict[str, Times]] = []
+    rounds: list[dict[str, Seconds]] = []
     report = Report("Seconds (processor seconds) of a training", ["round", *ARMS])
     with tempfile.TemporaryDirectory(prefix="publishing-") as temporary:
         folder = Path(temporary)
@@ -84,14 +77,14 @@ def main(arguments: Sequence[str] | None) -> None:
         ("publish_over_loaded", "loaded", "wall"),
         ("cpu_publish_over_plain", "plain", "cpu"),
     ):
-        ratios = [getattr(times["publishing"], clock) / getattr(times[other], clock) for times in rounds]
-        report.figures |= {name: statistics.median(ratios), f"{name}_low": min(ratios), f"{name}_high": max(ratios)}
+        found = ratios([times["publishing"] for times in rounds], [times[other] for times in rounds], clock)
+        report.figures |= {name: statistics.median(found), f"{name}_low": min(found), f"{name}_high": max(found)}
     report.note(", ".join(f"{name} {value:.3f}" for name, value in report.figures.items()))
     report.finish(options.json)
 
 
-def train(options: Namespace, folder: Path, url: str, arm: str) -> Times:
-    """Train the expert once, from its first step to its last."""
+def train(options: Namespace, folder: Path, url: str, arm: str) -> Seconds:
+    """Train the expert once; its time from its first step to its last, and the processor time of the whole process."""
     home, place, to = folder / "home", folder / "run", []
     if arm == "publishing":
         publish_prepared(Run(load(options, f"run_dir={home}", f"remote={url}")), lambda _done, _total: None)
@@ -111,7 +104,7 @@ def train(options: Namespace, folder: Path, url: str, arm: str) -> Times:
     times = [began for _, began in training.steps()]
     shutil.rmtree(place)
     training.log.unlink()
-    return Times(times[-1] - times[0], sum(after[:2]) - sum(before[:2]))
+    return Seconds(times[-1] - times[0], sum(after[:2]) - sum(before[:2]))
 
 
 def send(path: Path, url: str) -> None:

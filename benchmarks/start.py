@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import os
 import shutil
-import statistics
 import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from common import MEMBER, Report, call, parse, parser, run, start
+from step_clock import Seconds, median
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.members.run_folder import RunFolder
@@ -26,18 +25,10 @@ _MOST_SECONDS = 300.0
 _WAIT_SECONDS = 0.01
 
 
-class Start(NamedTuple):
-    """What one start took."""
-
-    seconds: float
-    cpu_seconds: float
-    """Of all threads of the process: what it takes on a core of its own."""
-
-
 def main(arguments: Sequence[str] | None) -> None:
     """Run the benchmark."""
     options = parse(parser(__doc__ or "", fixed=True), arguments)
-    rounds: list[list[Start]] = []
+    rounds: list[list[Seconds]] = []
     with tempfile.TemporaryDirectory(prefix="start-") as folder:
         home, store = Path(folder) / "home", Path(folder) / "store"
         call("prepare", options, f"run_dir={home}", f"remote={store}")
@@ -53,19 +44,18 @@ def main(arguments: Sequence[str] | None) -> None:
     for name, label, starts in zip(
         ("fresh", "elsewhere"), ("from nothing", "elsewhere, after a kill"), zip(*rounds, strict=True), strict=True
     ):
-        seconds, cpu = ([*values] for values in zip(*starts, strict=True))
-        report.figures |= {
-            f"seconds_{name}": statistics.median(seconds),
-            f"cpu_seconds_{name}": statistics.median(cpu),
-        }
-        spread = f"{min(cpu):.2f}, {max(cpu):.2f}"
-        report.row(label, f"{statistics.median(seconds):.2f}", f"{statistics.median(cpu):.2f}", spread)
+        seconds, cpu = median(starts), median(starts, "cpu")
+        report.figures |= {f"seconds_{name}": seconds, f"cpu_seconds_{name}": cpu}
+        spread = f"{min(one.cpu for one in starts):.2f}, {max(one.cpu for one in starts):.2f}"
+        report.row(label, f"{seconds:.2f}", f"{cpu:.2f}", spread)
     report.note("Medians. Other processes on the machine lengthen the seconds, and hardly the CPU seconds.")
     report.finish(options.json)
 
 
-def first_step(options: Namespace, place: Path, store: Path) -> Start:
+def first_step(options: Namespace, place: Path, store: Path) -> Seconds:
     """Start the member, wait for its first step and its first publication, and kill it.
+
+    The CPU time is that of all its threads: what it takes on a core of its own.
 
     Raises:
         UserError: it took no step.
@@ -79,7 +69,7 @@ def first_step(options: Namespace, place: Path, store: Path) -> Start:
             if member.poll() is not None or time.monotonic() > began + _MOST_SECONDS:
                 raise UserError(f"the member took no step: {member.output()}")
             if found is None and MemberStatus.read(RunFolder(place).member(MEMBER), MEMBER, 0).samples_per_second:
-                found = Start(time.monotonic() - began, cpu_seconds(member.pid))
+                found = Seconds(time.monotonic() - began, cpu_seconds(member.pid))
             time.sleep(_WAIT_SECONDS)
     finally:
         member.kill()
