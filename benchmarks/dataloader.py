@@ -12,7 +12,6 @@ number.
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
 import os
 import shutil
@@ -46,7 +45,6 @@ def main(arguments: Sequence[str] | None) -> None:
     options = parse(parser(__doc__ or "", fixed=True), arguments)
     registry.require("benchmarks/dataloader.py", "webdataset", "litdata")
     torch.set_num_threads(1)
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # moto's server tells of each request
     num_samples, num_rounds = (QUICK_SAMPLES, QUICK_ROUNDS) if options.quick else (NUM_SAMPLES, NUM_ROUNDS)
     keys = [(kind, side, number) for kind in KINDS for side in SIDES for number in NUM_THREADS]
     speeds: dict[tuple[str, str, int], list[float]] = {key: [] for key in keys}

@@ -22,7 +22,6 @@ what they cost counts against the members, as do repeated steps.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import random
 import sys
@@ -118,7 +117,6 @@ class Trials:
         self.records: list[dict[str, Any]] = []
         if options.json is not None and options.json.exists():
             self.records = json.loads(options.json.read_text(encoding="utf-8"))["trials"]
-        logging.getLogger("werkzeug").setLevel(logging.ERROR)  # moto's server tells of each request
         os.environ["OMP_NUM_THREADS"] = "1"
 
     @property

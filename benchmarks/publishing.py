@@ -15,7 +15,6 @@ while another process sends as many bytes to the store as often.
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
 import os
 import resource
@@ -57,7 +56,6 @@ def main(arguments: Sequence[str] | None) -> None:
     """Run the benchmark."""
     options = parse(parser(__doc__ or "", fixed=True), arguments)
     options.overrides = [*_SETTINGS, f"expert.train.max_steps={60 if options.quick else 200}"]
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # moto's server tells of each request
     rounds: list[dict[str, Seconds]] = []
     report = Report("Seconds (processor seconds) of a training", ["round", *ARMS])
     with tempfile.TemporaryDirectory(prefix="publishing-") as temporary:

@@ -1,6 +1,7 @@
 """Real servers on loopback, and a connection to them that can be cut or fall silent."""
 
 import getpass
+import logging
 import socket
 import struct
 import subprocess
@@ -88,6 +89,7 @@ def s3(shards, tmp_path, monkeypatch):
     import boto3
     from moto.server import ThreadedMotoServer
 
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # or the server tells of each request
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     _, port = server.get_host_and_port()
