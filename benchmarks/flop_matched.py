@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 import re
-import time
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -42,6 +41,7 @@ from flop_report import (
 from flop_sampling import METHODS, Settings, Task, sample_all
 from flop_scores import HEADLINE, OTHER, PLAIN, Judge, Point, figures_of
 from flop_training import TRAIN, Study, Variant
+from torch.utils.benchmark import Timer
 
 from ddm_lightning.config.validate import check_experiment
 from ddm_lightning.core.errors import UserError
@@ -186,21 +186,14 @@ def show_plan(study: Study, num_jobs: int) -> None:
     table.show()
 
 
-def measured_rate(study: Study, seconds: float = 2.0) -> float:
+def measured_rate(study: Study) -> float:
     """Training FLOPs per second of one thread, measured on an expert."""
-    manifest, member = study.main.manifest, study.main.member("expert-0")
-    network, num = member.build_network().train(), member.batch_size
-    threads, steps = torch.get_num_threads(), 0
-    torch.set_num_threads(1)
-    start = time.monotonic()
-    while steps < 2 or time.monotonic() - start < seconds:
-        x_t, t = torch.randn(num, *manifest.x_shape), torch.rand(num)
-        network(x_t, t, None).square().mean().backward()
-        steps += 1
-        if steps == 1:
-            start = time.monotonic()  # the first allocates
-    torch.set_num_threads(threads)
-    return (steps - 1) * num * study.costs.expert / (time.monotonic() - start)
+    member = study.main.member("expert-0")
+    num = member.batch_size
+    inputs = torch.randn(num, *study.main.manifest.x_shape), torch.rand(num), None
+    names = {"network": member.build_network().train(), "inputs": inputs}
+    timer = Timer("network(*inputs).square().mean().backward()", globals=names)  # in one thread
+    return num * study.costs.expert / timer.blocked_autorange(min_run_time=2.0).mean
 
 
 def score(study: Study, options: Namespace, settings: str, before: dict[str, Any]) -> None:
