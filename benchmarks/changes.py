@@ -14,12 +14,13 @@ from dataclasses import replace
 
 import torch
 from common import Report, call, load, parse, parser, run, use_all_threads
-from flop_scores import PLAIN, Judge, kid
+from flop_scores import PLAIN, Judge
 from split import encoder_of
 
 from ddm_lightning.config.experiment import SampleConfig
 from ddm_lightning.ensemble.changes import added, removed
 from ddm_lightning.ensemble.manifest import EnsembleManifest
+from ddm_lightning.evaluation.metrics.features import kernel_distance
 from ddm_lightning.evaluation.shares import total_variation
 from ddm_lightning.members.run import Run
 from ddm_lightning.training.extension import extend_router
@@ -72,8 +73,8 @@ def main(arguments: Sequence[str] | None) -> None:
         own = judge.classifier.shares(found)
         figures = {
             "experts": float(len(ensemble.experts)),
-            "kid_all": 1e3 * kid(found, real).value,
-            "kid_stayed": 1e3 * kid(found, real[stays]).value,
+            "kid_all": 1e3 * kernel_distance(found, real).value,
+            "kid_stayed": 1e3 * kernel_distance(found, real[stays]).value,
             "shares_tv": total_variation(own, wanted / wanted.sum()),
             "share_of_leaver": float(own[leaving]),
         }

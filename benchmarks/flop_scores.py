@@ -17,8 +17,7 @@ from split import encoder_of, read_split
 from torch import Tensor
 
 from ddm_lightning.config.experiment import PluginConfig
-from ddm_lightning.evaluation.metrics.features import KernelDistance, kernel_distance
-from ddm_lightning.evaluation.metrics.features import precision_recall as shares_of
+from ddm_lightning.evaluation.metrics.features import KernelDistance, kernel_distance, precision_recall
 from ddm_lightning.evaluation.shares import ClusterShares, total_variation
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.members.run import Run
@@ -80,16 +79,6 @@ class Point:
         }
         scores = {key: value for key, value in stored.items() if key not in (*_OWN, "kid")}
         return cls(**{key: stored[key] for key in _OWN if key in stored}, kid=kid, scores=scores)
-
-
-def kid(generated: Float[Tensor, "n d"], real: Float[Tensor, "m d"]) -> KernelDistance:
-    """KID between two sets of features."""
-    return kernel_distance(generated, real)
-
-
-def precision_recall(generated: Float[Tensor, "n d"], real: Float[Tensor, "m d"]) -> dict[str, float]:
-    """Improved precision and recall (1904.06991)."""
-    return {name: score.value for name, score in shares_of(generated, real).items()}
 
 
 @dataclass(frozen=True, order=True)
@@ -199,10 +188,11 @@ class Judge:
     ) -> Point:
         """Score the images of one method, beside the held-out ``losses`` of its weights."""
         features = self.features(found.images)
-        scores = {**precision_recall(features[PLAIN.name], self.real[PLAIN.name]), **losses}
+        shares = precision_recall(features[PLAIN.name], self.real[PLAIN.name])
+        scores = {**{name: score.value for name, score in shares.items()}, **losses}
         for cost in ("experts_per_step", "gflop_per_image", "seconds_per_image"):
             scores[cost] = getattr(found, cost)
-        distances = {name: kid(found, self.real[name]) for name, found in features.items()}
+        distances = {name: kernel_distance(found, self.real[name]) for name, found in features.items()}
         variation = self.variation(features[PLAIN.name])
         tflop, at = train_flops / 1e12, variant.branch_at
         return Point(variant.name, seed, share, tflop, method, distances, variation, scores, branch_at=at)
@@ -213,7 +203,9 @@ class Judge:
 
     def floors(self) -> dict[str, float]:
         """Scores of real images: what a perfect model would reach."""
-        found = {f"kid_floor_{name}": kid(self.some_train[name], real).value for name, real in self.real.items()}
+        found = {
+            f"kid_floor_{name}": kernel_distance(self.some_train[name], real).value for name, real in self.real.items()
+        }
         return found | {"shares_tv_floor": self.variation(self.real[PLAIN.name])}
 
 

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from common import REPOSITORY, Report, parse, parser, run
 from finite_set import FiniteSetOracle
-from flop_scores import kid
 from matplotlib.figure import Figure
 from split import encoder_of, read_split, trained
 from torch import Tensor, nn
@@ -26,6 +25,7 @@ from ddm_lightning.config.experiment import SampleConfig
 from ddm_lightning.core.registry import FEATURES
 from ddm_lightning.ensemble.sampler import sample
 from ddm_lightning.ensemble.velocity import Ensemble
+from ddm_lightning.evaluation.metrics.features import kernel_distance
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.shards.manifest import TRAIN
 
@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None) -> None:
     for way, strategy in STRATEGIES.items():
         for n in steps[:4]:
             made = images.decode(ends(ours, NUM_IMAGES, (3, 8, 8), strategy, n))
-            report.figures[f"kid_{way}_{n}"] = kid(torch.from_numpy(features.encode(made)), real).value
+            report.figures[f"kid_{way}_{n}"] = kernel_distance(torch.from_numpy(features.encode(made)), real).value
     axes.loglog(steps, [(n / steps[0]) ** -0.5 for n in steps], "k:", lw=1, label="slope -0.5")
     axes.set(xlabel="steps", ylabel="RMS distance to the exact end")
     axes.legend(fontsize=7)

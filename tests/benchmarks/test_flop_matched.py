@@ -6,11 +6,11 @@ import flop_matched
 import pytest
 import torch
 from flop_report import Results, loss_table
-from flop_scores import BEST, HEADLINE, OTHER, Point, equal_score_share, figures_of, kid, ratio
+from flop_scores import BEST, HEADLINE, OTHER, Point, equal_score_share, figures_of, ratio
 from flop_training import Study, Variant
 
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.evaluation.metrics.features import KernelDistance
+from ddm_lightning.evaluation.metrics.features import KernelDistance, kernel_distance
 from ddm_lightning.members.artifact import read_meta
 from ddm_lightning.members.member import role_of
 from ddm_lightning.members.run_folder import RunFolder
@@ -118,12 +118,12 @@ def test_a_ratio_of_equal_sets_is_one_and_its_interval_covers_the_truth():
     random = torch.Generator().manual_seed(0)
     real = torch.randn(200, 4, generator=random)
     near, far = ([torch.randn(200, 4, generator=random) + shift for _ in range(3)] for shift in (0.5, 1.0))
-    ours, theirs = ([kid(one, real) for one in side] for side in (near, far))
+    ours, theirs = ([kernel_distance(one, real) for one in side] for side in (near, far))
     assert ratio(ours, ours).value == 1
     found = ratio(ours, theirs)
     # Closed form of the kernel distance between a shifted and a centred Gaussian, by many samples.
     many = torch.randn(4, 1500, 4, generator=random)
-    truth = kid(many[0] + 0.5, many[1]).value / kid(many[2] + 1.0, many[3]).value
+    truth = kernel_distance(many[0] + 0.5, many[1]).value / kernel_distance(many[2] + 1.0, many[3]).value
     assert found.low < truth < found.high
 
 
