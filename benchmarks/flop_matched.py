@@ -16,7 +16,6 @@ everything runs, and says nothing about quality.
 
 from __future__ import annotations
 
-import math
 import re
 from argparse import Namespace
 from collections.abc import Sequence
@@ -92,8 +91,6 @@ def main(arguments: Sequence[str] | None) -> None:
     budgets = tuple(sorted(set(options.budgets)))
     if not are_shares(budgets):
         raise UserError(f"--budgets {' '.join(map(str, options.budgets))}: give {BUDGETS}")
-    if not math.isfinite(options.guidance):
-        raise UserError(f"--guidance {options.guidance}: give a number; 1 is no guidance")
     check_experiment(load(options), options.config)
     mains = Variant("main", budgets=budgets, seeds=tuple(range(options.first_seed, options.first_seed + options.seeds)))
     study = Study(options, [mains, *variants_of(options.variants)])
