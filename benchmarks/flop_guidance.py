@@ -67,23 +67,28 @@ def compare(points: Mapping[float, Sequence[Point]], network: str, other: str) -
         seeds = set.intersection(*({point.seed for point in row} for row in rows.values()))
         if len(seeds) > 1:
             tables[variant, method] = {s: [one for one in row if one.seed in seeds] for s, row in rows.items()}
-    if not all(("main", name) in tables for name in MONOLITHS):
+    solvers = {
+        variant: {name: tables[variant, name] for name in MONOLITHS}
+        for variant in dict.fromkeys(variant for variant, _ in tables)
+        if all((variant, name) in tables for name in MONOLITHS)
+    }
+    if "main" not in solvers:
         raise UserError("the monolith needs two seeds at each guidance scale, so that one can choose for the other")
-    monoliths = {name: tuned([tables["main", name]], network) for name in MONOLITHS}
-    better = tuned([tables["main", name] for name in MONOLITHS], network)
+    better = {variant: tuned([*own.values()], network) for variant, own in solvers.items()}
     columns = ["tuned", "scales", "over monolith", "over the better monolith", f"over the better ({other})"]
     report = Report(
         f"KID ({network}) by guidance scale, and tuned", ["method", *(f"{scale:g}" for scale in points), *columns]
     )
     for (variant, method), rows in tables.items():
         best, suffix = tuned([rows], network), "" if variant == "main" else f", {variant.replace('_', ' ')}"
+        of = variant if variant in solvers else "main"
         scales = " ".join(f"{scale:g}" for point in best for scale, row in rows.items() if point in row)
         ratios: dict[str, Interval | None] = {}
         if method not in MONOLITHS:
             ratios = {
-                "over_monolith": over(best, monoliths[baseline_of(method)], network),
-                "over_better_monolith": over(best, better, network),
-                "other_features_over_better_monolith": over(best, better, other),
+                "over_monolith": over(best, tuned([solvers[of][baseline_of(method)]], network), network),
+                "over_better_monolith": over(best, better[of], network),
+                "other_features_over_better_monolith": over(best, better[of], other),
             }
         shown = [f"{found.value:.3f} [{found.low:.3f}, {found.high:.3f}]" for found in ratios.values() if found]
         values = [f"{mean_kid(row, network):.3f}" for row in (*rows.values(), best)]
@@ -91,12 +96,13 @@ def compare(points: Mapping[float, Sequence[Point]], network: str, other: str) -
         report.figures[f"kid_{variant}_{method}"] = mean_kid(best, network)
         for name, found in ratios.items():
             report.figures |= found.figures(f"{variant}_{method}_{name}") if found else {}
-    report.figures["kid_better_monolith"] = mean_kid(better, network)
+    report.figures["kid_better_monolith"] = mean_kid(better["main"], network)
     report.note(
         "Tuned: each seed at the scale with the lowest mean KID over the other seeds. Over monolith: its tuned KID "
         "under the same kind of solver; over the better: under the solver, too, that the other seeds choose, "
-        f"{mean_kid(better, network):.3f}. Brackets hold 95 % bootstrap intervals over seeds and images; they do not "
-        "include the choice of the scale."
+        f"{mean_kid(better['main'], network):.3f} in the main comparison. A variant with a monolith of its own is "
+        "compared with that one. Brackets hold 95 % bootstrap intervals over seeds and images; they do not include the "
+        "choice of the scale."
     )
     return report
 

@@ -23,11 +23,13 @@ KIDS = {
 }
 
 
-def points(scale: int, num_seeds: int = 3) -> list[Point]:
+def points(scale: int, num_seeds: int = 3, variant: str = "main", factor: float = 1.0) -> list[Point]:
+    def scored(method: str, seed: int, kid: float) -> Point:
+        kids = dict.fromkeys(NETWORKS, KernelDistance(kid, torch.full((200,), kid)))
+        return Point(variant, seed, 1.0, 2.0, method, kids, 0.1)
+
     return [
-        Point(
-            "main", seed, 1.0, 2.0, method, dict.fromkeys(NETWORKS, KernelDistance(kid, torch.full((200,), kid))), 0.1
-        )
+        scored(method, seed, factor * kid)
         for method, kids in KIDS.items()
         for seed, kid in enumerate(kids[scale][:num_seeds])
     ]
@@ -42,6 +44,14 @@ def test_each_seed_takes_the_scale_that_the_others_choose():
     assert report.figures["kid_better_monolith"] == pytest.approx((3 + 2 + 2) / 3)
     assert report.figures["main_bayes_over_monolith"] == 0.75
     assert report.figures["main_bayes_over_better_monolith"] == pytest.approx(1.5 / (7 / 3))
+
+
+def test_a_variant_is_compared_with_its_own_monolith_if_it_has_one():
+    own = {scale: points(scale, variant="own", factor=10.0) for scale in (1, 2)}
+    without = {scale: [one for one in points(scale, variant="without") if one.method == "bayes"] for scale in (1, 2)}
+    report = compare({scale: points(scale) + own[scale] + without[scale] for scale in (1, 2)}, *NETWORKS)
+    ratios = [report.figures[f"{name}_bayes_over_monolith"] for name in ("main", "own", "without")]
+    assert ratios == pytest.approx([0.75] * 3)
 
 
 def test_what_cannot_be_tuned_is_refused(tmp_path):
