@@ -15,7 +15,7 @@ class Seconds(NamedTuple):
 
     wall: float
     cpu: float
-    """CPU time of this process: hardly affected by other processes, and without the GPU's work."""
+    """CPU time of the process measured: hardly affected by other processes, and without the GPU's work."""
 
 
 def now() -> Seconds:
