@@ -12,8 +12,10 @@ from diffusers import DiffusionPipeline, ImagePipelineOutput
 from diffusers.image_processor import VaeImageProcessor
 
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.use.ensemble import DecentralizedEnsemble
+from ddm_lightning.use.ensemble import DecentralizedEnsemble, listed, usable_device
 from ddm_lightning.use.export import export_diffusers
+
+_PRECISIONS = {torch.float32: "32-true", torch.bfloat16: "bf16-mixed"}
 
 
 class DecentralizedPipeline(DiffusionPipeline):  # type: ignore[misc]  # diffusers is not checked
@@ -22,7 +24,8 @@ class DecentralizedPipeline(DiffusionPipeline):  # type: ignore[misc]  # diffuse
     def __init__(self, allow_paths: bool = False) -> None:
         super().__init__()
         self._allow_paths = allow_paths
-        self._place: torch.device | str = "cpu"
+        self._place = torch.device("cpu")
+        self._precision: str | None = None
 
     @cached_property
     def ensemble(self) -> DecentralizedEnsemble:
@@ -31,10 +34,30 @@ class DecentralizedPipeline(DiffusionPipeline):  # type: ignore[misc]  # diffuse
             self.config["_name_or_path"], str(self._place), allow_paths=self._allow_paths
         )
 
-    def to(self, device: torch.device | str) -> DecentralizedPipeline:
-        """Choose the ensemble's device; it is loaded there at the next use."""
-        self._place = device
-        self.__dict__.pop("ensemble", None)
+    def to(
+        self,
+        device: torch.device | str | torch.dtype | None = None,
+        dtype: torch.dtype | None = None,
+        silence_dtype_warnings: bool = False,
+    ) -> DecentralizedPipeline:
+        """Choose the device, where the ensemble is loaded at the next use, and the precision of later calls.
+
+        Args:
+            device: the device, or a dtype.
+            dtype: float32 or bfloat16, as ``sample.precision``; weights stay in float32.
+
+        Raises:
+            UserError: torch cannot use the device, or another dtype.
+        """
+        if isinstance(device, torch.dtype):
+            device, dtype = None, device
+        if dtype is not None and dtype not in _PRECISIONS:
+            raise UserError(f"dtype {dtype}: must be one of {', '.join(map(str, _PRECISIONS))}")
+        if device is not None:
+            self._place = usable_device(device)
+            self.__dict__.pop("ensemble", None)
+        if dtype is not None:
+            self._precision = _PRECISIONS[dtype]
         return self
 
     def save_pretrained(self, save_directory: str | Path, **_: Any) -> None:
@@ -73,30 +96,34 @@ class DecentralizedPipeline(DiffusionPipeline):  # type: ignore[misc]  # diffuse
             settings: other keys of ``DecentralizedEnsemble.sample``.
 
         Raises:
-            UserError: as ``DecentralizedEnsemble.sample``, a negative prompt, another ``output_type``, or another
-                number of generators than of images.
+            UserError: as ``DecentralizedEnsemble.sample``, prompts and classes, a negative prompt, another
+                ``output_type``, or another number of generators than of images.
         """
         if negative_prompt:
             raise UserError("negative_prompt: is not supported; leave it out")
         if output_type not in ("pil", "np", "pt"):
             raise UserError(f"output_type = {output_type!r}: must be pil, np or pt")
+        if prompt is not None and class_labels is not None:
+            raise UserError("prompt and class_labels: give one of them")
         named = {"num_steps": num_inference_steps, "guidance_scale": guidance_scale, "strategy": strategy}
         settings |= {key: value for key, value in named.items() if value is not None}
+        settings.setdefault("precision", self._precision)
         kind, rows = ("classes", class_labels) if prompt is None else ("prompts", prompt)
-        rows = [rows] if isinstance(rows, (str, int)) else rows
         if generator is None or isinstance(generator, torch.Generator):
-            settings |= {kind: rows, "num": num_images_per_prompt, "seed": _seed(generator)}
+            settings = {kind: rows, "num": num_images_per_prompt, "seed": _seed(generator), **settings}
             images: Any = self.ensemble.sample(**settings)
         else:
-            all_rows = [None] if self.ensemble.meta.condition["kind"] == "none" and rows is None else rows or ()
-            each: list[dict[str, Any]] = [
-                {kind: None if row is None else [row]} for row in all_rows for _ in range(num_images_per_prompt)
-            ]
-            if len(each) != len(generator):
-                raise UserError(f"generator: {len(generator)} given for {len(each)} images; give one, or one per image")
+            all_rows = [] if rows is None else listed(rows)
+            if rows is None and self.ensemble.meta.condition["kind"] == "none":
+                all_rows = [None]
+            each, generators = [row for row in all_rows for _ in range(num_images_per_prompt)], listed(generator)
+            if len(each) != len(generators) or not all(isinstance(own, torch.Generator) for own in generators):
+                raise UserError(
+                    f"generator: {len(generators)} for {len(each)} images; give one torch.Generator, or one per image"
+                )
             images = [
-                self.ensemble.sample(**settings, **row, num=1, seed=_seed(own))[0]
-                for row, own in zip(each, generator, strict=True)
+                self.ensemble.sample(**settings | {kind: row, "num": 1, "seed": _seed(own)})[0]
+                for row, own in zip(each, generators, strict=True)
             ]
         if output_type != "pil":
             images = VaeImageProcessor.pil_to_numpy(images)

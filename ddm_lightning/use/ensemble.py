@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -38,6 +39,34 @@ MAX_ROWS = 32
 """Largest number of rows in a grid."""
 # Images computed at once; the number does not change them.
 BATCH_SIZE = 64
+
+
+def first_indices(rows: Sequence[Row], num: int) -> list[int]:
+    """Index of each row's first image of ``num``: a row that repeats another one goes on where that one ends."""
+    counts, found = Counter[str](), []
+    for _, key, _ in rows:
+        found.append(counts[key])
+        counts[key] += num
+    return found
+
+
+def usable_device(device: torch.device | str) -> torch.device:
+    """Check that torch can use a device.
+
+    Raises:
+        UserError: it cannot, or there is no device of this name.
+    """
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise UserError(
+            f"device {device!s}: torch cannot use it ({first_line(error)}); give cpu, or check CUDA_VISIBLE_DEVICES"
+        ) from None
+
+
+def listed(given: Any) -> list[Any]:
+    """Return one thing, or several, as a list."""
+    return [given] if isinstance(given, str) or not isinstance(given, Iterable) else list(given)
 
 
 @lru_cache(maxsize=2)  # some load for seconds
@@ -103,11 +132,10 @@ class DecentralizedEnsemble:
                 folder's own encoders always may.
 
         Raises:
-            UserError: a file is missing, damaged or of other data, or leads out of the folder; no GPU is there,
-                ``resident_experts`` below 2, or an encoder's path is not allowed.
-            RuntimeError: ``device`` is no name of a device.
+            UserError: a file is missing, damaged or of other data, or leads out of the folder; torch cannot use the
+                device, ``resident_experts`` below 2, or an encoder's path is not allowed.
         """
-        accelerator = "auto" if device is None else {"cuda": "gpu"}.get(torch.device(device).type, "cpu")
+        accelerator = "auto" if device is None else {"cuda": "gpu"}.get(usable_device(device).type, "cpu")
         overrides = [
             "sample.member=null",
             f"sample.resident_experts={resident_experts or 'null'}",
@@ -166,12 +194,17 @@ class DecentralizedEnsemble:
         return self.field.cost(self.meta.x_shape, ConditionSpec(**self.meta.condition))
 
     def to(self, device: torch.device | str) -> DecentralizedEnsemble:
-        """Load all networks onto a device."""
-        self.device = torch.device(device)
-        if self.device.type == "cuda":
+        """Load all networks onto a device.
+
+        Raises:
+            UserError: torch cannot use it, and the ensemble stays where it is; or as ``field``.
+        """
+        usable = usable_device(device)
+        if usable.type == "cuda":
             configure_cuda()
-        vars(self).pop("field", None)
-        _ = self.field
+        vars(self).pop("field", None)  # first, to free its memory
+        self.field = load_ensemble(self.manifest, usable, self.experiment.sample.resident_experts)
+        self.device = usable
         return self
 
     def with_settings(self, experiment: Experiment, factors: Sequence[float] | None = None) -> DecentralizedEnsemble:
@@ -229,16 +262,16 @@ class DecentralizedEnsemble:
             UserError: not this ensemble's kind of condition, an empty prompt, or a class that does not exist.
         """
         kind, name = self.experiment.condition.kind, self.experiment.name
-        for option, given, kinds in (
-            ("--prompt", prompts, ("text", "tokens", "tokens+text")),
-            ("--class", classes, ("class",)),
+        for what, given, kinds in (
+            ("prompts", prompts, ("text", "tokens", "tokens+text")),
+            ("classes", classes, ("class",)),
         ):
             if given and kind not in kinds:
-                raise UserError(f"{option}: {name} is conditioned on {kind!r}, not on {kinds[0]}; leave {option} out")
+                raise UserError(f"{name} is conditioned on {kind!r}, not on {kinds[0]}; leave {what} out")
         if not all(prompt.strip() for prompt in prompts):
-            raise UserError("--prompt: a prompt is empty; describe an image")
+            raise UserError("a prompt is empty; describe an image")
         if any("\udc80" <= character <= "\udcff" for character in "".join(prompts)):  # as Python reads other bytes
-            raise UserError("--prompt: a prompt is not UTF-8; set the terminal's encoding to it")
+            raise UserError("a prompt is not UTF-8; set the terminal's encoding to it")
         if prompts:
             condition = text_condition(prompts, self.experiment)
             return [(prompt, prompt, condition.rows(torch.tensor([i]))) for i, prompt in enumerate(prompts)]
@@ -248,9 +281,10 @@ class DecentralizedEnsemble:
         names = self.about.class_names or [f"class {c}" for c in all_classes]
         numbers = {str(c): c for c in all_classes} | {name: c for c, name in enumerate(names)}
         for given in classes:
-            if given not in numbers:
+            if given not in numbers or names.count(given) > 1:
+                problem = "several classes have this name" if given in numbers else "no such class"
                 raise UserError(
-                    f"--class {given!r}: no such class; give a number from 0 to {len(names) - 1}, or a name such as "
+                    f"class {given!r}: {problem}; give a number from 0 to {len(names) - 1}, or a name such as "
                     f"{', '.join(names[:5])}"
                 )
         shown = [numbers[given] for given in classes] or all_classes[:MAX_ROWS]
@@ -265,6 +299,8 @@ class DecentralizedEnsemble:
     ) -> Iterator[tuple[int, int, UInt8[np.ndarray, "h w 3"]]]:
         """Generate ``num`` images per row, in batches that bound the memory.
 
+        A prompt or class that is given twice gets other images in its second row.
+
         Args:
             rows: output of ``rows``.
             num: images per row.
@@ -274,7 +310,7 @@ class DecentralizedEnsemble:
         Yields:
             Row, index within the row, and image.
         """
-        total = num * len(rows)
+        total, firsts = num * len(rows), first_indices(rows, num)
         for first in range(0, total, BATCH_SIZE):
             places = [divmod(i, num) for i in range(first, min(first + BATCH_SIZE, total))]
             conditions = [condition for condition in (rows[row][2] for row, _ in places) if condition is not None]
@@ -282,7 +318,7 @@ class DecentralizedEnsemble:
                 Condition.cat(conditions) if conditions else None,
                 len(places),
                 batch_size=BATCH_SIZE,
-                keys=[(rows[row][1], index) for row, index in places],
+                keys=[(rows[row][1], firsts[row] + index) for row, index in places],
                 progress=lambda done, first=first: progress(first + done),
                 trace=trace,
             )
@@ -293,7 +329,7 @@ class DecentralizedEnsemble:
         self,
         prompts: str | Sequence[str] | None = None,
         *,
-        classes: Sequence[str | int] | None = None,
+        classes: str | int | Sequence[str | int] | None = None,
         strategy: str | None = None,
         num: int | None = None,
         seed: int | None = None,
@@ -304,8 +340,8 @@ class DecentralizedEnsemble:
         """Generate the images that the command ``sample`` writes with the same options.
 
         Args:
-            prompts: texts. None, without classes, is the experiment's.
-            classes: names or numbers, for an experiment conditioned on classes. None is the first 32.
+            prompts: a text, or several. None, without classes, is the experiment's.
+            classes: a name or number, or several, for an experiment conditioned on classes. None is the first 32.
             strategy: routing strategy; None is the experiment's.
             num: images per prompt or class; None is the experiment's.
             seed: seed of the noise; None is the experiment's.
@@ -314,18 +350,18 @@ class DecentralizedEnsemble:
             settings: other keys of the experiment's ``sample`` section, such as ``num_steps=20``.
 
         Returns:
-            ``num`` images of the first prompt, then of the second, and so on.
+            ``num`` images of the first prompt, then of the second, and so on. A repeated prompt gives further images:
+            ``["cat"] * 4`` with ``num=1`` is as ``"cat"`` with ``num=4``.
 
         Raises:
             UserError: an empty prompt or list, an unknown class, strategy or setting, or a value out of range.
         """
-        given = None if prompts is None else [prompts] if isinstance(prompts, str) else list(prompts)
-        shown = None if classes is None else list(map(str, classes))
+        given = None if prompts is None else listed(prompts)
+        shown = None if classes is None else list(map(str, listed(classes)))
         if [] in (given, shown) or not all(isinstance(prompt, str) for prompt in given or ()):
             raise UserError("sample: give prompts (strings) or classes, or leave both out for the experiment's")
-        chosen = self.with_settings(
-            resolve(self.experiment, strategy=strategy, num_per_prompt=num, seed=seed, **settings), factors
-        )
+        settings = {"num_per_prompt": num, **settings}
+        chosen = self.with_settings(resolve(self.experiment, strategy=strategy, seed=seed, **settings), factors)
         own = chosen.experiment.sample
         rows = chosen.rows(given or ([] if shown else own.prompts), shown or [])
         return [Image.fromarray(image) for _, _, image in chosen.images(rows, own.num_per_prompt, trace=trace)]

@@ -20,7 +20,7 @@ from ddm_lightning.core.files import atomic_files
 from ddm_lightning.core.formatting import Bars, format_bytes
 from ddm_lightning.core.grids import labelled_grid, save_png, scale_of
 from ddm_lightning.ensemble.routing import Key, Trace
-from ddm_lightning.use.ensemble import MAX_ROWS, DecentralizedEnsemble
+from ddm_lightning.use.ensemble import MAX_ROWS, DecentralizedEnsemble, first_indices
 
 # Images whose trajectory is drawn.
 MAX_TRAJECTORIES = 4
@@ -64,9 +64,12 @@ def write_samples(
     rows, num = ensemble.rows(prompts, classes), settings.num_per_prompt
     if singles is None:
         rows, num = rows[:MAX_ROWS], min(num, MAX_COLUMNS)
-    shown: list[tuple[str, list[np.ndarray]]] = [(label, []) for label, _, _ in rows[:MAX_ROWS]]
+    in_rows = rows[:MAX_ROWS]
+    shown: list[tuple[str, list[np.ndarray]]] = [(label, []) for label, _, _ in in_rows]
     in_grid: dict[Key, str] = {
-        (key, index): label for index in range(min(num, MAX_COLUMNS)) for label, key, _ in rows[:MAX_ROWS]
+        (key, first + index): label
+        for index in range(min(num, MAX_COLUMNS))
+        for (label, key, _), first in zip(in_rows, first_indices(in_rows, num), strict=True)
     }
     labels = dict(list(in_grid.items())[:MAX_TRAJECTORIES])
     trace = None if singles is None else Trace(in_grid, labels)

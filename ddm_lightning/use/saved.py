@@ -17,6 +17,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from omegaconf import OmegaConf
 
@@ -257,7 +258,8 @@ def resolve(
     Raises:
         UserError: an unknown key, a value out of range, or settings that do not go together.
     """
-    arguments = {key: value for key, value in arguments.items() if value is not None}
+    plain = {key: value.item() if isinstance(value, np.generic) else value for key, value in arguments.items()}
+    arguments = {key: value for key, value in plain.items() if value is not None}
     seed, before = arguments.pop("seed", experiment.seed), experiment.sample
     known = [field.name for field in fields(SampleConfig) if field.name != "member"]
     if unknown := arguments.keys() - known:

@@ -215,11 +215,11 @@ def test_an_experiment_with_texts_takes_no_class(refuse_sample: Refuse) -> None:
 
 @pytest.mark.parametrize("prompt", ["", "  "])
 def test_an_empty_prompt(refuse_sample: Refuse, prompt: str) -> None:
-    assert refuse_sample("--prompt", "red disc", "--prompt", prompt).startswith("--prompt: a prompt is empty")
+    assert refuse_sample("--prompt", "red disc", "--prompt", prompt).startswith("a prompt is empty")
 
 
 def test_a_prompt_of_bytes_that_are_no_text(refuse_sample: Refuse) -> None:
-    assert refuse_sample("--prompt", "caf\udce9").startswith("--prompt: a prompt is not UTF-8")  # café in Latin-1
+    assert refuse_sample("--prompt", "caf\udce9").startswith("a prompt is not UTF-8")  # café in Latin-1
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.ENAMETOOLONG])

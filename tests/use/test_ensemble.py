@@ -28,6 +28,7 @@ from tiny_runs import ROOT, copy_run, settings
 from ddm_lightning import DecentralizedEnsemble
 from ddm_lightning.cli.parser import main
 from ddm_lightning.core.files import sha256_file
+from ddm_lightning.ensemble.routing import Trace
 from ddm_lightning.members.artifact import read_meta
 from ddm_lightning.use.export import export_diffusers
 
@@ -37,9 +38,10 @@ def three(tmp_path: Path) -> Path:
     return saved(tmp_path)
 
 
-def test_it_sets_up_torch_on_a_gpu(three: Path, torch_settings: None) -> None:
+def test_it_sets_up_torch_on_a_gpu(three: Path, torch_settings: None, monkeypatch: pytest.MonkeyPatch) -> None:
     ensemble = load(three)
     assert torch.get_float32_matmul_precision() == "highest"
+    monkeypatch.setattr("ddm_lightning.use.ensemble.usable_device", torch.device)
     with suppress(AssertionError, RuntimeError):  # this torch may know no CUDA
         ensemble.to("cuda")
     assert torch.get_float32_matmul_precision() == "high"
@@ -119,13 +121,53 @@ def test_bad_settings_in_a_manifest(three: Path, changes: dict, words: str) -> N
 
 def test_what_sampling_cannot_take_is_refused_in_one_line(three: Path) -> None:
     ensemble = load(three)
-    for nothing in ({"prompts": []}, {"prompts": ()}, {"prompts": [None]}, {"prompts": [1]}, {"classes": []}):
+    for nothing in (*({"prompts": nothing} for nothing in ([], (), [None], [1], 1, Path("a"), b"a")), {"classes": []}):
         refused(lambda nothing=nothing: ensemble.sample(**nothing), "give prompts (strings) or classes")
     refused(lambda: ensemble.sample(""), "a prompt is empty")
     refused(lambda: ensemble.sample(factors=[1, 0]), "factors = [1, 0]: give 3 numbers from 0 up")
     refused(lambda: ensemble.sample(factors=[-1, 1, 1]), "give 3 numbers from 0 up")
     refused(lambda: ensemble.sample(steps=2), "no setting 'steps'; known: strategy, ")
     refused(lambda: DecentralizedEnsemble.from_pretrained(three, "cpu", resident_experts=1), "must be at least 2")
+
+
+def test_numbers_of_numpy_are_numbers(three: Path) -> None:
+    expected = images(load(three), num=2, seed=3, num_steps=2, guidance_scale=2.0)
+    numbers = {"num": np.int64(2), "seed": np.int64(3), "num_steps": np.int32(2), "guidance_scale": np.float32(2)}
+    assert images(load(three), **numbers) == expected
+    assert images(load(three), num_per_prompt=2, seed=3, num_steps=2, guidance_scale=2.0) == expected
+
+
+def test_repeated_prompts_give_other_images(three: Path) -> None:
+    ensemble = load(three)
+    trace = Trace()
+    made = [image.tobytes() for image in ensemble.sample(["cat", "dog", "cat", "cat "], num=2, trace=trace)]
+    of_cat = [image.tobytes() for image in ensemble.sample("cat", num=4)]
+    assert made[:2] + made[4:6] == of_cat and len({*made}) == 8
+    assert set(trace.weights) == {*[("cat", i) for i in range(4)], ("dog", 0), ("dog", 1), ("cat ", 0), ("cat ", 1)}
+
+
+def test_a_device_that_torch_cannot_use_changes_nothing(three: Path) -> None:
+    ensemble = load(three)
+    before = images(ensemble)
+    for place in ("cuda:99", "xpu", "no-such", torch.bfloat16):
+        refused(lambda place=place: ensemble.to(place), f"device {place}: torch cannot use it (")
+    refused(lambda: DecentralizedEnsemble.from_pretrained(three, "no-such"), "device no-such: torch cannot use it (")
+    assert ensemble.device.type == "cpu" and images(ensemble) == before
+
+
+def test_an_ensemble_that_cannot_be_loaded_elsewhere_stays_where_it_is(
+    three: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ensemble = load(three)
+    before = images(ensemble)
+
+    def to(*_: object) -> None:
+        raise torch.OutOfMemoryError("full")
+
+    with monkeypatch.context() as full, pytest.raises(torch.OutOfMemoryError):
+        full.setattr(torch.nn.Module, "to", to)
+        ensemble.to("meta")
+    assert ensemble.device.type == "cpu" and images(ensemble) == before
 
 
 def test_an_ensemble_tells_what_it_is(three: Path) -> None:
@@ -261,6 +303,28 @@ def test_the_pipeline_takes_what_those_of_diffusers_take(pipeline: DiffusionPipe
     assert same[0].tobytes() == image.tobytes()
 
 
+def test_the_pipeline_moves_to_a_device_and_a_dtype(pipeline: DiffusionPipeline, three: Path) -> None:
+    def made(**settings: Any) -> np.ndarray:
+        return pipeline("cat", num_images_per_prompt=4, seed=3, output_type="np", **settings).images
+
+    whole, of_api = made(), load(three).sample("cat", num=4, seed=3)
+    assert np.array_equal(whole, np.asarray(of_api, np.float32) / 255)
+    reduced = np.asarray(load(three).sample("cat", num=4, seed=3, precision="bf16-mixed"), np.float32) / 255
+    for where in ((torch.bfloat16,), ("cpu", torch.bfloat16)):
+        assert np.array_equal(pipeline.to(*where) and made(), reduced)
+    assert not np.array_equal(reduced, whole) and np.array_equal(made(precision="32-true"), whole)
+    assert np.array_equal(pipeline.to(device="cpu", dtype=torch.float32) and made(), whole)
+    for where, words in (("cuda:99", "device cuda:99: torch cannot use it"), (torch.int8, "dtype torch.int8: must be")):
+        refused(lambda where=where: pipeline.to(where), words)
+    assert np.array_equal(made(), whole)
+
+
+def test_the_pipeline_makes_as_many_images_as_it_has_prompts(pipeline: DiffusionPipeline) -> None:
+    for generator in (None, seeded(1), [seeded(i) for i in range(4)], [seeded(1)] * 4):
+        made = pipeline(np.array(["cat"] * 4), generator=generator).images
+        assert len({image.tobytes() for image in made}) == 4, generator
+
+
 def test_generators_of_the_pipeline(pipeline: DiffusionPipeline) -> None:
     def made(*prompts: str, **settings: Any) -> list[bytes]:
         return [image.tobytes() for image in pipeline(prompts, **settings).images]
@@ -282,6 +346,9 @@ def test_the_pipeline_of_ensembles_without_prompts(tmp_path: Path, kind: str, si
     one, other = (pipeline(**more, generator=seeded(seed)).images[0].tobytes() for seed in (1, 2))
     both = pipeline(**more, num_images_per_prompt=2, generator=[seeded(1), seeded(2)]).images
     assert [image.tobytes() for image in both] == [one, other] and one != other
+    four = {} if kind == "none" else {"class_labels": [2, "2", 2, 2]}
+    repeated = pipeline(**four, num_images_per_prompt=1 if four else 4, generator=seeded(1)).images
+    assert repeated[0].tobytes() == one and len({image.tobytes() for image in repeated}) == 4
 
 
 @pytest.mark.parametrize(
@@ -289,7 +356,9 @@ def test_the_pipeline_of_ensembles_without_prompts(tmp_path: Path, kind: str, si
     [
         ({"negative_prompt": "dog"}, "negative_prompt: is not supported"),
         ({"output_type": "latent"}, "output_type = 'latent': must be pil, np or pt"),
-        ({"generator": [torch.Generator()] * 2}, "generator: 2 given for 1 images"),
+        ({"generator": [torch.Generator()] * 2}, "generator: 2 for 1 images; give one torch.Generator"),
+        ({"generator": 3}, "give one torch.Generator"),
+        ({"class_labels": 1}, "prompt and class_labels: give one of them"),
         ({"height": 512}, "no setting 'height'"),
     ],
 )

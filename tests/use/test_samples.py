@@ -25,6 +25,17 @@ from ddm_lightning.core.errors import UserError
 from ddm_lightning.use import ensemble, samples
 
 
+def test_a_name_of_two_classes_needs_a_number() -> None:
+    names = ("crane", "dog", "crane")
+    with pytest.raises(UserError, match="class 'crane': several classes have this name; give a number"):
+        rows_of("class", names, classes=["crane"])
+    assert [int(condition.values) for _, _, condition in rows_of("class", names, classes=["0", "2", "dog"])] == [
+        0,
+        2,
+        1,
+    ]
+
+
 def by_class(kind: str = "class") -> Experiment:
     return load_experiment(TINY, [f"condition.kind={kind}", "sample.prompts=[]"])
 
@@ -47,7 +58,7 @@ def test_rows_of_classes_are_named() -> None:
     assert shown("2", names=None) == [("class 2", "class 2", 2)]
     for wrong in ("3", "-1", "bird", "²"):
         with pytest.raises(
-            UserError, match=rf"--class '{wrong}': .* a number from 0 to 2, or a name such as cat, 2, dog"
+            UserError, match=rf"class '{wrong}': .* a number from 0 to 2, or a name such as cat, 2, dog"
         ):
             shown(wrong)
 
@@ -86,6 +97,17 @@ def test_it_samples_on_the_islands_device(monkeypatch: pytest.MonkeyPatch, finis
         assert DecentralizedEnsemble.open(experiment).device.type == device
 
 
+def test_a_repeated_prompt_gives_the_images_of_one_row_of_as_many(finished_run: Path, tmp_path: Path) -> None:
+    def written(name: str, *options: str) -> list[bytes]:
+        run = [*settings(finished_run), "sample.num_steps=3", "--out", str(tmp_path / f"{name}.png")]
+        assert main(["sample", *run, *options]) == 0
+        return [path.read_bytes() for path in sorted((tmp_path / name).iterdir())]
+
+    one = written("one", "--prompt", "red disc", "--num", "4")
+    repeated = written("repeated", *["--prompt", "red disc"] * 2, "--prompt", "a cross", "--num", "2")
+    assert repeated[:4] == one and len(set(repeated)) == 6
+
+
 @pytest.mark.parametrize("strategy", ["top-1", "bayes"])
 def test_the_python_api_gives_the_images_of_the_command(finished_run: Path, tmp_path: Path, strategy: str) -> None:
     prompts, grid = ["red disc", "a cross"], tmp_path / "grid.png"
@@ -114,7 +136,7 @@ def test_the_python_api_refuses_what_the_command_refuses(finished_run: Path, tmp
 
 
 def test_an_unconditional_experiment_takes_no_prompt() -> None:
-    with pytest.raises(UserError, match=r"^--prompt: .* 'none', not on text"):
+    with pytest.raises(UserError, match=r"is conditioned on 'none', not on text; leave prompts out"):
         rows_of("none", prompts=["red disc"])
 
 
