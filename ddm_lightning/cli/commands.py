@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
-import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +19,7 @@ from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.config.merge import island_of
 from ddm_lightning.core import processes, remote
 from ddm_lightning.core.devices import check_devices, configure_torch
+from ddm_lightning.core.environment import Ranks, leave_ranks
 from ddm_lightning.core.errors import UserError, note
 from ddm_lightning.core.formatting import Bars
 from ddm_lightning.core.registry import require
@@ -148,6 +148,9 @@ def _fit_one(member: str, experiment: Experiment, options: argparse.Namespace) -
 def _fit_several(members: list[str], experiment: Experiment, options: argparse.Namespace) -> int | None:
     console = Console()
     check_strategy(experiment, options.config, options.overrides)
+    if (started := Ranks.read().world_size) > 1:
+        raise UserError(f"{started} processes of fit were started, as by torchrun; start it once, or name a member")
+    leave_ranks()
     for member in members:
         if (nodes := island_of(member, experiment).nodes) > 1:
             raise UserError(f"key 'island.nodes' = {nodes}: start fit on each node with member={member} alone")
@@ -369,9 +372,11 @@ def _demo(experiment: Experiment, options: argparse.Namespace) -> None:
 
 def run_command(experiment: Experiment, options: argparse.Namespace) -> int:
     """Run a command of ``COMMANDS`` with as many threads as members use; more threads than idle cores slow it down."""
+    if options.command not in ("fit", "evaluate"):
+        leave_ranks()
     configure_torch(experiment.island.accelerator, experiment.island.num_threads)
     # Of several ranks of ``evaluate``, the others wait for the first.
-    if options.command in _NEED_ENSEMBLE and os.environ.get("RANK", "0") == "0":
+    if options.command in _NEED_ENSEMBLE and Ranks.read().rank == 0:
         needs_all = options.command == "diagnose" or getattr(options, "to", None) in ("ensemble", "peft")
         pull_ensemble(Run(experiment), None if needs_all else experiment.sample.member)
     command = _captions if getattr(options, "captions", None) is not None else COMMANDS[options.command]

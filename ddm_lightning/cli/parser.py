@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from ddm_lightning import __version__
+from ddm_lightning.core import environment
 from ddm_lightning.core.errors import UserError, line_of
 from ddm_lightning.core.processes import STOPPED, stop_as_by_ctrl_c
 from ddm_lightning.core.registry import LAUNCHERS, STRATEGIES
@@ -257,6 +258,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0 on success, 1 when a member failed, 2 on bad input or a full disk, 130 after Ctrl-C.
     """
     options = argparse.Namespace(command="")
+    environment.enter()
     try:
         options = _parse(arguments)
         return _run(options)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ddm_lightning.core.environment import Ranks
 from ddm_lightning.core.errors import UserError
 
 # By the vendors' data sheets: memory in GB (the smallest, if there are several), and dense peak TFLOP/s in bfloat16 and
@@ -43,8 +43,8 @@ def device_of(accelerator: str) -> torch.device:
     """Device for work that needs only one: a rank's own, or the current one where no launcher numbers ranks."""
     if resolve_accelerator(accelerator) != "gpu":
         return torch.device("cpu")
-    rank, count = os.environ.get("LOCAL_RANK"), torch.cuda.device_count()
-    return torch.device("cuda", int(rank) % count) if rank and count else torch.device("cuda")
+    mine, count = Ranks.read(), torch.cuda.device_count()
+    return torch.device("cuda", mine.local_rank % count) if mine.launched and count else torch.device("cuda")
 
 
 def configure_torch(accelerator: str, num_threads: int) -> None:

@@ -20,6 +20,8 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from ddm_lightning.core.environment import forces_terminal
+
 LINE_SECONDS = 30.0
 """Interval of the lines that are printed instead of bars when there is no terminal."""
 
@@ -65,7 +67,12 @@ class Bars(Progress):
 
     def __init__(self, console: Console | None = None, *, show: bool = True, transient: bool = False) -> None:
         console = console or Console(stderr=True)
-        self._shows_lines, self._over = show and not console.is_terminal, threading.Event()
+        # Colours that a variable forces into a file do not make it a screen.
+        is_screen = console.is_interactive and (console.file.isatty() or not forces_terminal())
+        self._lines: threading.Thread | None = None
+        if show and not is_screen:
+            self._lines = threading.Thread(target=self._print_lines, name="progress", daemon=True)
+        self._over = threading.Event()
         super().__init__(
             TextColumn("{task.description:<10}"),
             BarColumn(),
@@ -73,28 +80,33 @@ class Bars(Progress):
             TimeRemainingColumn(elapsed_when_finished=True),
             TextColumn("{task.fields[note]}"),
             console=console,
-            disable=self._shows_lines or not show,
+            disable=not (show and is_screen),
             transient=transient,
         )
 
     def start(self) -> None:
         """Show the bars, or begin to print lines."""
         super().start()
-        if self._shows_lines:
-            threading.Thread(target=self._print_lines, name="progress", daemon=True).start()
+        if self._lines is not None:
+            self._lines.start()
 
     def stop(self) -> None:
         """End the bars or the lines."""
         super().stop()
         self._over.set()
+        if self._lines is not None and self._lines.is_alive():
+            self._lines.join()
 
     def add_task(self, description: str, *options: Any, **fields: Any) -> TaskID:
         """Add a task; its field ``note`` is empty by default."""
         return super().add_task(description, *options, **{"note": "", **fields})
 
     def _print_lines(self) -> None:
-        last = ""
-        while not self._over.wait(LINE_SECONDS):
+        last, over = "", False
+        while not over:
+            over = self._over.wait(LINE_SECONDS)
+            if over and not last:
+                return  # too quick for lines
             started = [task for task in self.tasks if task.started]
             running = [task for task in started if not task.finished] or started[-1:]
             line = "; ".join(map(_line_of, running)) or "starting"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import shutil
 import subprocess
@@ -22,6 +21,7 @@ from torch import Tensor, distributed
 
 from ddm_lightning.config.load import leaves
 from ddm_lightning.core.devices import device_of
+from ddm_lightning.core.environment import Ranks
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write, atomic_write_json, read_json, sha256_file, sha256_json
 from ddm_lightning.core.formatting import Bars, table
@@ -251,7 +251,8 @@ def evaluate(
     run: Run, images: Path | None, out: Path | None, *, show_progress: bool = False
 ) -> tuple[Path, Table] | None:
     """Generate and compare; see ``Evaluation``. Every rank of torchrun calls it; only rank zero gets a result."""
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    mine = Ranks.read()
+    rank, world = mine.rank, mine.world_size
     if world == 1:
         evaluation = Evaluation(run, images, out)
         evaluation.compute_parts(0, 1, show_progress)

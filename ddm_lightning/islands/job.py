@@ -54,7 +54,7 @@ class Launcher(ABC):
     """Turns jobs into running processes. Progress is read at the run's URL, so a launcher knows nothing of training."""
 
     spans_nodes = False
-    """Whether it can run a job on ``island.nodes`` nodes, in their places by ``training.ranks.place_of``."""
+    """Whether it can run a job on ``island.nodes`` nodes, in their places by ``core.environment.place_of``."""
     devices: Sequence[str] = ()
     """GPUs that it rents, by name."""
 

@@ -106,8 +106,10 @@ def fit_alone(member: str, run: Run) -> str:
         ``done`` or ``stopped``; ``told`` where another process, the first rank or its agent, says which.
 
     Raises:
-        UserError: the member cannot be trained, or its artifact is another experiment's.
+        UserError: the member cannot be trained, its artifact is another experiment's, or torchrun started another
+            number of ranks.
     """
+    ranks.check_ranks(run.experiment.island)
     with run.claimed_for(member), Slot(member, run) as slot, published(member, run) as slot.publisher:
         slot.begin()
         refuse_stale([member], run)

@@ -21,6 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ddm_lightning.core import remote
+from ddm_lightning.core.environment import place_of
 from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.files import inside, move_folder
 from ddm_lightning.islands import lease
@@ -54,7 +55,7 @@ def published(name: str, run: Run) -> Iterator[Publisher | None]:
     """
     if run.url is not None and ranks.is_rank() and not ranks.is_own_rank():
         raise UserError("with remote, start fit without torchrun: it starts one process per device itself")
-    if run.url is None or ranks.is_rank() or ranks.place_of(run.experiment.island.nodes).node > 0:
+    if run.url is None or ranks.is_rank() or place_of(run.experiment.island.nodes).node > 0:
         yield None
         return
     url = f"{run.url}/members/{name}"

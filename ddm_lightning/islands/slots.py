@@ -18,6 +18,7 @@ from datetime import datetime
 from pathlib import Path
 
 from ddm_lightning.config.experiment import IslandConfig
+from ddm_lightning.core.environment import place_of
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.processes import STARTED, STOPPED
 from ddm_lightning.islands.publish import Publisher
@@ -85,7 +86,7 @@ class Slot:
             OSError: it cannot be read.
         """
         # The node that writes checkpoints.
-        is_first = ranks.place_of(self.island.nodes).node == 0 and ranks.is_rank_zero()
+        is_first = place_of(self.island.nodes).node == 0 and ranks.is_rank_zero()
         if self.island.is_lent and is_first and not ranks.is_own_rank():
             self._end = time.monotonic() + seconds_left(self.island)
             if self._end - time.monotonic() <= LEAVING_SECONDS:

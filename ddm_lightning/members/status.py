@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated
 
 from ddm_lightning.core import checks
+from ddm_lightning.core.environment import Ranks
 from ddm_lightning.core.files import atomic_write_json
 from ddm_lightning.core.formatting import format_duration
 from ddm_lightning.core.processes import start_time
@@ -65,7 +66,7 @@ class MemberStatus:
 
     def write(self, folder: Path) -> None:
         """Write ``status.json`` in the member's folder; of several ranks, the first does."""
-        if os.environ.get("RANK", "0") != "0":
+        if Ranks.read().rank > 0:
             return
         self.updated = time.time()
         self.pid = os.getpid()

@@ -15,6 +15,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from rich.console import Console
 
 from ddm_lightning.core.devices import autocast, configure_torch, device_of, devices_named, resolve_accelerator
+from ddm_lightning.core.environment import Ranks
 from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.formatting import format_bytes
 from ddm_lightning.core.processes import FITTED_BY, handling, keep_heap
@@ -45,11 +46,9 @@ def fit_member(name: str, run: Run) -> MemberStatus:
         Its status: ``done``, or ``stopped`` if SIGTERM, Ctrl-C or a plug-in callback ended the training early.
 
     Raises:
-        UserError: not prepared, damaged shards, unknown network or callback, the member is being trained elsewhere, or
-            torchrun started another number of ranks.
+        UserError: not prepared, damaged shards, unknown network or callback, or the member is being trained elsewhere.
     """
     island = run.experiment.island
-    ranks.check_ranks(island)
     if "wandb" in island.loggers:
         require("key 'island.loggers': 'wandb'", "wandb", extra="wandb")
     keep_heap()
@@ -190,7 +189,7 @@ def build_data(member: Member, run: Run) -> ClusterDataModule:
         clusters=clusters,
         batch_size=member.batch_size,
         seed=member.seed,
-        cache=cache / f"node-{node}" if (node := ranks.node_rank()) else cache,  # of a disk that nodes may share
+        cache=cache / f"node-{node}" if (node := Ranks.read().node) else cache,  # of a disk that nodes may share
         num_workers=island.num_workers,
         max_cache_bytes=island.cache_gb and island.cache_gb * 1e9,
         columns=manifest.columns,

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 from ddm_lightning.config.experiment import IslandConfig
 from ddm_lightning.core.devices import device_bytes, device_of
+from ddm_lightning.core.environment import Ranks
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.formatting import format_bytes
 from ddm_lightning.members.cost import chosen_strategy, state_bytes
@@ -42,7 +43,6 @@ from ddm_lightning.training.checkpoint import (
     read_rest,
     tensors_of,
 )
-from ddm_lightning.training.ranks import is_local_zero, is_rank, node_rank
 
 _SHARDED_PRECISIONS = ("32-true", "bf16-mixed")
 """Precisions that Lightning's ModelParallelStrategy supports."""
@@ -122,8 +122,8 @@ class BackgroundCheckpoints(strategies.Strategy):
         if self.reduce_boolean_decision(not lacks):
             yield path
             return
-        copy = path.with_name(f"{TEMPORARY}{path.name}-{node_rank()}")
-        writes = lacks and is_local_zero()
+        copy = path.with_name(f"{TEMPORARY}{path.name}-{Ranks.read().node}")
+        writes = lacks and Ranks.read().local_rank == 0
         for name in self.broadcast([file.name for file in path.glob("*")]):
             content = self.broadcast((path / name).read_bytes() if self.is_global_zero else b"")
             if writes:
@@ -182,7 +182,11 @@ class Sharded(BackgroundCheckpoints, strategies.ModelParallelStrategy):
 
 def environment() -> ClusterEnvironment:
     """Ranks are as torchrun sets them; tasks of a SLURM job are not ranks."""
-    return TorchElasticEnvironment() if is_rank() else LightningEnvironment()
+    if Ranks.read().launched:
+        return TorchElasticEnvironment()
+    alone = LightningEnvironment()
+    alone.set_global_rank(0)  # where SLURM_PROCID numbers tasks, Lightning has taken it for a rank, which logs nothing
+    return alone
 
 
 def choose_strategy(

@@ -13,7 +13,6 @@ import functools
 import json
 import logging
 import os
-import re
 import signal
 import sys
 import tempfile
@@ -21,7 +20,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed import DistError
@@ -35,6 +34,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.rendezvous import rendezvous
 
 from ddm_lightning.config.experiment import IslandConfig
+from ddm_lightning.core.environment import Place, Ranks, leave_ranks, place_of
 from ddm_lightning.core.errors import UserError, first_line, line_of
 from ddm_lightning.core.processes import handling, on_orphaned
 from ddm_lightning.members.run import Run
@@ -54,56 +54,45 @@ _STATE = "state"
 """File beside that of an error; see ``tell_state``."""
 
 
-def _number(name: str, default: int) -> int:
-    """Value of an environment variable."""
-    return int(os.environ.get(name, default))
-
-
 def is_rank() -> bool:
     """Whether torchrun, or another launcher that sets its variables, started this process."""
-    return "LOCAL_RANK" in os.environ
+    return Ranks.read().launched
 
 
 def is_own_rank() -> bool:
     """Whether ``fit_on_ranks`` of another ``fit`` started this process."""
-    return os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(_OWN)
+    return (Ranks.read().agent or "").startswith(_OWN)
 
 
 def is_rank_zero() -> bool:
     """Whether this process is the first of all ranks, on all nodes."""
-    return _number("RANK", 0) == 0
-
-
-def is_local_zero() -> bool:
-    """Whether this process is the first rank of its node."""
-    return _number("LOCAL_RANK", 0) == 0
-
-
-def node_rank() -> int:
-    """Number of this rank's node, from 0."""
-    return _number("GROUP_RANK", 0)
+    return Ranks.read().rank == 0
 
 
 def has_agent() -> bool:
     """Whether an agent of torchrun started this process and takes an exit code other than 0 for a failure."""
-    return "TORCHELASTIC_RUN_ID" in os.environ
+    return Ranks.read().agent is not None
 
 
 def check_ranks(island: IslandConfig) -> None:
-    """Check that a launcher such as torchrun has started one rank per device.
+    """Check that a launcher such as torchrun has started one rank per device; one alone may not count as a rank.
 
     Raises:
-        UserError: it started more or fewer, in all or on this node.
+        UserError: it started more or fewer, in all or on this node, or does not say where ranks meet.
     """
-    if not is_rank():
-        return
-    number = max(_number("WORLD_SIZE", 1), _number("LOCAL_RANK", 0) + 1)
-    found = number, _number("LOCAL_WORLD_SIZE", number // island.nodes)
-    if found != (island.num_ranks, island.devices) and (number > 1 or has_agent()):
+    mine = Ranks.read()
+    number, of_node = mine.world_size, mine.local_world_size or mine.world_size // island.nodes
+    if not mine.launched or (number, of_node) == (island.num_ranks, island.devices):
+        if number > 1 and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+            raise UserError("RANK and WORLD_SIZE are set, but not MASTER_ADDR and MASTER_PORT; start fit by torchrun")
+    elif number > 1 or mine.agent is not None:
         raise UserError(
             f"{number} processes of fit were started, as by torchrun, but island.devices = {island.devices} "
-            f"and island.nodes = {island.nodes}; start fit only once on each node, and it starts one process per device"
+            f"and island.nodes = {island.nodes}; start fit only once on each node, and it starts one process per "
+            "device; if each trains a member of its own, unset LOCAL_RANK"
         )
+    else:
+        leave_ranks()
 
 
 @functools.cache
@@ -118,7 +107,7 @@ def told_by_rank_zero(key: str, value: str | bool | None) -> Any:
         key: a new one for each call.
         value: that of other ranks is ignored.
     """
-    if _number("WORLD_SIZE", 1) == 1:
+    if Ranks.read().world_size == 1:
         return value
     if is_rank_zero():
         _store().set(key, json.dumps(value))
@@ -127,47 +116,9 @@ def told_by_rank_zero(key: str, value: str | bool | None) -> Any:
 
 def tell_state(state: str) -> None:
     """Tell the process that started the ranks of this node how far they are: ``training``, ``stopped`` or ``done``."""
-    if "TORCHELASTIC_ERROR_FILE" in os.environ and is_local_zero():
-        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).with_name(_STATE).write_text(state, encoding="utf-8")
-
-
-class Place(NamedTuple):
-    """Where a node is among those of a member."""
-
-    node: int
-    """Its number, from 0."""
-    endpoint: str
-    """Name and port of the first node."""
-
-
-def place_of(nodes: int) -> Place:
-    """Find this node's place: among the tasks of ``srun``, one per node, or from ``NODE_RANK`` and ``MASTER_ADDR``.
-
-    Args:
-        nodes: ``island.nodes``.
-
-    Raises:
-        UserError: neither is there, or there are more or fewer tasks than nodes.
-    """
-    if nodes == 1:
-        return Place(0, "")
-    node, address, port = (os.environ.get(name) for name in ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT"))
-    if (tasks := os.environ.get("SLURM_STEP_NUM_TASKS")) is not None:
-        if int(tasks) != nodes:
-            raise UserError(
-                f"key 'island.nodes' = {nodes}: srun started {tasks} tasks; start one per node: --ntasks-per-node=1"
-            )
-        node = node or os.environ["SLURM_PROCID"]
-        first = re.sub(r"\[(\w+)[^]]*\]", r"\1", os.environ["SLURM_STEP_NODELIST"]).partition(",")[0]
-        address = address or first
-        port = port or f"{15000 + int(os.environ['SLURM_JOB_ID'][-4:])}"
-    node = node or os.environ.get("GROUP_RANK")  # of the user's torchrun
-    if not (node and address and node.isdigit() and int(node) < nodes):
-        raise UserError(
-            f"key 'island.nodes' = {nodes}: which node is this? Start fit on each with srun --ntasks-per-node=1, or "
-            f"with the variables MASTER_ADDR, the name of the first node, and NODE_RANK, from 0 to {nodes - 1}"
-        )
-    return Place(int(node), f"{address}:{port or 29500}")
+    mine = Ranks.read()
+    if mine.error_file is not None and mine.local_rank == 0:
+        Path(mine.error_file).with_name(_STATE).write_text(state, encoding="utf-8")
 
 
 def fit_on_ranks(run: Run) -> str:
@@ -320,7 +271,7 @@ def recorded() -> Iterator[None]:
 
     As torch's ``@record`` does, but without a traceback on stderr.
     """
-    if "TORCHELASTIC_ERROR_FILE" not in os.environ:
+    if Ranks.read().error_file is None:
         yield
         return
     on_orphaned(os.getppid())  # otherwise it would wait in a collective forever

@@ -16,7 +16,7 @@ WORLD = 2
 
 
 def _in_rank(rank, meeting, task, results):
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD))
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD))
     try:
         dist.init_process_group("gloo", f"file://{meeting}/ranks", rank=rank, world_size=WORLD)
         results.put((rank, task(rank), None))
@@ -46,7 +46,6 @@ def in_two_processes(task):
 
 def trainer_of(rank, strategy, num_ranks=WORLD, **settings):
     """What trains in one of the processes, as ``fit`` has it; ``settings`` are of the Trainer."""
-    os.environ["LOCAL_RANK"] = str(rank)
     return L.Trainer(
         accelerator="cpu",
         devices=num_ranks,

@@ -1,0 +1,129 @@
+"""The caller's environment, read here for everybody: ranks and nodes, matplotlib's backend, terminals.
+
+Operators of clusters, notebooks and shells set variables that are not meant for this program, but that it or one of its
+libraries would follow. ``enter`` removes those, so that libraries and child processes do not see them either.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ddm_lightning.core.errors import UserError
+
+_NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+"""A launcher of ranks, such as torchrun, sets all of them; operators of clusters set some, to number their pods."""
+_NODES = ("NODE_RANK", "PET_NODE_RANK", "GROUP_RANK")
+_OF_RANKS = (*_NUMBERS, "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those that train one member; by default the only one."""
+
+    rank: int = 0
+    """Its number among all, from 0."""
+    local_rank: int = 0
+    """Its number on this node."""
+    world_size: int = 1
+    """Number of all."""
+    local_world_size: int | None = None
+    """Number of those on this node; None if the launcher does not say."""
+    node: int = 0
+    """Number of this node."""
+    launched: bool = False
+    """Whether a launcher such as torchrun started this process."""
+    agent: str | None = None
+    """Name of torchrun's job, whose agent takes an exit code other than 0 for a failure; None without an agent."""
+    error_file: str | None = None
+    """File in which the agent expects the error of this process."""
+
+    @classmethod
+    def read(cls) -> Ranks:
+        """Read the variables of a launcher; unless they are whole and fit together, this process is alone."""
+        if None in (numbers := [_number(name) for name in _NUMBERS]):
+            return cls()
+        rank, local_rank, world_size = (number or 0 for number in numbers)
+        if not local_rank <= rank < world_size:
+            return cls()
+        return cls(
+            rank,
+            local_rank,
+            world_size,
+            local_world_size=_number("LOCAL_WORLD_SIZE"),
+            node=_number("GROUP_RANK") or 0,
+            launched=True,
+            agent=os.environ.get("TORCHELASTIC_RUN_ID"),
+            error_file=os.environ.get("TORCHELASTIC_ERROR_FILE"),
+        )
+
+
+def _number(name: str) -> int | None:
+    """Value of a variable; None if it is no whole number of at least 0."""
+    text = os.environ.get(name, "")
+    return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else None
+
+
+def enter() -> None:
+    """Remove variables of the caller that would mislead this process, its libraries and its children."""
+    os.environ["MPLBACKEND"] = "agg"  # a notebook's may not be installed here; nothing is drawn on a screen
+    if not _number("COLUMNS"):
+        os.environ.pop("COLUMNS", None)  # rich would print tables of no width
+    if not Ranks.read().launched:
+        if (pod := _number("RANK")) is not None:
+            os.environ.setdefault("NODE_RANK", str(pod))  # for island.nodes
+        leave_ranks()
+
+
+def leave_ranks() -> None:
+    """Make this process and its children no ranks of a launcher."""
+    for name in _OF_RANKS:
+        os.environ.pop(name, None)
+
+
+class Place(NamedTuple):
+    """Where a node is among those of a member."""
+
+    node: int
+    """Its number, from 0."""
+    endpoint: str
+    """Name and port of the first node."""
+
+
+def place_of(nodes: int) -> Place:
+    """Find this node's place: from ``NODE_RANK`` and ``MASTER_ADDR``, or among the tasks of ``srun``, one per node.
+
+    Args:
+        nodes: ``island.nodes``.
+
+    Raises:
+        UserError: neither is there, or there are more or fewer tasks than nodes.
+    """
+    if nodes == 1:
+        return Place(0, "")
+    # Kubeflow's Trainer sets PET_…; a user's torchrun sets GROUP_RANK.
+    node = next((found for name in _NODES if (found := _number(name)) is not None), None)
+    address, port = (os.environ.get(name) or os.environ.get(f"PET_{name}") for name in ("MASTER_ADDR", "MASTER_PORT"))
+    tasks = _number("SLURM_STEP_NUM_TASKS")
+    if tasks is not None and (node is None or not address):
+        if tasks != nodes:
+            raise UserError(
+                f"key 'island.nodes' = {nodes}: srun started {tasks} tasks; start one per node: --ntasks-per-node=1"
+            )
+        node = _number("SLURM_PROCID") if node is None else node
+        first = re.sub(r"\[(\w+)[^]]*\]", r"\1", os.environ["SLURM_STEP_NODELIST"]).partition(",")[0]
+        address = address or first
+        port = port or f"{15000 + int(os.environ['SLURM_JOB_ID'][-4:])}"
+    if node is None or node >= nodes or not address:
+        raise UserError(
+            f"key 'island.nodes' = {nodes}: which node is this? Start fit on each with srun --ntasks-per-node=1, or "
+            f"with the variables MASTER_ADDR, the name of the first node, and NODE_RANK, from 0 to {nodes - 1}"
+        )
+    return Place(node, f"{address}:{port or 29500}")
+
+
+def forces_terminal() -> bool:
+    """Whether variables let rich take every file for a terminal."""
+    return any(os.environ.get(name) for name in ("FORCE_COLOR", "TTY_COMPATIBLE"))
