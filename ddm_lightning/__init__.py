@@ -19,6 +19,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from ddm_lightning.core import environment
 from ddm_lightning.core.compat import ensure_torchvision_importable
 from ddm_lightning.core.errors import UserError
 
@@ -34,4 +35,10 @@ def __getattr__(name: str) -> Any:
     """Import ``DecentralizedEnsemble``, and with it torch, on first use."""
     if name != "DecentralizedEnsemble":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    environment.import_matplotlib()
     return importlib.import_module("ddm_lightning.use.ensemble").DecentralizedEnsemble
+
+
+def __dir__() -> list[str]:
+    """The module's names, with those that are imported on first use."""
+    return sorted({*globals(), *__all__})

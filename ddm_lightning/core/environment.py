@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import re
+import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -122,6 +124,19 @@ def place_of(nodes: int) -> Place:
             f"with the variables MASTER_ADDR, the name of the first node, and NODE_RANK, from 0 to {nodes - 1}"
         )
     return Place(node, f"{address}:{port or 29500}")
+
+
+def import_matplotlib() -> None:
+    """Import matplotlib whatever ``MPLBACKEND`` names; a backend that is installed here stays the caller's."""
+    if "matplotlib" in sys.modules:
+        return
+    backend = os.environ.pop("MPLBACKEND", "")
+    import matplotlib
+
+    if backend:
+        os.environ["MPLBACKEND"] = backend
+        with suppress(ValueError):
+            matplotlib.rcParams["backend"] = backend
 
 
 def forces_terminal() -> bool:

@@ -23,8 +23,8 @@ from typing import Any
 _WHILE_IMPORTING = (100_000, 50, 100)
 # glibc's mallopt: M_MMAP_THRESHOLD (older versions refuse more than 32 MB), M_TRIM_THRESHOLD and M_TOP_PAD.
 _KEPT_HEAP = ((-3, 2**25), (-3, 2**30), (-1, 2**31 - 1), (-2, 2**26))
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
-"""Ask a training to write a checkpoint and stop: from a terminal, a scheduler, or SLURM before its time limit."""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+"""Ask a training to write a checkpoint and stop: from a terminal, also when it closes, or from a scheduler."""
 STOPPED = 130
 """Exit code of a process that was stopped on request, as after Ctrl-C."""
 FITTED_BY = "DDM_LIGHTNING_FITTED_BY"
@@ -91,12 +91,29 @@ def start_time(pid: int) -> str:
 @contextlib.contextmanager
 def handling(handler: Any) -> Iterator[None]:
     """Let ``handler`` receive the stop signals within the block."""
-    previous = {number: signal.signal(number, handler) for number in STOP_SIGNALS}
+
+    def heard(number: int, frame: Any) -> None:
+        if number == signal.SIGHUP:
+            _leave_closed_terminal()
+        handler(number, frame)
+
+    is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    heeded = [number for number in STOP_SIGNALS if not (is_nohup and number == signal.SIGHUP)]
+    previous = {number: signal.signal(number, heard) for number in heeded}
     try:
         yield
     finally:
         for number, before in previous.items():
             signal.signal(number, before)
+
+
+def _leave_closed_terminal() -> None:
+    """Let what is printed go nowhere if the terminal is closed: it would end the process before its checkpoint."""
+    for stream in (1, 2):
+        try:
+            os.write(stream, b"")
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
 
 
 def end_imports() -> None:

@@ -64,6 +64,19 @@ def test_a_log_gets_lines_in_place_of_bars(monkeypatch):
     assert out.getvalue() in (said, said + said.splitlines()[-1] + "\n")
 
 
+@pytest.mark.parametrize("variable", ["FORCE_COLOR", "TTY_COMPATIBLE"])
+def test_colours_that_a_variable_forces_bring_no_bars_into_a_log(monkeypatch, variable):
+    monkeypatch.setenv(variable, "1")
+    monkeypatch.setattr(formatting, "LINE_SECONDS", 0.05)
+    out = io.StringIO()
+    with within(20), Bars(Console(file=out, width=80)) as bars:
+        task = bars.add_task("images", total=8)
+        while not out.getvalue():
+            time.sleep(0.01)
+        bars.update(task, completed=8)
+    assert out.getvalue() == "images: 0 of 8\nimages: 8 of 8\n"  # the last one as it ends
+
+
 def test_a_terminal_gets_bars_and_no_lines(monkeypatch):
     monkeypatch.setattr(formatting, "LINE_SECONDS", 0.01)
     for show in (True, False):

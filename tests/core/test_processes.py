@@ -1,9 +1,13 @@
 import os
 import platform
+import pty
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
+from deadline import within
 
 from ddm_lightning.core import processes
 
@@ -35,6 +39,47 @@ except KeyboardInterrupt:
 @pytest.mark.parametrize("number", processes.STOP_SIGNALS)
 def test_a_stop_while_a_fit_starts_is_as_one_by_ctrl_c(number):
     assert subprocess.run([sys.executable, "-c", STOPPED, str(int(number))], check=False, timeout=60).returncode == 7
+
+
+HEEDS = """
+import os, signal, sys, time
+from ddm_lightning.core import processes
+number = []
+with processes.handling(lambda received, _: number.append(received)):
+    open(sys.argv[1], "x").close()
+    while not number:
+        time.sleep(0.01)
+    print("stopping", flush=True)  # to a terminal that is gone, it may be
+open(sys.argv[1], "w").write(str(number))
+"""
+
+
+def started(path):
+    with within(60):
+        while not path.exists():
+            time.sleep(0.01)
+
+
+def test_a_closed_terminal_is_a_request_to_stop(tmp_path):
+    told, command = tmp_path / "told", [sys.executable, "-c", HEEDS, str(tmp_path / "told")]
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(sys.executable, command)
+    started(told)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert told.read_text() == f"[{int(signal.SIGHUP)}]"
+
+
+def test_nohup_ignores_a_closed_terminal(tmp_path):
+    told, command = tmp_path / "told", ["nohup", sys.executable, "-c", HEEDS, str(tmp_path / "told")]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    started(told)
+    process.send_signal(signal.SIGHUP)
+    time.sleep(0.2)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 0
+    assert told.read_text() == f"[{int(signal.SIGTERM)}]"
 
 
 def test_the_collector_waits_for_the_imports_and_is_then_as_before():

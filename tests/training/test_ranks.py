@@ -239,3 +239,29 @@ def test_a_mistake_of_the_user_is_one_line_and_ends_both(tiny_run):
         said = finish(start(tiny_run, "island.strategy=ddp"), 2, TRAINS_SECONDS)[1]
     (line,) = said.splitlines()
     assert line.startswith(f"error: {folder}: expert-0 is in use by another process")
+
+
+@pytest.mark.slow
+def test_a_pod_that_an_operator_numbers_trains_its_member_alone(tiny_run):
+    pod = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "pod-0", "MASTER_PORT": "23456", "SLURM_PROCID": "3"}
+    finish(start(tiny_run, "island.devices=1", **pod), 0, TRAINS_SECONDS)
+    assert artifact(tiny_run)
+    assert read_status(tiny_run, "expert-0")["state"] == "done"
+    assert list((tiny_run / "members/expert-0/tensorboard").glob("events*"))
+
+
+def test_members_of_one_run_are_not_ranks(tiny_run, monkeypatch, capsys):
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["fit", "-c", str(TINY), f"run_dir={tiny_run}"]) == 2
+    assert "2 processes of fit were started, as by torchrun; start it once" in capsys.readouterr().err
+    assert not (tiny_run / "members").exists()
+
+
+def test_ranks_that_cannot_meet_are_refused(tiny_run, monkeypatch, capsys):
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    assert main(["fit", "-c", str(TINY), f"run_dir={tiny_run}", *SETTINGS]) == 2
+    assert "not MASTER_ADDR and MASTER_PORT" in capsys.readouterr().err
+    assert not (tiny_run / "members").exists()
