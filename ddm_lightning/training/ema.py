@@ -91,7 +91,8 @@ def track_ema(optimizer: Optimizer, decay: float, widths: Sequence[float] = (), 
     def before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         """Copy parameters that have no average yet; the optimizer takes a state that is not empty for its own."""
         for group in optimizer.param_groups:
-            new = [one for one in group["params"] if one.grad is not None and KEY not in optimizer.state.get(one, {})]
+            # Lightning computes the gradients within the step, so there are none yet.
+            new = [one for one in group["params"] if KEY not in optimizer.state.get(one, {})]
             initial.update((parameter, parameter.detach().clone()) for parameter in new)
 
     @torch.no_grad()

@@ -5,8 +5,9 @@ import torch
 from lightning.pytorch.plugins import Precision
 from training.members import Recorder, batch, expert, fitted, losses_of, noisy
 
-from ddm_lightning.config.experiment import IslandConfig, TrainConfig
+from ddm_lightning.config.experiment import InitConfig, IslandConfig, TrainConfig
 from ddm_lightning.core.errors import UserError
+from ddm_lightning.training.ema import unsharded_ema
 from ddm_lightning.training.objective import NUM_VALIDATION_TIMESTEPS, time_suffix
 
 
@@ -64,6 +65,17 @@ def test_batches_that_a_trainer_accumulates_over_draw_noise_of_their_own():
     assert len({tuple(t.tolist()) for t in times}) == 4
     for step in range(2):
         assert torch.equal(times[2 * step], noisy(expert(), step=step).t)
+
+
+@pytest.mark.parametrize(("source", "kept"), [(None, 0.0), (InitConfig("elsewhere"), 0.1)])
+def test_the_average_starts_from_given_weights_and_not_from_random_ones(source, kept):
+    """Its decay in the first step is (1 + 0) / (10 + 0)."""
+    network = Recorder()
+    train = TrainConfig(1, 1, learning_rate=0.1, ema_decay=0.9)
+    _, trainer = fitted(expert(network, train=train, init_from=source), batch())
+    average = unsharded_ema(network, trainer.optimizers[0])["gain"].item()
+    assert average == pytest.approx(kept * 0.7 + (1 - kept) * network.gain.item(), abs=1e-6)
+    assert abs(network.gain.item() - 0.7) > 0.05
 
 
 def test_weights_over_timesteps_count_in_micro_batches_as_in_the_whole_batch():
