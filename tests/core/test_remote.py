@@ -98,6 +98,22 @@ def test_a_transfer_is_tried_again_and_its_error_hides_the_password(sources, tmp
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "here"]
 
 
+def test_an_upload_that_is_cut_leaves_the_file_as_it_was(tmp_path, monkeypatch):
+    there, big = tmp_path / "there", tmp_path / "big"
+    there.mkdir()
+    big.write_bytes(bytes(4 << 20))
+    with servers.sftp(there, tmp_path, monkeypatch) as (url, line):
+        remote.write(f"{url}/file", b"old")
+        remote.disconnect()
+        monkeypatch.setattr("time.sleep", lambda _: None)
+        line.fail(5000)  # in the server's receipts of the blocks
+        with pytest.raises(OSError, match="sftp://"):
+            remote.put(big, f"{url}/file")
+        remote.disconnect()
+    assert (there / "file").read_bytes() == b"old"
+    assert any(0 < path.stat().st_size < 4 << 20 for path in there.iterdir() if path.name != "file")
+
+
 def test_of_several_writers_one_creates_a_file(url):
     with ThreadPoolExecutor(8) as threads:
         contents = [f"writer {number}".encode() for number in range(8)]

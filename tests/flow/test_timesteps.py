@@ -100,3 +100,12 @@ def test_sampling_times_fall_from_exactly_one_to_exactly_zero(num_steps, shift, 
 
 def test_intervals_pair_neighbours():
     assert intervals(torch.tensor([1.0, 0.5, 0.0])) == [(1.0, 0.5), (0.5, 0.0)]
+
+
+@pytest.mark.parametrize("density", ["uniform", "logit-normal"])
+@pytest.mark.parametrize("low", [0.1, 0.3, 0.7])
+def test_rounding_leads_no_time_out_of_a_narrow_interval(density, low):
+    """So narrow that float32 has few numbers in it: both ends are drawn, or nearly."""
+    t = draw(density, shift=3.0, interval=(low, low + 1e-6))
+    ends = torch.tensor([low, low + 1e-6])
+    assert ends[0] <= t.min() < ends[0] + 1e-7 and ends[1] - 1e-7 < t.max() <= ends[1]

@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+from artifact_files import put
 from shards import servers
 from shards.mds import WARNINGS
 from tiny_runs import ROOT, TINY, prepared
@@ -15,7 +16,11 @@ from tiny_runs import ROOT, TINY, prepared
 from ddm_lightning.cli.parser import main
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.config.merge import island_of
+from ddm_lightning.islands.job import Launcher
+from ddm_lightning.islands.launch import jobs_of
+from ddm_lightning.islands.launch import launch as launch_jobs
 from ddm_lightning.islands.launchers.ssh import SshLauncher
+from ddm_lightning.members.run import Run
 
 pytestmark = [*WARNINGS, pytest.mark.slow]
 LONG = ("expert.train.max_steps=1200", "island.checkpoint_every_n_steps=1000")
@@ -94,6 +99,34 @@ def test_all_members_of_a_run_become_an_ensemble(run, tmp_path, capsys, quick_pr
     there = [*run[:2], f"run_dir={tmp_path / 'elsewhere'}", run[3]]
     assert main(["sample", *there]) == 0
     assert (tmp_path / "elsewhere/samples/top-1.png").exists()
+
+
+class Listed(Launcher):
+    """Starts nothing; all it was given before runs."""
+
+    def __init__(self):
+        self.given = []
+
+    def submit(self, job):
+        self.given.append(job.member)
+        return f"number {len(self.given)}"
+
+    def is_active(self, handle):
+        return handle == f"number {len(self.given)}"
+
+    def cancel(self, handle):
+        pass
+
+
+def test_a_finished_member_is_started_once_it_is_to_take_more_steps(tmp_path):
+    launcher, said = Listed(), []
+    for max_steps, on in ((6, "a"), (7, "a"), (8, "a"), (8, "a"), (8, "b")):
+        given = [f"run_dir={tmp_path}", f"expert.train.max_steps={max_steps}"]
+        run = Run(load_experiment(TINY, given))
+        jobs = jobs_of(Run(load_experiment(TINY, [*given, f"remote={tmp_path / 'store'}"])), ["expert-0"], "FILE", [])
+        put(run.folder.artifact("expert-0"), step=7)
+        said.append(launch_jobs(run, jobs, launcher, on)["expert-0"])
+    assert said == ["finished", "finished", "started (number 1)", "queued", "started (number 2)"]
 
 
 def test_a_dry_run_prints_the_jobs(run, tmp_path, capsys):

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from deadline import within
+from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_runs import LONG, MEMBERS, TINY, ended_on_failure, finish, read_status, settings
 from tiny_runs import LONG_STEPS as STEPS
@@ -277,3 +278,35 @@ def test_a_member_s_process_gets_its_own_island_and_the_run_s_settings(tmp_path,
     left = given.islands.pop("expert-0")
     assert given.islands == islands and given.island == experiment.island
     assert 0 < left.pop("max_minutes") < 60 and not left
+
+
+class Ended:
+    """A process that fails at once."""
+
+    started = []
+
+    def __init__(self, command, *, env, **_):
+        self.started.append((command[-1].partition("=")[2], env["CUDA_VISIBLE_DEVICES"]))
+
+    def wait(self, timeout=None):
+        return 1
+
+    poll = wait
+
+
+def test_members_at_once_share_no_gpu_though_one_needs_more(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(local.subprocess, "Popen", Ended)
+    monkeypatch.setattr(local, "relative_cost", lambda member: MEMBERS.index(member.name))  # the router goes first
+    monkeypatch.setattr(local, "POLL_SECONDS", 0)
+    experiment = load_experiment(TINY, [f"run_dir={tmp_path}", "island.accelerator=gpu"])
+    experiment.islands = {"router": {"devices": 2, "strategy": "ddp"}}
+    run = Run(experiment)
+    monkeypatch.setattr(run, "member", lambda name: SimpleNamespace(name=name))
+    for member in MEMBERS:
+        run.folder.member(member).mkdir(parents=True)
+    failures = local.fit_members(MEMBERS, run, 4, Console())
+    assert sorted(failures) == sorted(MEMBERS) and {failure.code for failure in failures.values()} == {1}
+    assert Ended.started == [("router", "0,1"), ("expert-1", "2,3"), ("expert-0", "4,5")]

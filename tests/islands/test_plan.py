@@ -96,6 +96,10 @@ def test_weights_too_large_for_a_device_are_sharded_over_as_few_as_hold_them(tmp
     assert not found.fits
     assert (setting.devices, setting.strategy) == (2, "fsdp")
     assert setting.peak <= 0.9 * 24e9
+    # Two devices cannot share 9 samples, nor can four; these three can.
+    three = ("islands={expert: {devices: 3}}", "expert.train.global_batch_size=18")
+    of_three = planner(*GPU, *PLAIN, network(4096, 6), f"run_dir={tmp_path}", *three)
+    assert of_three.with_suggestions(of_three.on("RTX 3090")).members[0].suggestion.devices == 3
     larger = planner(*GPU, *PLAIN, network(16384, 6), f"run_dir={tmp_path}")
     assert "use a larger device" in next(larger.with_suggestions(larger.on("RTX 3090")).warnings())
 

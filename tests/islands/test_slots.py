@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import os
 import signal
 import threading
 import time
@@ -19,6 +20,7 @@ from ddm_lightning.core.errors import UserError
 from ddm_lightning.islands import local, slots
 from ddm_lightning.islands.lease import read_lease
 from ddm_lightning.members.run import Run
+from ddm_lightning.members.status import MemberStatus
 
 pytestmark = WARNINGS
 NEW_YORK = timezone(timedelta(hours=-5))
@@ -82,6 +84,23 @@ def test_a_member_leaves_early_enough_to_publish(tiny_run, tmp_path, told, monke
             slot.__exit__()
     else:
         slot.__exit__()
+
+
+@pytest.mark.parametrize(("devices", "steps"), [(1, 1), (2, 10)])
+def test_time_to_leave_is_twice_that_of_a_step_a_checkpoint_and_a_publication(tiny_run, devices, steps):
+    """Several ranks agree to stop at every tenth step only."""
+    run = Run(load_experiment(TINY, [f"run_dir={tiny_run}", f"island.devices={devices}", "island.strategy=ddp"]))
+    folder = run.folder.member("expert-0")
+    for second, name in enumerate("abc"):
+        file = folder / "checkpoints" / "step-00000020.ckpt" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+        os.utime(file, (0, 1e9 + 1.5 * second))
+    batch_size = run.member("expert-0").batch_size
+    MemberStatus("expert-0", 60, samples_per_second=4 * batch_size).write(folder)
+    slot = slots.Slot("expert-0", run)
+    slot.publisher = SimpleNamespace(publication_seconds=7.0)
+    assert slot._leaving_seconds() == slots.LEAVING_SECONDS + 2 * (steps * 0.25 + 3.0 + 7.0)
 
 
 @pytest.mark.parametrize("text", ["tonight", "", "2026-11-31T00:00"])

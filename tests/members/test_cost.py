@@ -6,6 +6,7 @@ import pytest
 
 from ddm_lightning.config.experiment import IslandConfig
 from ddm_lightning.members import cost
+from ddm_lightning.members.cost import State, chosen_strategy
 
 
 @pytest.mark.parametrize(
@@ -27,3 +28,14 @@ def test_the_line_of_the_cost_names_the_device_and_sums_the_peaks(monkeypatch, i
     found = cost.step_cost(member, island, None)
     assert (found.flops, found.recomputed_flops, found.peak_flops) == (2.5e9, 0, pytest.approx(peak) if peak else None)
     assert found.line == f"2.5 GFLOP per sample; {line}"
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "strategy"),
+    [(1601, "fsdp-shard-grad-op"), (1600, "fsdp"), (6400, "fsdp-shard-grad-op"), (6401, "ddp")],
+)
+@pytest.mark.parametrize("nodes", [1, 4])
+def test_weights_are_sharded_over_the_devices_of_one_node(num_bytes, strategy, nodes):
+    """Of 3,200 bytes a device of 8 holds 400, beside 400 of gathered weights; half of it is for activations."""
+    state = State(weights=400, gradients=400, optimizer=1600, ema=800)
+    assert chosen_strategy(IslandConfig("gpu", 8, nodes=nodes, precision="32-true"), state, num_bytes) == strategy

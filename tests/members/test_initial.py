@@ -67,6 +67,8 @@ def test_a_router_starts_from_the_router_of_a_run(tmp_path: Path) -> None:
     put(tmp_path / "other" / "members" / "router" / "artifact", "router")
     start = initial(tmp_path / "run", tmp_path / "other", member="router")
     assert equal(loaded(start).state_dict(), dict(make_network("router").state_dict()))
+    expert = initial(tmp_path / "run", tmp_path / "other")  # which takes that run's monolith, in the same folder
+    assert equal(loaded(expert).state_dict(), dict(make_network("expert").state_dict()))
     monolith = tmp_path / "other" / "members" / "monolith" / "artifact"
     wrong = initial(tmp_path / "run", monolith, member="router")
     refused(lambda: wrong.check(wrong.member.build_network()), monolith, "network is 'dit'", "'router-dit'")

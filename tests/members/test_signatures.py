@@ -130,6 +130,20 @@ def test_a_forged_or_cut_artifact_is_refused(runs, keys, harm):
     assert not reader.folder.member("expert-0").joinpath("accepted.json").exists()
 
 
+@pytest.mark.parametrize("changed", ["member.json", "model.sig", "lab.pub"])
+def test_an_accepted_artifact_is_checked_again_once_it_or_the_key_changes(runs, keys, changed):
+    island, reader = runs
+    artifact = copied(island.folder.artifact("expert-0"), reader)
+    accept("expert-0", artifact, reader)
+    if changed == "member.json":
+        edit(artifact / changed, metrics={"validation_loss": 0.1})
+    elif changed == "model.sig":
+        (artifact / changed).write_text("{}")
+    else:
+        shutil.copyfile(keys["stranger"].with_suffix(".pub"), keys["lab"].with_suffix(".pub"))
+    refused(lambda: accept("expert-0", artifact, reader), f"{artifact}: its signature is refused")
+
+
 def test_a_key_is_trusted_for_its_own_member_only(runs, keys, tmp_path):
     island, _ = runs
     own = (f"island.trusted_keys.expert=[{keys['lab']}.pub]", f"island.trusted_keys.expert-1={keys['stranger']}.pub")

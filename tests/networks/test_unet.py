@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
-from networks.small import moved
+from networks.small import moved, random, randomised
 from torch.nn import functional
 
 from ddm_lightning.core.errors import UserError
@@ -13,7 +14,7 @@ from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.flow.path import interpolate, training_target
 from ddm_lightning.members.cost import flops_per_sample
 from ddm_lightning.networks.blocks import checkpoint_blocks
-from ddm_lightning.networks.unet import UNet
+from ddm_lightning.networks.unet import UNet, UNetBlock
 from ddm_lightning.testing import check_expert
 
 NONE, CLASSES = ConditionSpec("none", 0), ConditionSpec("class", 4)
@@ -36,6 +37,41 @@ def test_parts_are_where_they_are_said_to_be() -> None:
     has_attention = [block.attention is not None for block in network.blocks]
     assert has_attention == [False] * 2 + [True] * 2 + [False] * 2 + [True] * 2 + [False] * 2 + [True] * 2 + [False] * 2
     assert flops_per_sample(network, (3, 16, 8), CLASSES, backward=True) > 1e6
+
+
+@pytest.mark.parametrize("resample", ["", "up", "down"])
+@pytest.mark.parametrize("has_skip", [False, True])
+def test_a_block_equals_the_formula(resample: str, has_skip: bool) -> None:
+    """By torch's functions in float64: resample, join, norm, convolve, modulate, convolve, add, attend."""
+    block = randomised(UNetBlock(8, 8 * has_skip, 32, 5, resample, num_heads=2, reads_tokens=True))
+    x, features, tokens = random(2, 8, 4, 6), random(2, 5, seed=1), random(2, 3, 5, seed=2)
+    given = dict(block.named_parameters())
+
+    def linear(name: str, value: torch.Tensor, how: Callable[..., torch.Tensor], **more: int) -> torch.Tensor:
+        return how(value, given[f"{name}.weight"], given[f"{name}.bias"], **more)
+
+    def norm(name: str, value: torch.Tensor) -> torch.Tensor:
+        num = value.shape[1] // 4
+        parts = value.unflatten(1, (num, -1)).flatten(2)
+        parts = (parts - parts.mean(2, keepdim=True)) / (parts.var(2, keepdim=True, correction=0) + 1e-5).sqrt()
+        weight, bias = (given[f"{name}.{part}"][:, None, None] for part in ("weight", "bias"))
+        return parts.reshape(value.shape) * weight + bias
+
+    h = x.repeat_interleave(2, 2).repeat_interleave(2, 3) if resample == "up" else x
+    if resample:
+        h = linear("resample", h, functional.conv2d, padding=1, stride=2 if resample == "down" else 1)
+    skip = random(2, 8, *h.shape[2:], seed=3) if has_skip else None
+    joined = h if skip is None else torch.cat([h, skip], 1)
+    inner = linear("first", functional.silu(norm("norms.0", joined)), functional.conv2d, padding=1)
+    shift, scale = linear("modulation", features, functional.linear).view(2, 2, 32, 1, 1).unbind(1)
+    inner = norm("norms.1", inner) * (1 + scale) + shift
+    h = linear("shortcut", joined, functional.conv2d) + linear(
+        "second", functional.silu(inner), functional.conv2d, padding=1
+    )
+    cells = norm("attention_norm", h).flatten(2).transpose(1, 2)
+    read = block.cross_attention(cells, linear("context", tokens, functional.linear))
+    expected = h + (block.attention(cells) + read).transpose(1, 2).reshape(h.shape)
+    torch.testing.assert_close(block(x, features, tokens, skip), expected)
 
 
 def test_the_first_output_is_zero_and_each_class_changes_a_trained_one() -> None:

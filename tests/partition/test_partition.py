@@ -123,6 +123,16 @@ def test_flat_clusters_balance_single_samples_by_a_stored_price(tmp_path, metric
     assert again.counts.tolist() == np.bincount(clusters[:300]).tolist()
 
 
+def test_flat_clusters_of_a_sample_leave_room_for_the_others():
+    """A share of 1/4, known from 900 samples, has a standard error of sqrt(3)/2 · sqrt(4/900) of itself at most."""
+    features, _ = directions([2000, 300, 250, 200, 150, 100], spread=0.3)
+    wanted = config(4, kind="flat", fit_fraction=0.3, max_largest_over_mean=1.3)
+    sample = np.random.default_rng(0).permutation(features)[:900]
+    rule = build.fit_flat(Rows([sample]), wanted, torch.Generator().manual_seed(0))
+    found = np.bincount(assign(Partition(rule, torch.ones(4)), sample), minlength=4)
+    assert 1.05 < found.max() / 225 <= 1.3 - 3 * (4 / 900) ** 0.5 + 1 / 225
+
+
 def test_a_sample_larger_than_the_memory_is_refused(monkeypatch):
     monkeypatch.setattr(build, "free_bytes", lambda: 1600)
     with pytest.raises(UserError, match=r"fit_fraction' = 1\.0: takes 1\.3 kB of memory, and 1\.6 kB are free; lower"):

@@ -13,7 +13,7 @@ from ddm_lightning.core.formatting import format_bytes
 from ddm_lightning.core.registry import CAPTION_ENCODERS, FEATURES, IMAGE_ENCODERS, SOURCES
 from ddm_lightning.prepare import encode
 from ddm_lightning.prepare import prepared as prepared_files
-from ddm_lightning.prepare.encode import LEDGER, key_hash
+from ddm_lightning.prepare.encode import LEDGER, is_sampled, key_hash
 from ddm_lightning.prepare.ledger import Ledger
 from ddm_lightning.prepare.prepared import Prepared, Thumbnails
 from ddm_lightning.prepare.records import BrokenSample
@@ -86,6 +86,14 @@ def test_a_group_decides_over_the_key_on_which_side_a_sample_falls(tmp_path, mon
     split = Prepared(tmp_path / "prepared").facts("split_hash").tolist()
     assert split[:40] == [key_hash(f"region {i // 5}") for i in range(40)]
     assert split[40:] == [key_hash(f"s{i}") for i in range(10)]
+
+
+def test_the_sample_of_the_fit_is_independent_of_the_held_out_side():
+    hashes = np.array([key_hash(f"sample {number}") for number in range(20_000)], np.uint64)
+    sampled = is_sampled(hashes, 0.3)
+    for side in (hashes < hashes.max() // 20, hashes >= hashes.max() // 20):
+        error = (0.3 * 0.7 / side.sum()) ** 0.5
+        assert sampled[side].mean() == pytest.approx(0.3, abs=4 * error)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@ import pytest
 from prepare.listed import Listed, experiment_of, hashes, plug_in, record, records
 
 from ddm_lightning.core.registry import SOURCES
+from ddm_lightning.prepare import near_duplicates
 from ddm_lightning.prepare.near_duplicates import codes_of, find_near_duplicates
 from ddm_lightning.prepare.prepared import Prepared
 from ddm_lightning.prepare.stages import prepare
@@ -33,18 +34,35 @@ def test_codes_find_what_the_features_cosines_find():
     assert found[(nearest > 0.95) & (nearest < 0.96)].mean() == pytest.approx(0.5, abs=0.2)
 
 
+def test_blocks_of_rows_overlap(monkeypatch):
+    codes = codes_of(np.random.default_rng(0).standard_normal((200, 4)))  # few dimensions: many are alike
+    whole = find_near_duplicates(codes, 0.97)
+    monkeypatch.setattr(near_duplicates, "_ROWS_AT_ONCE", 1)
+    np.testing.assert_array_equal(find_near_duplicates(codes, 0.97), whole)
+    assert 50 < whole.sum() < 100
+
+
+def brighter(one):
+    return record(f"copy of {one.key}", image=np.minimum(one.image, 254) + 1)
+
+
 def with_copies(num_copies):
-    """Two parts; the second one begins with slightly brighter images of the first."""
-    first = records(40)
-    brighter = [record(f"copy of {one.key}", image=np.minimum(one.image, 254) + 1) for one in first[:num_copies]]
-    return {"one": first, "two": [*brighter, *records(40, "b")]}
+    """Two parts; the second one has slightly brighter images of the first, behind a broken sample like one of its own.
+
+    That one bears a key of the first part; the sample like it stays.
+    """
+    first, rest = records(40), records(40, "b")
+    broken = record("a0", image=brighter(rest[0]).image)
+    return {"one": first, "two": [broken, *map(brighter, first[:num_copies]), *rest]}
 
 
 def test_the_first_of_near_duplicates_stays_and_filters_count_the_others(tmp_path, monkeypatch):
-    experiment = experiment_of(plug_in(monkeypatch, SOURCES, Listed(with_copies(9))), near_duplicates=0.999)
+    experiment = experiment_of(
+        plug_in(monkeypatch, SOURCES, Listed(with_copies(9))), near_duplicates=0.999, max_bad_fraction=0.5
+    )
     manifest = prepare(experiment, tmp_path / "run")
-    assert manifest.filtered == {"near-duplicate": 9} and not manifest.broken
-    assert (manifest.num_read, manifest.num_samples) == (89, 80)
+    assert manifest.filtered == {"near-duplicate": 9} and manifest.broken == {"duplicate key": 1}
+    assert (manifest.num_read, manifest.num_samples) == (90, 80)
     keys = list(Prepared(tmp_path / "run" / "prepared").texts("keys"))
     assert keys == [*(f"a{i}" for i in range(40)), *(f"b{i}" for i in range(40))]
     # Another limit encodes nothing again.

@@ -1,7 +1,9 @@
 """A request to stop, in trainings of a few steps."""
 
+import math
 import os
 import signal
+from types import SimpleNamespace
 
 import lightning as L
 import pytest
@@ -11,6 +13,8 @@ from training.two_processes import in_two_processes, trainer_of
 
 from ddm_lightning.config.experiment import IslandConfig
 from ddm_lightning.core.processes import handling
+from ddm_lightning.members.status import MemberStatus
+from ddm_lightning.training import callbacks
 from ddm_lightning.training.callbacks import RollingCheckpoints, StopOnRequest, StopRequested
 from ddm_lightning.training.module import MemberModule
 from ddm_lightning.training.parallel import choose_strategy
@@ -112,3 +116,23 @@ def test_the_signals_are_given_back(tmp_path):
     before = [signal.getsignal(number) for number in SIGNALS]
     train(tmp_path, Told(), max_steps=2)
     assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+def test_after_a_resume_speed_counts_this_start_and_time_all_of_them(tmp_path, monkeypatch):
+    clock = SimpleNamespace(monotonic=lambda: clock.now, now=500.0)
+    monkeypatch.setattr(callbacks, "time", clock)
+    status = MemberStatus("expert-0", 100, step=40, seconds=1000.0, samples_per_second=3.0)
+    trainer = SimpleNamespace(global_step=40)
+    module = SimpleNamespace(
+        member=SimpleNamespace(batch_size=16), averages={"train/loss": 0.5, "train/norm": math.inf}
+    )
+    module.logs_now, module.log_curves = lambda: True, lambda: None
+    reporter = callbacks.Reporter(tmp_path, status)
+    reporter.on_train_start(trainer, module)
+    for trainer.global_step, clock.now, speed in ((40, 504.0, 3.0), (50, 505.0, 32.0), (70, 520.0, 24.0)):
+        reporter.on_train_batch_end(trainer, module)
+        written = MemberStatus.read(tmp_path, "expert-0", 100)
+        found = (written.step, written.seconds, written.samples_per_second)
+        assert found == (trainer.global_step, 500.0 + clock.now, speed)
+    assert written.metrics == {"train/loss": 0.5}
+    reporter.on_train_end(trainer, module)

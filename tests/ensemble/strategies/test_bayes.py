@@ -281,11 +281,22 @@ def test_the_guided_mixture_has_the_shares_of_one_guided_model() -> None:
     assert (found - OWN).abs().sum() / 2 > 0.1
 
 
-@pytest.mark.parametrize(("interval", "guided_step"), [((0.6, 0.8), 1), ((0.75, 0.75), 1), ((0.1, 0.5), 2)])
+@pytest.mark.parametrize(
+    ("interval", "same"),
+    [
+        ((0.75, 0.75), (0.6, 0.8)),
+        ((0.75, 1.0), (0.6, 1.0)),
+        ((0.5, 0.75), (0.4, 0.8)),
+        ((np.nextafter(0.5, 1), np.nextafter(0.75, 0)), None),
+        ((np.nextafter(0.75, 1), np.nextafter(1, 0)), None),
+    ],
+)
 def test_guidance_of_the_mixture_acts_in_steps_that_start_in_its_interval(
-    interval: tuple[float, float], guided_step: int
+    interval: tuple[float, float], same: tuple[float, float] | None
 ) -> None:
-    def states(scale: float) -> list[Tensor]:
+    """Steps start at 1, 0.75 and 0.5; both ends of an interval belong to it."""
+
+    def states(scale: float, interval: tuple[float, float]) -> list[Tensor]:
         seen: list[Tensor] = []
 
         def velocities(x_t: Tensor, t: Tensor, active: Tensor) -> Tensor:
@@ -298,8 +309,9 @@ def test_guidance_of_the_mixture_acts_in_steps_that_start_in_its_interval(
         found = filter_chain(velocities, normal(99), times, initial=initial, guidance_scale=scale, **ways)
         return [*seen, found]
 
-    moved = [not torch.equal(one, other) for one, other in zip(states(1.0), states(3.0), strict=True)]
-    assert moved == [step > guided_step for step in range(4)]
+    expected = states(1.0, interval) if same is None else states(3.0, same)
+    for one, other in zip(states(3.0, interval), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
 def test_experts_are_evaluated_on_active_rows_only(gaussians: Chain) -> None:
