@@ -97,6 +97,9 @@ TEST = [
     "flask-cors>=5",
     # Drives the page in a headless browser.
     "playwright>=1.60",
+    # They run the notebook.
+    "nbclient>=0.10",
+    "ipykernel>=6",
     "ruff>=0.17",
     "mypy>=2.4",
     "import-linter>=2.1",
