@@ -25,20 +25,21 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 now = time.time()
 
 
-def train(clock: float, steps: range) -> None:
-    """Write one process's part of a curve; it starts with what SummaryWriter(purge_step=...) writes."""
+def train(clock: float, steps: range, purge: bool) -> None:
+    """Write one process's part of a curve, as torch's SummaryWriter does, with or without its `purge_step`."""
     with mock.patch("time.time", lambda: clock):
         writer = EventFileWriter("run")
-        start = SessionLog(status=SessionLog.START)
-        writer.add_event(Event(wall_time=clock, step=steps[0], session_log=start))
+        if purge:
+            start = SessionLog(status=SessionLog.START)
+            writer.add_event(Event(wall_time=clock, step=steps[0], session_log=start))
         for step in steps:
             values = Summary(value=[Summary.Value(tag="loss", simple_value=1 / step)])
             writer.add_event(Event(wall_time=clock + step, step=step, summary=values))
         writer.close()
 
 
-train(now, range(1, 6))
-train(now - 3600, range(6, 11))  # the successor, on a machine whose clock is an hour behind
+train(now, range(1, 6), purge=False)
+train(now - 3600, range(6, 11), purge=True)  # the successor, on a machine whose clock is an hour behind
 events = EventAccumulator("run")
 events.Reload()
 steps = [event.step for event in events.Scalars("loss")]
