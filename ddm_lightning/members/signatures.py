@@ -128,6 +128,18 @@ def accept(name: str, folder: Path, run: Run) -> None:
     atomic_write_json(record, {"step": meta.step, "version": statement["version"], "content": content})
 
 
+def check_used(name: str, folder: Path, experiment: Experiment) -> None:
+    """Check the signature of a member's artifact before its weights are used, if keys are trusted.
+
+    Unlike ``accept``, it needs no run: the folder may be part of a saved ensemble.
+
+    Raises:
+        UserError: it is not signed, or not by a key trusted for the member, or has changed.
+    """
+    if keys := _trusted(name, experiment):
+        verify(folder, folder / SIGNATURE, keys)
+
+
 def verify(path: Path, signature: Path, keys: Sequence[Path]) -> None:
     """Check that a file or folder is as one of the owners of ``keys`` signed it.
 

@@ -39,6 +39,7 @@ from ddm_lightning.flow.randomness import keyed_generator, keyed_seed
 from ddm_lightning.flow.timesteps import sample_timesteps, stratified_timesteps
 from ddm_lightning.members.member import Member
 from ddm_lightning.members.run import Run
+from ddm_lightning.members.signatures import check_used
 from ddm_lightning.members.status import CONDITIONAL, TEMPERATURE
 from ddm_lightning.networks.calibration import Calibration
 
@@ -309,10 +310,14 @@ class Distillation(Regression):
         """Take the run's finished ensemble as the teacher.
 
         Raises:
-            UserError: no ensemble, a damaged artifact, or a strategy without weights or without its router.
+            UserError: no ensemble, a damaged artifact, a refused signature, or a strategy without weights or without its
+                router.
         """
         experiment, name = run.experiment, run.experiment.distill.teacher
-        self.teacher = load_ensemble(read_ensemble(run.folder.ensemble), device_of(experiment.island.accelerator))
+        manifest = read_ensemble(run.folder.ensemble)
+        for member, folder in manifest.folders.items():
+            check_used(member, folder, experiment)
+        self.teacher = load_ensemble(manifest, device_of(experiment.island.accelerator))
         self.teacher.precision = experiment.sample.precision
         self.strategy = None if name == "owner" else STRATEGIES.build(name, {})
         if self.strategy is not None and type(self.strategy).weights is Strategy.weights:

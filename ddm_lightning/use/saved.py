@@ -59,6 +59,7 @@ from ddm_lightning.members.run_folder import (
     load_run,
     refuse_changed,
 )
+from ddm_lightning.members.signatures import check_manifest, check_used, signature_of
 from ddm_lightning.shards.manifest import Manifest, manifest_path
 
 TEMPLATES = Environment(
@@ -107,7 +108,8 @@ def fetched(address: str | Path) -> Path:
                 base = base_file(run.root, meta)
                 fetch(*([] if base.exists() else [base]))
         if document["about"] is None:
-            fetch(run.experiment, manifest_path(run.root))
+            manifest = manifest_path(run.root)
+            fetch(run.experiment, manifest, signature_of(manifest))
     return run.root
 
 
@@ -118,7 +120,7 @@ def manifest_with_about(
 
     Args:
         folder: holds ``ensemble.json``.
-        experiment: gives the defaults of sampling; None is the recorded one.
+        experiment: gives the defaults of sampling and the trusted keys; None is the recorded one, and no keys.
         member: of a run, one member alone instead of the ensemble.
         partial: as in ``read_ensemble``.
 
@@ -126,7 +128,8 @@ def manifest_with_about(
         The manifest, ``about`` included.
 
     Raises:
-        UserError: there is no such member, one is not finished, or a file is missing, damaged or of other data.
+        UserError: there is no such member, one is not finished, a file is missing, damaged or of other data, or a
+            signature is refused.
     """
     run = RunFolder(folder)
     if experiment is not None:
@@ -140,6 +143,11 @@ def manifest_with_about(
             )
     ensemble = single(run.artifact(member)) if member else read_ensemble(run.ensemble, partial=partial)
     about, meta = ensemble.about, ensemble.meta
+    if experiment is not None:
+        for name, of_member in ensemble.metas.items():
+            check_used(of_member.member, ensemble.folders[name], experiment)
+        if about is None:
+            check_manifest(experiment, manifest_path(folder))
     if about is None:
         experiment, prepared = experiment or load_run(run.experiment), Manifest.read(folder)
         wanted = (prepared.partition_sha256, prepared.x_shape, condition_spec(experiment, prepared).to_dict())
