@@ -6,7 +6,7 @@ import argparse
 import json
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -35,7 +35,7 @@ def launch_members(experiment: Experiment, options: argparse.Namespace) -> None:
     run, members = Run(experiment), parse_members(options.only, experiment, "--only")
     jobs = jobs_of(run, members, options.config, options.overrides)
     if options.cancel:
-        found = cancel(run, members)
+        found: Iterable[tuple[str, str]] = cancel(run, members)
     else:
         if options.on is None:
             raise UserError(f"launch: --on is missing; {LAUNCHERS.known()}")
@@ -46,8 +46,8 @@ def launch_members(experiment: Experiment, options: argparse.Namespace) -> None:
             print(launcher.describe_all(jobs))
             return
         pull_manifest(run)
-        found = launch(run, jobs, launcher, options.on)
-    for member, done in found.items():
+        found = launch(run, jobs, launcher, options.on).items()
+    for member, done in found:
         print(f"{member}: {done}")
     print(f"next: {command_line('status', options)}")
 

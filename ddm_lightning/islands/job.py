@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import subprocess
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ddm_lightning.config.experiment import IslandConfig
+from ddm_lightning.core.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,8 @@ class Launcher(ABC):
     """Whether it can run a job on ``island.nodes`` nodes, in their places by ``core.environment.place_of``."""
     devices: Sequence[str] = ()
     """GPUs that it rents, by name."""
+    handles = r"[^-].*"
+    """Regular expression of its handles, which another's run folder may forge."""
 
     @abstractmethod
     def submit(self, job: Job) -> str:
@@ -74,6 +78,7 @@ class Launcher(ABC):
         """Whether the job runs or waits in a queue.
 
         Raises:
+            UnreachableError: the job's own machine cannot be asked.
             UserError: the engine cannot be asked.
         """
 
@@ -111,3 +116,42 @@ class Launcher(ABC):
     def describe_all(self, jobs: Sequence[Job]) -> str:
         """The jobs as this launcher would run them."""
         return "\n".join(map(self.describe, jobs))
+
+
+class UnreachableError(UserError):
+    """The machine of one job cannot be asked: it may be dead, and the job may run."""
+
+
+def ask(*command: str, prefix: str, remedy: str, nothing: str | None = None, seconds: float | None = 60.0) -> str:
+    """Return what another program prints, which may hold lines of others, such as a greeting.
+
+    Args:
+        command: its words.
+        prefix: begins the error line.
+        remedy: ends it.
+        nothing: part of the error by which the program says that there is nothing; returns an empty text then.
+        seconds: time that it may take; None for any.
+
+    Raises:
+        UserError: it is not there, takes longer, or fails.
+    """
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=seconds,
+            check=False,
+        )
+    except OSError as error:
+        raise UserError(f"{prefix}: {error}; {remedy}") from error
+    except subprocess.TimeoutExpired:
+        raise UserError(f"{prefix}: no answer within {seconds:g} s; {remedy}") from None
+    if not done.returncode:
+        return done.stdout
+    if nothing is not None and nothing in done.stdout + done.stderr:
+        return ""
+    lines = (done.stderr.strip() or done.stdout.strip()).splitlines()
+    raise UserError(f"{prefix}: {lines[-1] if lines else f'exit code {done.returncode}'}; {remedy}")

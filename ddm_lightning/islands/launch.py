@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from ddm_lightning.config.merge import island_of
-from ddm_lightning.core.errors import UserError
-from ddm_lightning.core.files import atomic_write_json
+from ddm_lightning.core import checks
+from ddm_lightning.core.errors import UserError, note
+from ddm_lightning.core.files import atomic_write_json, read_json
 from ddm_lightning.core.registry import LAUNCHERS
-from ddm_lightning.islands.job import Job, Launcher
+from ddm_lightning.islands.job import Job, Launcher, UnreachableError
 from ddm_lightning.islands.status import Seen, Watch
 from ddm_lightning.members.member import all_members
 from ddm_lightning.members.run import Run
 
 _FILE = "launched.json"
 """In the run folder: launcher and handle of each member's newest job."""
+_REMEDY = "stop what it started by hand, and delete it"
 
 
 def jobs_of(run: Run, members: Sequence[str], config: str, overrides: Sequence[str]) -> list[Job]:
@@ -58,8 +61,11 @@ def launch(run: Run, jobs: Sequence[Job], launcher: Launcher, on: str) -> dict[s
     handles, seen = _handles(run), {one.status.member: one for one in Watch(run).look()}
     states = {job.member: _state(seen.get(job.member), run) for job in jobs}
     for name, state in states.items():
-        if state is None and name in handles and handles[name][0] == on and launcher.is_active(handles[name][1]):
-            states[name] = "queued"
+        if state is None and name in handles and handles[name][0] == on:
+            try:
+                states[name] = "queued" if _is_active(launcher, handles[name][1]) else None
+            except UnreachableError as error:  # a dead machine can be replaced
+                note(f"{error}; its member is taken for ended")
     to_start = [job for job in jobs if states[job.member] is None]
     for job, handle in zip(to_start, launcher.submit_all(to_start), strict=True):
         handles[job.member] = [on, handle]
@@ -67,25 +73,37 @@ def launch(run: Run, jobs: Sequence[Job], launcher: Launcher, on: str) -> dict[s
     return {name: state or f"started ({handles[name][1]})" for name, state in states.items()}
 
 
-def cancel(run: Run, members: Sequence[str]) -> dict[str, str]:
+def cancel(run: Run, members: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Ask members that ``launch`` of this run folder started to write a checkpoint and stop.
 
-    Returns:
-        What was done with each member: ``stopped`` or ``not running``, and its job's handle.
+    Yields:
+        Each member and what was done with it: ``stopped`` or ``not running``, and its job's handle.
 
     Raises:
-        UserError: the engine cannot be reached.
+        UserError: the engine cannot be asked or, once all others are stopped, the machine of a member.
     """
     handles = {name: handle for name, handle in _handles(run).items() if name in members}
-    active: set[str] = set()
+    done = dict.fromkeys(members, "not running (no job of this run folder)")
+    unknown = []
     for on in sorted({on for on, _ in handles.values()}):
         launcher = build_launcher(on, run)
-        found = [name for name, handle in handles.items() if handle[0] == on and launcher.is_active(handle[1])]
-        launcher.cancel_all([handles[name][1] for name in found])
-        active.update(found)
-    done = {name: f"not running ({handle})" for name, (_, handle) in handles.items()}
-    done |= {name: f"stopped ({handles[name][1]})" for name in active}
-    return {name: done.get(name, "not running") for name in members}
+        active = []
+        for name, (other, handle) in handles.items():
+            if other != on:
+                continue
+            try:
+                is_active = _is_active(launcher, handle)
+            except UnreachableError as error:
+                unknown.append(f"{name} may still run: {error}")
+                del done[name]
+                continue
+            done[name] = f"{'stopped' if is_active else 'not running'} ({handle})"
+            if is_active:
+                active.append(handle)
+        launcher.cancel_all(active)
+    yield from done.items()
+    if unknown:
+        raise UserError("; ".join(unknown))
 
 
 def build_launcher(name: str, run: Run, jobs: Sequence[Job] = ()) -> Launcher:
@@ -113,6 +131,18 @@ def _state(seen: Seen | None, run: Run) -> str | None:
     return "running" if seen.health in ("starting", "training") else None
 
 
+def _is_active(launcher: Launcher, handle: str) -> bool:
+    if not re.fullmatch(launcher.handles, handle):
+        raise UserError(f"{_FILE}: {handle!r} is no job of this launcher; {_REMEDY}")
+    return launcher.is_active(handle)
+
+
 def _handles(run: Run) -> dict[str, list[str]]:
     path = run.folder.root / _FILE
-    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
+    if not path.exists():
+        return {}
+    found: Any = read_json(path, "the list of launched jobs", _REMEDY)
+    is_right, wanted = checks.values_of(checks.list_of(checks.TEXT), "an object of lists of launcher and handle")
+    if not is_right(found) or any(len(job) != 2 for job in found.values()):
+        raise UserError(f"{path}: must be {wanted}; {_REMEDY}")
+    return dict(found)

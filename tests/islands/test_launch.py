@@ -2,8 +2,11 @@
 
 import hashlib
 import json
+import os
 import shlex
 import shutil
+import signal
+import subprocess
 import sys
 import time
 
@@ -16,9 +19,11 @@ from tiny_runs import ROOT, TINY, prepared
 from ddm_lightning.cli.parser import main
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.config.merge import island_of
-from ddm_lightning.islands.job import Launcher
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.islands.job import Job, Launcher
 from ddm_lightning.islands.launch import jobs_of
 from ddm_lightning.islands.launch import launch as launch_jobs
+from ddm_lightning.islands.launchers.slurm import SlurmLauncher
 from ddm_lightning.islands.launchers.ssh import SshLauncher
 from ddm_lightning.members.run import Run
 
@@ -165,9 +170,117 @@ def test_an_engine_out_of_reach_is_one_line(run, tmp_path, capsys, monkeypatch, 
     assert line.startswith(words)
 
 
-def test_a_host_that_has_died_runs_nothing(capsys):
-    assert not SshLauncher(options="-o BatchMode=yes -p 1").is_active("me@127.0.0.1 4711")
-    assert "its member is taken for ended" in capsys.readouterr().err
+# A host's shell whose start-up prints, in another encoding and without a line's end.
+SSH = """#!/bin/sh
+echo "$@" >> "$0.log"
+for last; do before=$host; host=$command; command=$last; done
+[ "$host" != down ] || { echo "ssh: connect to host down: No route to host" >&2; exit 255; }
+printf '\\033[1mWelcome\\351\\n4711\\nmail: '
+sh -c "$command"
+echo bye
+"""
+SQUEUE = """#!/bin/sh
+echo "The cluster is down on Friday"
+case "$*" in *"--jobs 4711"*) echo 4711 ;; esac
+"""
+
+
+@pytest.fixture
+def program(tmp_path, monkeypatch):
+    """Put a stand-in for a program on the path."""
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+
+    def write(name, text):
+        path = tmp_path / "bin" / name
+        path.write_text(text)
+        path.chmod(0o755)
+        return path.with_suffix(".log")
+
+    return write
+
+
+def test_a_shell_that_prints_lines_of_its_own_hides_no_answer(tmp_path, program):
+    program("ssh", SSH)
+    program("python", f"#!{sys.executable}\nimport time\ntime.sleep(120)\n")
+    launcher = SshLauncher(hosts={"expert-0": "node"}, folder=str(tmp_path), python="python")
+    job = Job("expert-0", "run", ("fit",), load_experiment(TINY).island, tmp_path / "expert-0")
+    handle = launcher.submit(job)
+    assert launcher.is_active(handle)
+    launcher.cancel(handle)
+    wait_for(lambda: not launcher.is_active(handle))
+
+
+def test_a_process_that_only_has_the_members_number_is_left_alone(program):
+    program("ssh", SSH)
+    with subprocess.Popen(["sleep", "60"]) as other:
+        assert not SshLauncher().is_active(f"node {other.pid}")
+        other.kill()
+
+
+def test_a_shell_that_runs_no_command_is_no_answer(program):
+    program("ssh", "#!/bin/sh\necho This account is not available.\n")
+    with pytest.raises(UserError, match="ssh node: its shell did not run the command; check"):
+        SshLauncher().is_active("node 4711")
+
+
+def test_a_queue_that_prints_lines_of_its_own_holds_only_its_jobs(program):
+    program("squeue", SQUEUE)
+    launcher = SlurmLauncher()
+    assert [launcher.is_active(handle) for handle in ("4711", "4712")] == [True, False]
+
+
+def launched(tmp_path, text):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/launched.json").write_text(text)
+
+
+def test_a_member_whose_host_is_out_of_reach_may_still_run(run, tmp_path, capsys, program):
+    program("ssh", SSH)
+    with subprocess.Popen(["sh", "-c", "sleep 60; : ddm_lightning"], start_new_session=True) as member:
+        launched(tmp_path, json.dumps({"expert-0": ["ssh", "down 1"], "expert-1": ["ssh", f"up {member.pid}"]}))
+        assert main(["launch", *run, "--cancel"]) == 2
+        assert member.wait() == -signal.SIGTERM
+        os.killpg(member.pid, signal.SIGKILL)
+    out, err = capsys.readouterr()
+    assert out.splitlines() == [
+        f"expert-1: stopped (up {member.pid})",
+        "router: not running (no job of this run folder)",
+    ]
+    assert err.startswith("error: expert-0 may still run: ssh down: ssh: connect to host down: No route to host; ")
+
+
+def test_a_host_that_has_died_can_be_replaced(run, tmp_path, capsys, program, quick_prepare):
+    log = program("ssh", SSH)
+    prepared(tmp_path / "run", *run[3:])
+    (tmp_path / "run/launched.json").write_text(json.dumps({"expert-0": ["ssh", "down 1"]}))
+    hosts = f"launch.ssh={{hosts: {{expert-0: up}}, folder: '{tmp_path}', python: 'true'}}"
+    assert launch(capsys, run, "--on", "ssh", "--only", "expert-0", hosts) == ["expert-0: started"]
+    assert [line.split()[4] for line in log.read_text().splitlines()] == ["down", "up"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"expert-0": ["ssh", "-oProxyCommand=id 1"]}',
+        '{"expert-0": ["ssh", "up 1; id"]}',
+        '{"expert-0": ["slurm", "--me"]}',
+        '{"expert-0": ["local", "some number"]}',
+        '{"expert-0": ["sky", "--all/expert-0"]}',
+        '{"expert-0": ["moon", "1"]}',
+        '{"expert-0": "1"}',
+        '{"expert-0": ["ssh", 1]}',
+        '["expert-0"]',
+        "{",
+    ],
+)
+def test_forged_handles_reach_no_program(run, tmp_path, capsys, program, text):
+    logs = [program(name, SSH) for name in ("ssh", "squeue", "scancel", "sky")]
+    launched(tmp_path, text)
+    assert main(["launch", *run, "--cancel", "--only", "expert-0"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert not any(log.exists() for log in logs)
 
 
 @pytest.mark.parametrize(
@@ -178,6 +291,10 @@ def test_a_host_that_has_died_runs_nothing(capsys):
         (["--on", "local", "remote=null"], "key 'remote' is null: islands share nothing else; set remote="),
         (["--on", "local", "--only", "expert-9"], "--only=expert-9: unknown member 'expert-9'; known: expert-0, "),
         (["--on", "ssh"], "key 'launch.ssh.hosts': none for expert-0; add expert-0: USER@HOST, or use --only"),
+        (
+            ["--on", "ssh", "launch.ssh.options='-i \"my key'"],
+            "launcher 'ssh' refuses its params: No closing quotation",
+        ),
         (["--on", "local", "launch.local.hosts=3"], "launcher 'local' has no parameter 'hosts'; it takes: none"),
         (
             ["--on", "local", "islands.router.nodes=2"],

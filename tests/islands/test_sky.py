@@ -13,6 +13,8 @@ from shards.mds import WARNINGS
 from tiny_runs import TINY, prepared
 
 from ddm_lightning.cli.parser import main
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.islands.launchers.sky import SkyLauncher
 
 pytestmark = [*WARNINGS, pytest.mark.slow]
 MEMBERS = ["expert-0", "expert-1", "router"]
@@ -27,7 +29,7 @@ RECOVERY = {"strategy": "EAGER_NEXT_REGION", "max_restarts_on_errors": 3, "recov
 # Copies what it is told, and answers as SkyPilot 0.14 does.
 STAND_IN = """#!/bin/sh
 echo "$@" >> "$0.log"
-[ "$2" != queue ] || { echo starts a server; cat "$0.json"; }
+[ "$2" != queue ] || { echo "[notice] starts a server"; cat "$0.json"; echo; echo "[hint] see the docs"; }
 """
 
 
@@ -110,6 +112,28 @@ def test_a_group_is_started_once_and_stopped_as_a_whole(run, tmp_path, capsys):
     assert f"stop these members, too: {file.stem}/expert-1" in capsys.readouterr().err
     assert launch(capsys, run, "--cancel") == ["expert-0: stopped", "expert-1: stopped", "router: not running"]
     assert sky.with_suffix(".log").read_text().splitlines()[-1] == f"jobs cancel --yes --name {file.stem}"
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ("echo '[]'", False),
+        ("echo 'No in-progress managed jobs.'", False),
+        ("echo 'No in-progress managed jobs.' >&2; exit 1", False),
+        ("echo '[1] is the newest'; echo 'a table'", UserError),
+        ("echo broken >&2; exit 1", UserError),
+    ],
+)
+def test_only_skypilot_says_that_nothing_runs(run, tmp_path, script, expected):
+    sky = tmp_path / "bin" / "sky"
+    sky.parent.mkdir()
+    sky.write_text(f"#!/bin/sh\n{script}\n")
+    sky.chmod(0o755)
+    if expected is UserError:
+        with pytest.raises(UserError, match="sky jobs queue: "):
+            SkyLauncher().is_active("group/expert-0")
+    else:
+        assert SkyLauncher().is_active("group/expert-0") is expected
 
 
 # Runs beside SkyPilot, which has an environment of its own.

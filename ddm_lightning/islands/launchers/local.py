@@ -11,11 +11,14 @@ from ddm_lightning.core.processes import start_time
 from ddm_lightning.core.registry import LAUNCHERS
 from ddm_lightning.islands.job import Job, Launcher
 from ddm_lightning.islands.local import gpu_variables
+from ddm_lightning.members.status import MemberStatus
 
 
 @LAUNCHERS.register("local")
 class LocalLauncher(Launcher):
     """Starts members that outlive the terminal. ``fit`` of several members, in contrast, waits for them."""
+
+    handles = r"\d{1,9} \d*"
 
     def submit(self, job: Job) -> str:
         job.folder.mkdir(parents=True, exist_ok=True)
@@ -32,7 +35,7 @@ class LocalLauncher(Launcher):
 
     def is_active(self, handle: str) -> bool:
         pid, _, began = handle.partition(" ")
-        return bool(began) and start_time(int(pid)) == began
+        return MemberStatus("", 0, pid=int(pid), began=began).runs()
 
     def cancel(self, handle: str) -> None:
         if self.is_active(handle):

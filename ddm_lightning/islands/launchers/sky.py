@@ -7,10 +7,10 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import uuid
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +23,7 @@ from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write_text
 from ddm_lightning.core.processes import STOPPED
 from ddm_lightning.core.registry import LAUNCHERS
-from ddm_lightning.islands.job import Job, Launcher
+from ddm_lightning.islands.job import Job, Launcher, ask
 
 _RECOVERY = {"strategy": "EAGER_NEXT_REGION", "max_restarts_on_errors": 3, "recover_on_exit_codes": [STOPPED]}
 _ENDED = ("SUCCEEDED", "FAILED", "CANCELLED")
@@ -39,6 +39,7 @@ _SETUP = (
 class SkyLauncher(Launcher):
     """Starts the members of one call as a job group; SkyPilot replaces the machine of each that is preempted."""
 
+    handles = r"[^-].*/.+"
     accelerators: list[str] = field(default_factory=list)
     """GPUs, any of which will do: ``[H100, A100-80GB]``; a member gets ``island.devices`` of one kind."""
     use_spot: bool = True
@@ -94,9 +95,15 @@ class SkyLauncher(Launcher):
     @cached_property
     def _active(self) -> list[str]:
         """Handles of the tasks that run or wait."""
-        printed = re.search(r"^\[.*", _sky("queue", "--all", "--output", "json"), re.DOTALL | re.MULTILINE)
-        tasks = json.loads(printed[0]) if printed else []  # other lines may precede it
-        return [f"{task['job_name']}/{task['task_name']}" for task in tasks if not task["status"].startswith(_ENDED)]
+        printed = _sky("queue", "--all", "--output", "json")
+        for start in re.finditer(r"^\[", printed, re.MULTILINE):  # other lines may come before and after
+            with suppress(ValueError, TypeError, KeyError):
+                tasks, _ = json.JSONDecoder().raw_decode(printed, start.start())
+                active = [task for task in tasks if not task["status"].startswith(_ENDED)]
+                return [f"{task['job_name']}/{task['task_name']}" for task in active]
+        if _NONE in printed or not printed.strip():
+            return []
+        raise UserError("sky jobs queue: prints no list of jobs; see launch.sky, and try sky jobs queue by hand")
 
     def _file(self, group: str, jobs: Sequence[Job]) -> str:
         header = {"name": group, "execution": "parallel", "inter_connection": False}
@@ -128,11 +135,8 @@ class SkyLauncher(Launcher):
 
 def _sky(*words: str) -> str:
     """Output of ``sky jobs``; empty if it has never had a job."""
-    done = subprocess.run([_program(), "jobs", *words], capture_output=True, text=True, check=False)
-    if done.returncode and _NONE not in done.stderr:
-        problem = (done.stderr or done.stdout).strip().splitlines() or [f"exit code {done.returncode}"]
-        raise UserError(f"sky jobs {words[0]}: {problem[-1]}; see launch.sky")
-    return "" if done.returncode else done.stdout
+    command, prefix = (_program(), "jobs", *words), f"sky jobs {words[0]}"
+    return ask(*command, prefix=prefix, remedy="see launch.sky", nothing=_NONE, seconds=None)
 
 
 def _program() -> str:

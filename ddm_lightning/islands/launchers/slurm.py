@@ -11,7 +11,7 @@ from typing import Any
 from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.processes import start_time
 from ddm_lightning.core.registry import LAUNCHERS, require
-from ddm_lightning.islands.job import Job, Launcher
+from ddm_lightning.islands.job import Job, Launcher, ask
 
 _ANY_NUMBER = 1_000_000
 
@@ -46,6 +46,7 @@ class SlurmLauncher(Launcher):
     """Submits from a machine of the cluster; the run folder must be on a disk that the nodes share."""
 
     spans_nodes = True
+    handles = r"\d+"
     partition: str | None = None
     """Partition; null for the cluster's default."""
     minutes: int = 1440
@@ -89,7 +90,9 @@ class SlurmLauncher(Launcher):
             raise UserError(f"{job.member}: SLURM refuses the job: {first_line(error)}; see launch.slurm") from error
 
     def is_active(self, handle: str) -> bool:
-        return bool(_output("squeue", "--noheader", "--jobs", handle, "--states", "PD,R,CF,CG,RQ,S,ST,SO,RS,SI"))
+        states = "PD,R,CF,CG,RQ,S,ST,SO,RS,SI"
+        printed = _output("squeue", "--noheader", "--format=%i", "--jobs", handle, "--states", states)
+        return any(line.split()[:1] == [handle] for line in printed.splitlines())
 
     def cancel(self, handle: str) -> None:
         _output("scancel", handle)
@@ -99,10 +102,5 @@ class SlurmLauncher(Launcher):
 
 
 def _output(*command: str) -> str:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise UserError(f"{command[0]}: {first_line(error)}; run it on a machine of the SLURM cluster") from error
-    if done.returncode and "Invalid job id" not in done.stderr:
-        raise UserError(f"{command[0]}: {done.stderr.strip() or done.returncode}")
-    return done.stdout.strip()
+    remedy = "run it on a machine of the SLURM cluster"
+    return ask(*command, prefix=command[0], remedy=remedy, nothing="Invalid job id")

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import shlex
-import subprocess
 from dataclasses import dataclass, field
 
-from ddm_lightning.core.errors import UserError, note
+from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import LAUNCHERS
-from ddm_lightning.islands.job import Job, Launcher
+from ddm_lightning.islands.job import Job, Launcher, UnreachableError, ask
 
-_SECONDS = 60.0
+# Begins an answer: a host's shell may print lines of its own before it.
+_MARK = "ddm_lightning:"
 
 
 @LAUNCHERS.register("ssh")
@@ -18,6 +19,7 @@ _SECONDS = 60.0
 class SshLauncher(Launcher):
     """Starts a member on its host in the background; the log is ``members/NAME/log.txt`` in the run folder there."""
 
+    handles = r"[^-\s]\S* \d+"
     hosts: dict[str, str] = field(default_factory=dict)
     """Host of each member, as ``ssh`` takes it: ``{expert-0: alice@node-1, …}``."""
     folder: str = "ddm_lightning"
@@ -27,27 +29,29 @@ class SshLauncher(Launcher):
     options: str = "-o BatchMode=yes -o ConnectTimeout=20"
     """Options of ``ssh``."""
 
+    def __post_init__(self) -> None:
+        self._ssh = ["ssh", *shlex.split(self.options)]
+
     def submit(self, job: Job) -> str:
         host = self._host(job)
-        pid = self._run(host, self._script(job)).strip()
-        if not pid.isdigit():
-            raise UserError(f"{job.member}: {host} did not start it: {pid or 'no process id came back'}; try by hand")
-        return f"{host} {pid}"
+        return f"{host} {self._answer(host, self._script(job))}"
 
     def is_active(self, handle: str) -> bool:
         host, _, pid = handle.rpartition(" ")
+        # Another process may have got the id; a zombie has no command line. Not every system has /proc.
+        is_member = f"[ ! -e /proc/{pid}/cmdline ] || grep -q ddm_lightning /proc/{pid}/cmdline"
+        script = f"kill -0 {pid} 2>/dev/null && {{ {is_member}; }} && echo {_MARK}1 || echo {_MARK}0"
         try:
-            return self._run(host, f"kill -0 {int(pid)} 2>/dev/null && echo alive || true").strip() == "alive"
-        except UserError as error:  # else a dead host could not be replaced
-            note(f"{error}; its member is taken for ended")
-            return False
+            return self._answer(host, script) == "1"
+        except UserError as error:
+            raise UnreachableError(str(error)) from error
 
     def cancel(self, handle: str) -> None:
         host, _, pid = handle.rpartition(" ")
-        self._run(host, f"kill -TERM {int(pid)} 2>/dev/null || true")
+        self._answer(host, f"kill -TERM {pid} 2>/dev/null; echo {_MARK}0")
 
     def describe(self, job: Job) -> str:
-        return shlex.join(["ssh", *shlex.split(self.options), self._host(job), self._script(job)])
+        return shlex.join(self._command(self._host(job), self._script(job)))
 
     def _host(self, job: Job) -> str:
         host = self.hosts.get(job.member)
@@ -60,17 +64,17 @@ class SshLauncher(Launcher):
     def _script(self, job: Job) -> str:
         log = shlex.quote(str(job.folder / "log.txt"))
         return (
-            f"cd {shlex.quote(self.folder)} && mkdir -p {shlex.quote(str(job.folder))} && "
-            f"{{ nohup env {job.line(self.python)} >>{log} 2>&1 </dev/null & echo $!; }}"
+            f"cd {shlex.quote(self.folder.removeprefix('~/'))} && mkdir -p {shlex.quote(str(job.folder))} && "
+            f"{{ nohup env {job.line(self.python)} >>{log} 2>&1 </dev/null & echo {_MARK}$!; }}"
         )
 
-    def _run(self, host: str, script: str) -> str:
-        command = ["ssh", *shlex.split(self.options), host, script]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise UserError(f"ssh {host}: {error}; check launch.ssh.hosts") from error
-        if done.returncode:
-            problem = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-            raise UserError(f"ssh {host}: {problem}; check launch.ssh.hosts and try by hand")
-        return done.stdout
+    def _command(self, host: str, script: str) -> list[str]:
+        return [*self._ssh, host, f"sh -c {shlex.quote(script)}"]  # the user's own shell may be another
+
+    def _answer(self, host: str, script: str) -> str:
+        """Number that a script on the host prints behind the mark."""
+        prefix, remedy = f"ssh {host}", "check launch.ssh.hosts and try by hand"
+        answers = re.findall(rf"{_MARK}(\d+)", ask(*self._command(host, script), prefix=prefix, remedy=remedy))
+        if not answers:
+            raise UserError(f"{prefix}: its shell did not run the command; {remedy}")
+        return str(answers[-1])
