@@ -26,8 +26,8 @@ from ddm_lightning.members.run import Run
 from ddm_lightning.training.guard import skipped_of
 
 _WATCH_SECONDS = 5.0
-# Columns of the table of islands in a pipe.
-_SHARED_WIDTH = 160
+# Of the table of islands in a pipe, which cuts no line.
+_SHARED_WIDTH = 1000
 
 
 def launch_members(experiment: Experiment, options: argparse.Namespace) -> None:
@@ -87,24 +87,13 @@ def show_status(experiment: Experiment, options: argparse.Namespace) -> None:
     run = Run(experiment)
     if not (experiment.remote or preparing_line(run)):
         run = Run.open(experiment)
-    watch = Watch(run)
-    members = watch.look()
+    if options.watch:
+        _watch(run)
+        return
+    members = Watch(run).look()
     if options.json:
         for seen in members:
             print(json.dumps(seen.to_json()))
-        return
-    if options.watch:
-        problem = ""
-        with Live(table_of(run, members), auto_refresh=False) as live:
-            while any(seen.health != "done" for seen in members):
-                time.sleep(_WATCH_SECONDS)
-                try:
-                    members, problem = watch.look(), ""
-                except UserError as error:  # a store that is down for a while
-                    if not problem:
-                        problem = str(error)
-                        note(f"{problem}; the table stays as it is, and is tried again")
-                live.update(table_of(run, members), refresh=True)
         return
     if options.html:
         from ddm_lightning.islands.page import write_page
@@ -115,11 +104,32 @@ def show_status(experiment: Experiment, options: argparse.Namespace) -> None:
     console = Console()
     if run.url and not console.is_terminal:
         console.width = max(console.width, _SHARED_WIDTH)
-    console.print(table_of(run, members))
+    console.print(table_of(run, members, console.width))
     for word in dict.fromkeys(seen.health for seen in members if seen.health in NOTES):
         print(f"{word}: {NOTES[word]}")
     print_skipped(run.started, run, options)
     print("curves: add --html FILE" if run.url else f"curves: tensorboard --logdir {run.folder.root}")
+
+
+def _watch(run: Run) -> None:
+    """Show the table until all members are done; wait for a store that cannot be reached."""
+    watch, is_waiting = Watch(run), False
+    members: list[Seen] = []
+    with Live(auto_refresh=False) as live:
+        while True:
+            try:
+                members = watch.look()
+                live.update(table_of(run, members, live.console.width), refresh=True)
+                if all(seen.health == "done" for seen in members):
+                    return
+                is_waiting = False
+            except UserError as error:
+                if not members and not isinstance(error.__cause__, ConnectionError):
+                    raise
+                if not is_waiting:
+                    note(f"{error}; tried again until it answers")
+                is_waiting = True
+            time.sleep(_WATCH_SECONDS)
 
 
 def print_skipped(members: Sequence[str], run: Run, options: argparse.Namespace) -> None:
@@ -133,10 +143,10 @@ def print_skipped(members: Sequence[str], run: Run, options: argparse.Namespace)
             )
 
 
-def table_of(run: Run, members: Sequence[Seen] | None = None) -> Table:
+def table_of(run: Run, members: Sequence[Seen] | None = None, width: int = 80) -> Table:
     """Table of the run's members, by default as they are now; on all islands if it has a URL."""
     title = remote.shown(run.url or str(run.folder.root))
-    table = status_table(title, Watch(run).look() if members is None else members)
+    table = status_table(title, Watch(run).look() if members is None else members, width)
     table.caption, table.caption_justify = preparing_line(run), "left"
     return table
 

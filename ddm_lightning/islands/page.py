@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -25,6 +26,7 @@ from ddm_lightning.members.run import Run
 Curves: TypeAlias = dict[str, tuple[list[int], list[float]]]
 """Steps and values by tag."""
 _MAX_POINTS = 1000
+_FEW_POINTS = 3
 _BY_NOISE_LEVEL = "4_"
 """Begins the tags of curves at one t, which are too many for one page."""
 _STYLE: Any = {"svg.fonttype": "none", "font.size": 8, "axes.spines.top": False, "axes.spines.right": False}
@@ -76,15 +78,21 @@ def read_curves(name: str, run: Run) -> Curves:
                     remote.get(f"{url}/{file}", inside(folder, file, Path(url)))
         if not folder.is_dir():
             return {}
-        events = EventAccumulator(str(folder), size_guidance={"scalars": _MAX_POINTS})
-        try:
-            events.Reload()
-            tags = [tag for tag in events.Tags()["scalars"] if not tag.startswith(_BY_NOISE_LEVEL)]
-            scalars = {tag: events.Scalars(tag) for tag in tags}
-        except Exception as error:  # noqa: BLE001  # damaged or a stranger's; TensorBoard raises its own
-            note(f"{name}: its curves cannot be read ({first_line(error)})")
-            return {}
-    return {tag: ([one.step for one in found], [one.value for one in found]) for tag, found in scalars.items()}
+        starts = []
+        for path in sorted(folder.glob("*tfevents*")):
+            events = EventAccumulator(str(path), size_guidance={"scalars": _MAX_POINTS})
+            try:
+                tags = [tag for tag in events.Reload().Tags()["scalars"] if not tag.startswith(_BY_NOISE_LEVEL)]
+                starts.append({tag: {one.step: one.value for one in events.Scalars(tag)} for tag in tags})
+            except Exception as error:  # noqa: BLE001  # damaged or a stranger's; TensorBoard raises its own
+                note(f"{name}: its curves cannot be read ({first_line(error)})")
+    # Not by name, which holds the time: the clock of the island before may have been ahead.
+    starts.sort(key=lambda found: min((min(values) for values in found.values()), default=0))
+    merged: defaultdict[str, dict[int, float]] = defaultdict(dict)
+    for found in starts:
+        for tag, values in found.items():
+            merged[tag] |= values
+    return {tag: (sorted(values), [values[step] for step in sorted(values)]) for tag, values in merged.items()}
 
 
 def _figure_of(tag: str) -> str:
@@ -101,7 +109,9 @@ def _chart(figure: str, curves: Mapping[str, Curves], colours: Mapping[str, str]
             for tag, points in found.items():
                 if _figure_of(tag) == figure:
                     is_faint = tag.replace("train/", "held_out/") in found.keys() - {tag}
-                    line = "o-" if "held_out/" in tag or len(points[0]) == 1 else "-"
+                    line = "o-" if "held_out/" in tag else "-"
+                    if len(points[0]) < _FEW_POINTS:  # a line would pretend to a curve
+                        line = "o"
                     alpha = 0.4 if is_faint else 1.0
                     axes.plot(*points, line, color=colours[name], alpha=alpha, linewidth=1.0, markersize=2.5)
         axes.grid(axis="y", color="0.9")

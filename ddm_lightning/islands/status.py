@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
 from ddm_lightning.core import checks, remote
@@ -91,6 +92,8 @@ class Watch:
         fields = {"device": "", **content.get("status", {})}
         if checks.problem_with(fields, checks.field_checks(MemberStatus)) is None and fields["member"] == name:
             status = MemberStatus(**fields)
+            if status.state == "waiting":  # before its first own status
+                status.state = "starting"
         age = self._age(name, (generation, content.get("beat")), content.get("time", 0.0))
         runs = lease.runs_here(content)
         rules = (
@@ -132,7 +135,10 @@ def preparing_line(run: Run) -> str | None:
         top = remote.files(root, recursive=False)
         if "manifest.json" in top or "parts.json" not in top:
             return None
-        num_parts = len(json.loads(remote.read(f"{root}/parts.json")))
+        try:
+            num_parts = len(json.loads(remote.read(f"{root}/parts.json")))
+        except (ValueError, TypeError, RecursionError):
+            return f"prepare: {root}/parts.json is damaged"
         parts, groups = (
             sum(
                 name.endswith(".json") and size > 0
@@ -168,10 +174,10 @@ def _row(seen: Seen) -> dict[str, str]:
         "samples/s": _figure(status.samples_per_second or None, ".0f"),
         "MFU": _figure(status.metrics.get("train/mfu"), ".1%"),
         "ETA": _duration(seen.seconds_left),
+        "heartbeat": _duration(age and abs(age)) + (" ahead" if age is not None and age <= -1 else ""),
+        "starts": str(seen.starts) if seen.starts else "–",
         "island": _printable(status.host) if is_shared else "–",
         "device": _printable(status.device) if is_shared else "–",
-        "starts": str(seen.starts) if seen.starts else "–",
-        "heartbeat": _duration(age and abs(age)) + (" ahead" if age is not None and age <= -1 else ""),
     }
 
 
@@ -184,10 +190,15 @@ def _printable(text: str) -> str:
     return "".join(filter(str.isprintable, text)) or "–"
 
 
-def status_table(title: str, members: Sequence[Seen]) -> Table:
-    """Table of the members; without a URL it fits the 80 columns of a log file or a pipe."""
+def status_table(title: str, members: Sequence[Seen], width: int = 80) -> Table:
+    """Table of the members, without the columns on the right that do not fit into ``width`` characters."""
     rows = rows_of(members)
-    return table([*rows[0]] if rows else [], [[*row.values()] for row in rows], title, _TEXTS)
+    headings = [*rows[0]] if rows else []
+    while True:
+        found = table(headings, [[row[heading] for heading in headings] for row in rows], title, _TEXTS)
+        if len(headings) <= 2 or Console(width=10_000).measure(found).maximum <= width:
+            return found
+        headings.pop()
 
 
 def _figure(value: float | None, form: str) -> str:

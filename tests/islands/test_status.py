@@ -1,24 +1,31 @@
 """What ``status`` says of islands: a dead process never trains, whatever its clock says; the table and the page."""
 
+import io
 import json
 import re
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
+from shards import servers
+from shards.mds import WARNINGS
 from tiny_runs import TINY
 from torch.utils.tensorboard import SummaryWriter
 
+from ddm_lightning.cli import islands
+from ddm_lightning.cli.parser import main
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core import remote
 from ddm_lightning.islands import lease, status
-from ddm_lightning.islands.page import write_page
+from ddm_lightning.islands.page import read_curves, write_page
 from ddm_lightning.islands.status import Watch, _figure, rows_of, status_table
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.status import MemberStatus
 
+pytestmark = WARNINGS
 METRICS = {"train/loss": 0.25, "train/mfu": 0.413}
 
 
@@ -55,6 +62,12 @@ def start(run, monkeypatch, name="expert-0", **fields):
     beats = vars(MemberStatus(name, 100, **{"host": "far-away", **own}))
     held.beat(beats)
     return lambda **more: held.beat(beats, **more)
+
+
+def printed(table, width):
+    stream = io.StringIO()
+    Console(width=width, file=stream).print(table)
+    return stream.getvalue()
 
 
 def look(watch, name="expert-0"):
@@ -116,9 +129,56 @@ def test_the_table_has_what_islands_publish(run, clock, monkeypatch):
     wanted |= {"island": "far[2Jaway", "device": "H100", "starts": "1", "heartbeat": "1 s"}
     assert {key: row[key] for key in wanted} == wanted
     alone = Run(load_experiment(TINY, [f"run_dir={run.folder.root}"]))
-    lines = Console(width=80, record=True, quiet=True)
-    lines.print(status_table("here", Watch(alone).look()))
-    assert "…" not in lines.export_text()
+    text = printed(status_table("here", Watch(alone).look()), 80)
+    assert "expert-0" in text and "…" not in text
+
+
+@pytest.mark.parametrize("width", [20, 40, 80, 120])
+def test_a_narrow_table_has_whole_columns_and_the_states(run, clock, monkeypatch, width):
+    start(run, monkeypatch, host="ip-10-0-0-12.eu-west-1.compute.internal", device="8 x NVIDIA H100 80GB HBM3")
+    text = printed(status_table("here", Watch(run).look(), width), width)
+    assert "…" not in text and max(map(len, text.splitlines())) <= width
+    assert all(word in text for word in ("expert-0", "expert-1", "router", "training", "waiting"))
+    assert ("20/100" in text, "41.3%" in text) == (width >= 40, width >= 80)
+
+
+@pytest.mark.parametrize("passed", [10, 46])
+def test_a_member_that_dies_before_its_own_first_status_is_not_waiting(run, clock, monkeypatch, passed):
+    start(run, monkeypatch, state="waiting", step=0, metrics={})
+    clock.now += passed
+    assert look(Watch(run)).health == ("starting" if passed < lease.STALE_SECONDS else "silent")
+
+
+def events(folder, first, last, began, value):
+    """A file of events as a process whose clock says ``began`` leaves it; it goes on from a checkpoint."""
+    with SummaryWriter(folder, purge_step=first if first > 5 else None) as writer:
+        for step in range(first, last + 1, 5):
+            writer.add_scalar("1_watch/train/loss", value, step)
+    (path,) = set(folder.iterdir()) - {*folder.glob("*.moved")}
+    path.rename(folder / f"events.out.tfevents.{began}.host.1.0.moved")
+
+
+@pytest.mark.parametrize("clocks", [(2000, 1000, 3000), (1000, 2000, 3000), (3000, 2000, 1000)])
+def test_curves_of_several_starts_do_not_tangle_whatever_their_clocks(run, clocks, capfd):
+    folder = Path(run.url) / "members/expert-0/tensorboard"
+    events(folder, 5, 100, clocks[0], 1.0)
+    events(folder, 65, 150, clocks[1], 2.0)
+    events(folder, 105, 200, clocks[2], 3.0)
+    assert read_curves("expert-0", run) == {
+        "1_watch/train/loss": ([*range(5, 201, 5)], [1.0] * 12 + [2.0] * 8 + [3.0] * 20)
+    }
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(("num", "has_line"), [(1, False), (2, False), (3, True)])
+def test_two_points_are_no_curve(run, clock, monkeypatch, num, has_line):
+    start(run, monkeypatch)
+    with SummaryWriter(f"{run.url}/members/expert-0/tensorboard") as writer:
+        for step in range(num):
+            writer.add_scalar("1_watch/train/loss", 1 / (step + 1), step)
+    write_page(run.folder.root / "page.html", Watch(run).look(), run)
+    text = (run.folder.root / "page.html").read_text(encoding="utf-8")
+    assert bool(re.search(r"stroke: #1f77b4[^>]*stroke-width: 1[;\"]|stroke: #1f77b4[^>]*square", text)) == has_line
 
 
 class Page(HTMLParser):
@@ -174,6 +234,49 @@ def test_the_progress_of_preparing_is_that_of_all_machines(run):
     assert status.preparing_line(run) == "prepare: 2 of 130 parts encoded, 1 of 3 groups of shards written"
     remote.write(f"{run.url}/prepared/manifest.json", b"{}")
     assert status.preparing_line(run) is None
+
+
+@pytest.mark.parametrize("content", [b"{", b"3", b"[" * 100_000])
+def test_a_damaged_list_of_parts_is_said(run, content):
+    remote.write(f"{run.url}/prepared/parts.json", content)
+    assert status.preparing_line(run) == f"prepare: {run.url}/prepared/parts.json is damaged"
+
+
+def test_watch_waits_for_a_store_that_is_down(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(islands, "_WATCH_SECONDS", 0.0)
+    with servers.s3(tmp_path / "nothing", tmp_path, monkeypatch) as (url, line):
+        own = Run(load_experiment(TINY, [f"run_dir={tmp_path / 'here'}", f"remote={url}"]))
+        for name in own.names:
+            start(own, monkeypatch, name, state="done")
+        line.fail(0, times=3)  # all attempts of the first look
+        assert main(["status", "-c", str(TINY), f"run_dir={tmp_path / 'here'}", f"remote={url}", "--watch"]) == 0
+    out, err = capsys.readouterr()
+    assert "done" in out
+    (note,) = err.splitlines()
+    assert note.startswith("note: key 'remote': s3://images/run/") and note.endswith("; tried again until it answers")
+
+
+def test_watch_waits_for_every_part_of_its_table(run, clock, monkeypatch, capsys):
+    monkeypatch.setattr(islands, "_WATCH_SECONDS", 0.0)
+    for name in run.names:
+        start(run, monkeypatch, name, state="done")
+    answers = [OSError("expired"), {}]
+
+    def listed(url, recursive=True):
+        if url.endswith("/prepared") and isinstance(answer := answers.pop(0), OSError):
+            raise answer
+        return files(url, recursive)
+
+    files = remote.files
+    monkeypatch.setattr(remote, "files", listed)
+    assert main(["status", "-c", str(TINY), f"run_dir={run.folder.root}", f"remote={run.url}", "--watch"]) == 0
+    assert "expired" in capsys.readouterr().err and answers == []
+
+
+def test_watch_refuses_a_wrong_address_at_once(tmp_path, capsys):
+    own = ["-c", str(TINY), f"run_dir={tmp_path / 'here'}", "remote=moon://bucket"]
+    assert main(["status", *own, "--watch"]) == 2
+    assert "moon" in capsys.readouterr().err
 
 
 def test_the_progress_of_preparing_here(tmp_path):
