@@ -54,7 +54,7 @@ def _prepare(experiment: Experiment, options: argparse.Namespace) -> None:
             Console().print(filter_table(plan.num_looked_at, plan.filtered, plan.num_broken, title))
         print(f"stages to run: {', '.join(plan.stages) or 'none, all is up to date'}")
         print(f"parts to encode: {plan.num_unfinished_parts} of {plan.num_parts}\nnothing was written")
-        print(f"what the members will need: {command_line('plan', options)}")
+        print(f"what the members will need (your GPU: add --device NAME): {command_line('plan', options)}")
         return
     run, folder = _prepared(experiment, options), RunFolder.of(experiment)
     if options.parts is not None:  # what is left holds no shards, but would be taken for the run's shards
@@ -160,7 +160,7 @@ def _fit_several(members: list[str], experiment: Experiment, options: argparse.N
     run = Run.open(experiment, create=True)
     refuse_stale(members, run)
     failures = fit_members(members, run, options.jobs or default_jobs(members, experiment), console)
-    console.print(table_of(run))
+    console.print(table_of(run, width=console.width))
     print_skipped(members, run, options)
     for member, failure in failures.items():
         print(f"{member}: {failure.reason}", file=sys.stderr)

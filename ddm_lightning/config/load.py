@@ -77,8 +77,12 @@ def _read_record(path: Path) -> DictConfig:
     return OmegaConf.create(checks.kept(OmegaConf.to_container(read_yaml(path)), Experiment))
 
 
-def read_yaml(path: Path) -> DictConfig:
+def read_yaml(path: Path, remedy: str = "experiments/ has examples") -> DictConfig:
     """Read a mapping from a YAML file, leaving references unresolved.
+
+    Args:
+        path: the file.
+        remedy: ends the error line of a file that is missing or of another kind.
 
     Raises:
         UserError: the file is missing, a folder, not UTF-8, not YAML (with the line) or not a mapping, or a number is
@@ -87,8 +91,7 @@ def read_yaml(path: Path) -> DictConfig:
     try:
         loaded = OmegaConf.load(path)
     except FileNotFoundError:
-        raise UserError(f"{path}: no such file or folder; experiments/ has examples") from None
-
+        raise UserError(f"{path}: no such file or folder; {remedy}") from None
     except yaml.MarkedYAMLError as error:
         where = f" at line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise UserError(f"{path}: YAML syntax{where}: {error.problem}; fix the file") from None
@@ -96,7 +99,7 @@ def read_yaml(path: Path) -> DictConfig:
         problem = (error.strerror if isinstance(error, OSError) else None) or first_line(error)
         raise UserError(f"{path}: cannot be read: {problem}; give a YAML file in UTF-8") from None
     if not isinstance(loaded, DictConfig):
-        raise UserError(f"{path}: the top level must be a mapping of keys; experiments/ has examples")
+        raise UserError(f"{path}: the top level must be a mapping of keys; {remedy}")
     _refuse_other_bases(loaded, path.read_text(encoding="utf-8"), "", str(path))
     return loaded
 

@@ -35,11 +35,11 @@ def format_duration(seconds: float) -> str:
     """Format seconds with a unit from µs to days."""
     units = (("days", 86400.0, 2), ("h", 3600.0, 2), ("min", 60.0, 2), ("s", 1.0, 1), ("ms", 1e-3, 1), ("µs", 1e-6, 0))
     unit, length = next((unit, length) for unit, length, least in units if seconds >= least * length)
-    return f"{_digits(seconds / length)} {unit}"
+    return f"{format_number(seconds / length)} {unit}"
 
 
-def _digits(value: float) -> str:
-    """Three significant digits; all digits of larger numbers."""
+def format_number(value: float) -> str:
+    """Format a number with three significant digits, or all digits of a larger one: ``0.0512``, ``51.2``, ``5,120``."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 

@@ -129,7 +129,7 @@ def ask(*command: str, prefix: str, remedy: str, nothing: str | None = None, sec
         command: its words.
         prefix: begins the error line.
         remedy: ends it.
-        nothing: part of the error by which the program says that there is nothing; returns an empty text then.
+        nothing: words by which the program says that there is nothing; returns an empty text then.
         seconds: time that it may take; None for any.
 
     Raises:
@@ -149,9 +149,9 @@ def ask(*command: str, prefix: str, remedy: str, nothing: str | None = None, sec
         raise UserError(f"{prefix}: {error}; {remedy}") from error
     except subprocess.TimeoutExpired:
         raise UserError(f"{prefix}: no answer within {seconds:g} s; {remedy}") from None
-    if not done.returncode:
-        return done.stdout
     if nothing is not None and nothing in done.stdout + done.stderr:
         return ""
+    if not done.returncode:
+        return done.stdout
     lines = (done.stderr.strip() or done.stdout.strip()).splitlines()
     raise UserError(f"{prefix}: {lines[-1] if lines else f'exit code {done.returncode}'}; {remedy}")

@@ -127,7 +127,7 @@ def rates_of(mfu: str | None, files: Sequence[str]) -> Rates:
             raise UserError(f"--mfu {mfu}: gives no share of the peak, above 0 and at most 1")
     prices = {}
     for file in files:
-        for name, price in OmegaConf.to_container(read_yaml(Path(file))).items():  # type: ignore[union-attr]
+        for name, price in OmegaConf.to_container(read_yaml(Path(file), "write lines such as 'H100: 2.50'")).items():  # type: ignore[union-attr]
             if not is_number(price) or price < 0:
                 raise UserError(f"{file}: key {name!r} = {price!r}: give dollars per hour, a number of at least 0")
             try:
@@ -354,7 +354,7 @@ def devices_of(experiment: Experiment, asked: Sequence[str] | None, rates: Rates
         return [*rates.prices], rates.price_source
     if resolve_accelerator("auto") == "gpu":
         return [torch.cuda.get_device_name()], "this machine's"
-    return [ASSUMED_DEVICE], "assumed; give --device NAME"
+    return [ASSUMED_DEVICE], "assumed, as this machine has no GPU; give --device NAME, or island.accelerator=cpu"
 
 
 def shortages(experiment: Experiment, members: Sequence[str], devices: Sequence[str]) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
-from ddm_lightning.core.formatting import format_bytes, format_duration, table
+from ddm_lightning.core.formatting import format_bytes, format_duration, format_number, table
 from ddm_lightning.islands.plan import Data, Plan, Rates
 
 
@@ -40,13 +40,13 @@ def tables(plan: Plan) -> list[Table]:
     sizes = [
         (
             one.member,
-            f"{one.parameters / 1e6:,.4g}",
-            f"{one.flops_per_sample / 1e9:,.4g}",
+            format_number(one.parameters / 1e6),
+            format_number(one.flops_per_sample / 1e9),
             f"{one.flops:.2e}",
             format_bytes(one.checkpoint_bytes),
-            f"{one.checkpoints_out / 1e6:.3g}",
+            format_number(one.checkpoints_out / 1e6),
             "–" if one.shard_bytes is None else format_bytes(one.shard_bytes),
-            "–" if one.shards_in is None else f"{one.shards_in / 1e6:.3g}",
+            "–" if one.shards_in is None else format_number(one.shards_in / 1e6),
         )
         for one in plan.members
     ]
@@ -91,9 +91,10 @@ def suggestions(plan: Plan) -> list[str]:
 
 
 def _times(hours: float | None, device_hours: float | None, dollars: float | None) -> tuple[str, str, str]:
+    device_time = "–" if device_hours is None else f"{device_hours:,.1f}"
     return (
         "–" if hours is None else format_duration(3600 * hours),
-        "–" if device_hours is None else f"{device_hours:,.1f}",
+        "< 0.1" if device_time == "0.0" else device_time,
         "–" if dollars is None else f"$ {dollars:,.2f}",
     )
 

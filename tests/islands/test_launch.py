@@ -23,6 +23,7 @@ from ddm_lightning.core.errors import UserError
 from ddm_lightning.islands.job import Job, Launcher
 from ddm_lightning.islands.launch import jobs_of
 from ddm_lightning.islands.launch import launch as launch_jobs
+from ddm_lightning.islands.launchers.local import LocalLauncher
 from ddm_lightning.islands.launchers.slurm import SlurmLauncher
 from ddm_lightning.islands.launchers.ssh import SshLauncher
 from ddm_lightning.members.run import Run
@@ -216,6 +217,13 @@ def test_a_process_that_only_has_the_members_number_is_left_alone(program):
     with subprocess.Popen(["sleep", "60"]) as other:
         assert not SshLauncher().is_active(f"node {other.pid}")
         other.kill()
+
+
+def test_a_system_that_does_not_say_when_a_process_began_has_its_number():
+    with subprocess.Popen(["sleep", "60"]) as process:
+        assert LocalLauncher().is_active(f"{process.pid} ")
+        process.kill()
+    assert not LocalLauncher().is_active(f"{process.pid} ")
 
 
 def test_a_shell_that_runs_no_command_is_no_answer(program):

@@ -1,6 +1,7 @@
 """The plan of a run: its figures by hand, what does not fit, and bad input."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -122,13 +123,22 @@ def test_json_has_every_figure_and_its_source(tmp_path, capsys):
     assert "expert-0…1" in text and "assumed" in text and not any(tmp_path.iterdir())
 
 
+def test_large_and_small_figures_are_written_out(tmp_path, capsys):
+    settings = (*PLAIN, *GPU, "expert.train.global_batch_size=65536", "expert.train.max_steps=1")
+    arguments = ["-c", str(TINY), f"run_dir={tmp_path}", *settings, "--only", "expert-0"]
+    assert main(["plan", *arguments, "--device", "B200", "--samples", "1000"]) == 0
+    traffic, _, training = (line.split() for line in capsys.readouterr().out.splitlines() if " expert-0 " in line)
+    assert re.fullmatch(r"\d+,\d{3}", traffic[-1])  # MB/s in
+    assert training[-3:-1] == ["<", "0.1"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--device", "Abacus"], "unknown device 'Abacus'; known: GB200"),
         (["--prices", "{prices}"], "key 'H100' = -1: give dollars per hour"),
         (["--prices", "{unknown}"], "prices.yaml: unknown device 'Abacus'"),
-        (["--prices", "nowhere.yaml"], "nowhere.yaml: no such file"),
+        (["--prices", "nowhere.yaml"], "nowhere.yaml: no such file or folder; write lines such as 'H100: 2.50'"),
         (["--mfu", "1.5"], "--mfu 1.5: gives no share"),
         (["--mfu", "nowhere.json"], "nowhere.json: a result of benchmarks/mfu.py is missing"),
         (["--samples", "0"], "--samples 0: must be at least 1"),

@@ -19,7 +19,7 @@ async def run(process):
         cwd=Path.home(),
     )
     out, err = await shell.communicate()
-    process.stdout.write(out)
+    process.stdout.write(b"Welcome\n" + out)  # as many a shell's start-up does
     process.stderr.write(err)
     process.exit(shell.returncode)
 

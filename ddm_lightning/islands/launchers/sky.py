@@ -101,9 +101,9 @@ class SkyLauncher(Launcher):
                 tasks, _ = json.JSONDecoder().raw_decode(printed, start.start())
                 active = [task for task in tasks if not task["status"].startswith(_ENDED)]
                 return [f"{task['job_name']}/{task['task_name']}" for task in active]
-        if _NONE in printed or not printed.strip():
-            return []
-        raise UserError("sky jobs queue: prints no list of jobs; see launch.sky, and try sky jobs queue by hand")
+        if printed:
+            raise UserError("sky jobs queue: prints no list of jobs; see launch.sky, and try sky jobs queue by hand")
+        return []
 
     def _file(self, group: str, jobs: Sequence[Job]) -> str:
         header = {"name": group, "execution": "parallel", "inter_connection": False}
