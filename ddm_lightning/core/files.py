@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -10,11 +11,16 @@ import stat
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, SoftFileLock
+
 from ddm_lightning.core.errors import UserError
+
+# What disks answer that lack an operation.
+_UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
 def _flush(path: Path) -> None:
@@ -22,6 +28,9 @@ def _flush(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:  # some network disks refuse it for folders
+        if error.errno not in _UNSUPPORTED:
+            raise
     finally:
         os.close(handle)
 
@@ -61,10 +70,42 @@ def atomic_write(
 def create_file(path: Path, content: bytes) -> None:
     """Write a file, whole or not at all, unless it exists.
 
+    On a disk without hard links, a reader may meet it half-written.
+
     Raises:
         FileExistsError: it exists; if several processes try, one succeeds.
     """
-    atomic_write(path, lambda temporary: temporary.write_bytes(content), os.link)
+
+    def move(temporary: Path, path: Path) -> None:
+        try:
+            os.link(temporary, path)
+        except OSError:  # it exists, or the disk is a mounted bucket, SMB or exFAT
+            with path.open("xb") as file:
+                file.write(content)
+
+    atomic_write(path, lambda temporary: temporary.write_bytes(content), move)
+
+
+def locked(path: Path, seconds: float = 0.0) -> AbstractContextManager[Any]:
+    """Lock ``path`` until the end of the returned context.
+
+    A disk that cannot lock gets a file with the holder's process and host instead. If that host dies, the file stays.
+
+    Args:
+        path: file of the lock.
+        seconds: time to wait for it; -1 for ever.
+
+    Raises:
+        Timeout: another process holds it.
+    """
+    try:
+        return FileLock(path).acquire(timeout=seconds)
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
+    if path.exists() and not path.stat().st_size:
+        path.unlink()  # left by the attempt
+    return SoftFileLock(path).acquire(timeout=seconds)
 
 
 def atomic_write_text(path: Path, text: str) -> None:
@@ -152,6 +193,18 @@ def check_file(path: Path, *, link: bool = False) -> int:
     return found.st_size
 
 
+def parse_json(text: str | bytes) -> Any:
+    """Parse JSON that others wrote.
+
+    Raises:
+        ValueError: it is not JSON, or nested too deep to be read.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+
+
 def read_json(path: Path, what: str, remedy: str, *, link: bool = False) -> Any:
     """Parse the JSON file ``path``.
 
@@ -167,10 +220,10 @@ def read_json(path: Path, what: str, remedy: str, *, link: bool = False) -> Any:
     try:
         if check_file(path, link=link) > 64 << 20:
             raise ValueError("larger than 64 MiB")
-        return json.loads(path.read_text(encoding="utf-8"))
+        return parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path}: {what} is missing; {remedy}") from None
-    except (ValueError, OSError, RecursionError) as error:
+    except (ValueError, OSError) as error:
         raise UserError(f"{path}: {what} cannot be read ({error}); {remedy}") from None
 
 

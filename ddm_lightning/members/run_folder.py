@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
+import platform
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
+from filelock import Timeout
 from omegaconf import OmegaConf
 
 from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.config.load import changeable_keys, is_record, leaves, load_experiment, read_yaml
 from ddm_lightning.core.checks import Check, kept, problem_with
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.core.files import read_json
+from ddm_lightning.core.files import locked, read_json
 
 MEMBER_FILE = "member.json"
 """Description of an artifact's weights."""
@@ -78,10 +79,21 @@ def lock_member(folder: Path, user: str = "another process", seconds: float = 0.
     Raises:
         UserError: another process trains the member or changes its artifact.
     """
+    lock = folder / ".lock"
     try:
-        return FileLock(folder / ".lock").acquire(timeout=seconds)
+        return locked(lock, seconds)
     except Timeout:
-        raise UserError(f"{folder}: {folder.name} is in use by {user}; wait for it or stop it") from None
+        raise UserError(
+            f"{lock}: {folder.name} is in use by {user}; wait for it or stop it, or remove this file if its "
+            "machine is dead"
+        ) from None
+
+
+def break_mark(folder: Path) -> None:
+    """Remove the mark that another host has left on a disk that cannot lock; call it with the member's lease."""
+    lock = folder / ".lock"
+    if lock.exists() and (mark := lock.read_text(encoding="utf-8")) and platform.node() not in mark:
+        lock.unlink()
 
 
 def read_record(

@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from filelock import FileLock, Timeout
+from filelock import Timeout
 
 from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.core.files import atomic_write, atomic_write_json, sha256_file, sha256_json
+from ddm_lightning.core.files import atomic_write, atomic_write_json, locked, sha256_file, sha256_json
 from ddm_lightning.core.formatting import format_bytes
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.partition.build import check_partition, fit_partition
@@ -307,16 +307,16 @@ class Preparation:
         """Let one process at a time work in the folder."""
         torch.set_float32_matmul_precision("highest")  # nearest centroids depend on float32's rounding
         self.folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(self.folder / ".lock")
+        lock = self.folder / ".lock"
         try:
-            acquired = lock.acquire(blocking=False)
+            acquired = locked(lock)
         except Timeout:
             if self.published is not None:  # the other would wait for this machine's share
                 raise UserError(
                     f"{self.folder}: another process prepares here; give each machine a run_dir of its own"
                 ) from None
-            self.reporter.say(f"{self.folder}: another process is preparing this run; waiting for it")
-            acquired = lock.acquire()
+            self.reporter.say(f"{lock}: another process is preparing this run; waiting for it")
+            acquired = locked(lock, -1)
             self._read_ledgers()
         with acquired:
             for path in self.folder.rglob(".tmp-*"):  # of a killed process; the lock excludes running ones

@@ -15,11 +15,11 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-from filelock import FileLock, Timeout
+from filelock import Timeout
 
 from ddm_lightning.core import remote
 from ddm_lightning.core.errors import UserError, first_line, note
-from ddm_lightning.core.files import inside, sha256_file
+from ddm_lightning.core.files import inside, locked, sha256_file
 from ddm_lightning.shards.mosaic import decompress
 from ddm_lightning.shards.verify import ShardError, file_problem, read_index, unreadable
 
@@ -106,7 +106,7 @@ class Origin:
             raw.parent.mkdir(parents=True, exist_ok=True)
             lock = Path(f"{raw}.lock")
             while problem and not stop.is_set():
-                with suppress(Timeout), FileLock(lock, timeout=_PAUSE_SECONDS):
+                with suppress(Timeout), locked(lock, _PAUSE_SECONDS):
                     if file_problem(raw, entry["raw_data"]):
                         self._fetch(entry, raw, stop)
                     lock.unlink(missing_ok=True)  # the shard is there, so whoever waits needs no lock

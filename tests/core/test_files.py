@@ -1,9 +1,11 @@
 import errno
+import fcntl
 import hashlib
 import json
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 from contextlib import suppress
@@ -11,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from deadline import within
+from filelock import Timeout
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import (
@@ -19,7 +22,9 @@ from ddm_lightning.core.files import (
     atomic_write,
     atomic_write_json,
     atomic_write_text,
+    create_file,
     inside,
+    locked,
     read_json,
     sha256_file,
     sha256_json,
@@ -141,6 +146,66 @@ def test_bytes_reach_the_disk_before_the_name_does(tmp_path, monkeypatch):
     assert events == ["flush .tmp", "rename f.txt", f"flush {tmp_path.name}"]
 
 
+def test_a_disk_without_hard_links_lets_one_of_several_create_a_file(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    create_file(tmp_path / "f.json", b"first")
+    with pytest.raises(FileExistsError):
+        create_file(tmp_path / "f.json", b"second")
+    assert (tmp_path / "f.json").read_bytes() == b"first" and names(tmp_path) == ["f.json"]
+
+
+def test_a_disk_that_cannot_sync_folders_takes_files(tmp_path, monkeypatch):
+    fsync = os.fsync
+
+    def refuse_folders(handle):
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", refuse_folders)
+    with atomic_folder(tmp_path / "artifact") as folder:
+        atomic_write_text(folder / "model", "x")
+    assert names(tmp_path / "artifact") == ["model"]
+
+
+HOLD = """
+import sys
+from pathlib import Path
+import fcntl, os
+def refuse(*_):
+    raise OSError(int(sys.argv[2]), os.strerror(int(sys.argv[2])))
+if int(sys.argv[2]):
+    fcntl.flock = refuse
+from ddm_lightning.core.files import locked
+with locked(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.filterwarnings("ignore:flock not supported")
+@pytest.mark.parametrize("code", [0, errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_lock_excludes_others_also_on_a_disk_that_cannot_lock(tmp_path, monkeypatch, code):
+    def refuse(*_):
+        raise OSError(code, os.strerror(code))
+
+    if code:
+        monkeypatch.setattr(fcntl, "flock", refuse)
+    lock, pipe = tmp_path / ".lock", subprocess.PIPE
+    command = [sys.executable, "-c", HOLD, str(lock), str(code)]
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True) as holder:
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(Timeout):
+            locked(lock)
+        holder.kill()
+    for _ in range(2):  # a dead process of this machine holds nobody up
+        with locked(lock):
+            pass
+
+
 def test_json_is_whole_and_finite(tmp_path):
     path = tmp_path / "f.json"
     value = {"b": [1, 2.5, None], "a": "☂"}
@@ -199,7 +264,7 @@ def test_the_old_folder_stands_until_the_new_one_is_complete(tmp_path, monkeypat
     assert names(path) == ["two"]
 
 
-@pytest.mark.parametrize("content", [b"{", b"", b"\xff\xfe", b'{"a": 1} trailing'])
+@pytest.mark.parametrize("content", [b"{", b"", b"\xff\xfe", b'{"a": 1} trailing', b"[" * 200_000])
 def test_what_is_no_json_is_refused_in_one_line(tmp_path, content):
     path = tmp_path / "f.json"
     path.write_bytes(content)

@@ -16,6 +16,13 @@ def tiny(run_dir, *overrides):
     return load_experiment(TINY, [f"run_dir={run_dir}", *overrides])
 
 
+def test_an_empty_record_is_named_and_not_the_file(tiny_run):
+    (tiny_run / "experiment.yaml").write_text("")
+    with pytest.raises(UserError) as caught:
+        load_run(TINY, [f"run_dir={tiny_run}"])
+    assert str(caught.value).startswith(f"{tiny_run / 'experiment.yaml'}: keys ")
+
+
 def test_changes_are_those_of_the_training():
     old = asdict(load_experiment(TINY))
 
