@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from ddm_lightning import __version__
 from ddm_lightning.core import environment
-from ddm_lightning.core.errors import UserError, line_of
+from ddm_lightning.core.errors import UserError, hide_passwords, line_of
 from ddm_lightning.core.processes import STOPPED, stop_as_by_ctrl_c
 from ddm_lightning.core.registry import LAUNCHERS, STRATEGIES
 
@@ -319,7 +319,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         import argcomplete
 
         argcomplete.autocomplete(parser)
-    if not (sys.argv[1:] if arguments is None else arguments):
+    arguments = [hide_passwords(text) for text in (sys.argv[1:] if arguments is None else arguments)]
+    if not arguments:
         parser.print_help(sys.stderr)
         raise SystemExit(2)
     options, rest = parser.parse_known_args(arguments)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import io
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,7 @@ from ddm_lightning.config.experiment import Experiment, PluginConfig
 from ddm_lightning.config.merge import merge
 from ddm_lightning.config.validate import check_experiment
 from ddm_lightning.core import checks
-from ddm_lightning.core.errors import UserError, first_line
+from ddm_lightning.core.errors import UserError, first_line, hide_passwords
 from ddm_lightning.core.files import sha256_json
 
 
@@ -54,7 +55,7 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = (), record: Pat
             _refuse_resolvers(given, source)
             checks.check(given, Experiment, "", source)
             merged = merge(merged, change)
-        _check_complete(OmegaConf.to_container(merged, resolve=False), str(path))
+        _check_complete(OmegaConf.to_container(merged, resolve=False), str(record or path))
         resolved = OmegaConf.to_container(merged, resolve=True)
     except OmegaConfBaseException as error:
         raise UserError(
@@ -89,7 +90,8 @@ def read_yaml(path: Path, remedy: str = "experiments/ has examples") -> DictConf
             in base 8 or 60.
     """
     try:
-        loaded = OmegaConf.load(path)
+        text = hide_passwords(path.read_text(encoding="utf-8"))
+        loaded = OmegaConf.load(io.StringIO(text))
     except FileNotFoundError:
         raise UserError(f"{path}: no such file or folder; {remedy}") from None
     except yaml.MarkedYAMLError as error:
@@ -100,7 +102,7 @@ def read_yaml(path: Path, remedy: str = "experiments/ has examples") -> DictConf
         raise UserError(f"{path}: cannot be read: {problem}; give a YAML file in UTF-8") from None
     if not isinstance(loaded, DictConfig):
         raise UserError(f"{path}: the top level must be a mapping of keys; {remedy}")
-    _refuse_other_bases(loaded, path.read_text(encoding="utf-8"), "", str(path))
+    _refuse_other_bases(loaded, text, "", str(path))
     return loaded
 
 
@@ -110,6 +112,7 @@ def read_override(override: str, source: str) -> DictConfig:
     Raises:
         UserError: not of this form, or a number in base 8 or 60.
     """
+    override = hide_passwords(override)
     if not re.match(r"[A-Za-z_][\w-]*(\.[\w-]+)*=", override):
         raise UserError(f"{source}: override {override!r} is not key=value; write for example seed=1")
     key, _, text = override.partition("=")

@@ -31,6 +31,8 @@ TRAINER_FLAGS = (
     "sync_batchnorm",
 )
 """Flags of Lightning's Trainer that ``island.trainer`` takes; other keys set the rest."""
+# Addresses without a bucket, host or folder; fsspec's memory is each process's own.
+_NOWHERE = r"memory:.*|(s3|sftp|ssh)://([^/]*@)?(:\d*)?(/.*)?|(\w+:)?/*"
 # Columns that the shards have already.
 _COLUMNS = r"x_0|x_0_flipped|label|sample_id|cluster|has_caption|(text|caption).*"
 # All of Streaming's except gz, which writes the time into the shards.
@@ -99,6 +101,11 @@ def _rules(experiment: Experiment) -> Iterator[Rule]:
             "names a folder: use letters, digits, '_', '-' and '.' only",
         ),
         (not experiment.run_dir, "run_dir", "must name a folder"),
+        (
+            experiment.remote is not None and re.fullmatch(_NOWHERE, experiment.remote) is not None,
+            "remote",
+            "must name a place that all islands reach: a folder, s3://bucket/… or sftp://host/…",
+        ),
         (
             not re.fullmatch(_COMPRESSIONS, prepare.shards.compression or "zstd"),
             "prepare.shards.compression",

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 import sys
+from urllib.parse import quote, unquote
 
 DOWNLOADS: dict[str, str] = {}
 """URL of each temporary folder that holds a download; messages name the URL, without a password."""
+
+# User, password and host of a URL.
+_LOGIN = r"://([^/:@\s]*):([^/\s]*)@([^/:\s]*)"
 
 
 class UserError(Exception):
@@ -52,6 +57,27 @@ def note(line: str) -> None:
 def shown(url: str) -> str:
     """Return a URL, or a line with URLs, without passwords."""
     return re.sub(r"(://[^/:@\s]*):[^/\s]*@", r"\1:***@", url)
+
+
+def hide_passwords(text: str) -> str:
+    """Remove passwords from URLs in ``text``, before they are written anywhere.
+
+    This process and its children find them by ``with_password``.
+    """
+    for user, password, host in re.findall(_LOGIN, text):
+        os.environ[_password_variable(user, host)] = unquote(password)
+    return re.sub(_LOGIN, r"://\1@\3", text)
+
+
+def with_password(url: str) -> str:
+    """Add the password of the environment variable ``DDM_PASSWORD_USER_HOST`` to a URL with a user and without one."""
+    found = re.match(r"\w+://([^/:@]+)@([^/:]*)", url)
+    password = os.environ.get(_password_variable(*found.groups())) if found else None
+    return url if password is None else url.replace("@", f":{quote(password, safe='')}@", 1)
+
+
+def _password_variable(user: str, host: str) -> str:
+    return "DDM_PASSWORD_" + re.sub(r"\W", "_", f"{user}_{host}").upper()
 
 
 def _with_urls(line: str) -> str:

@@ -40,7 +40,7 @@ from ddm_lightning.core import remote
 from ddm_lightning.core.checks import SHA256
 from ddm_lightning.core.devices import local, resolve_accelerator
 from ddm_lightning.core.errors import UserError, first_line
-from ddm_lightning.core.files import atomic_write_json, move_folder, sha256_file
+from ddm_lightning.core.files import atomic_write_json, move_folder, parse_json, sha256_file
 from ddm_lightning.members.member import STUDENT
 from ddm_lightning.members.run_folder import refuse_changes
 
@@ -203,7 +203,7 @@ def read_tensors(path: Path, into: dict[str, Tensor], group: ProcessGroup | None
 def damage_of(path: Path) -> str | None:
     """Describe the damage of the checkpoint ``path``; None if it is whole."""
     try:
-        sums = json.loads((path / FILES).read_text(encoding="utf-8"))
+        sums = parse_json((path / FILES).read_bytes())
         if not isinstance(sums, dict) or REST not in sums or not all(SHA256[0](value) for value in sums.values()):
             return f"{FILES} is not a list of files and hashes"
         if extra := {found.name for found in path.glob("*.safetensors")} - sums.keys():
@@ -351,7 +351,6 @@ def tidy(folder: Path, damaged: Iterable[Path]) -> None:
 def origin_of(member: str, experiment: Experiment, initial_sha256: str | None = None) -> dict[str, Any]:
     """Name of a member, its experiment and initial weights as plain values, which load with ``weights_only``."""
     record = asdict(experiment)
-    record["remote"] = None  # may hold a password
     record["island"]["accelerator"] = resolve_accelerator(experiment.island.accelerator)
     return {"member": member, "experiment": record, "initial_sha256": initial_sha256}
 

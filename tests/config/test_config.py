@@ -3,6 +3,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from ddm_lightning import config
 from ddm_lightning.config.experiment import Experiment, InitConfig, PluginConfig
 from ddm_lightning.config.load import load_experiment, to_yaml
 from ddm_lightning.core import checks
-from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.errors import UserError, with_password
 
 ROOT = Path(__file__).parents[2]
 CONFIG = Path(config.__file__).parent
@@ -52,6 +53,28 @@ def refusal(path: Path, *overrides: str) -> str:
     assert "\n" not in line
     assert line.startswith(str(path))
     return line.removeprefix(str(path))
+
+
+@pytest.mark.parametrize(
+    "address", ["", "/", "s3://", "s3:///key", "sftp://", "sftp://me@", "sftp://me@:22/x", "file://", "memory://x"]
+)
+def test_a_remote_that_names_no_place_is_refused(path: Path, address: str) -> None:
+    assert "key 'remote' = " in refusal(path, f"remote='{address}'")
+    load_experiment(path, ["remote=s3://bucket"])
+    load_experiment(path, ["remote=sftp://node-1/x"])
+
+
+def test_passwords_are_kept_in_the_environment_alone(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DDM_PASSWORD_ME_HOST_1", raising=False)
+    path.write_text(path.read_text().replace("blobs}", "blobs, params: {path: 'sftp://me:s%23cr@t@host-1:22/x'}}"))
+    experiment = load_experiment(path, ["remote=ftp://you:other@host-2/y", "island.shards=s3://a/b:c@d"])
+    assert "cr@t" not in to_yaml(experiment) and "other" not in to_yaml(experiment)
+    assert experiment.prepare.source.params["path"] == "sftp://me@host-1:22/x"
+    assert (experiment.remote, experiment.island.shards) == ("ftp://you@host-2/y", "s3://a/b:c@d")
+    assert os.environ["DDM_PASSWORD_ME_HOST_1"] == "s#cr@t"
+    assert with_password("sftp://me@host-1:22/x") == "sftp://me:s%23cr%40t@host-1:22/x"
+    for other in ("sftp://me@host-2/x", "sftp://host-1/me@host-1", "sftp://me:given@host-1/x", "/me@host-1/x"):
+        assert with_password(other) == other
 
 
 def test_defaults_fill_the_file_and_references_are_resolved(path: Path) -> None:

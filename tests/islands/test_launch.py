@@ -143,6 +143,17 @@ def test_a_dry_run_prints_the_jobs(run, tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_password_is_in_no_job_and_no_record(run, tmp_path, capsys):
+    secret = "remote=sftp://me:s3cret@127.0.0.1:1/x"
+    assert main(["launch", *run, secret, "--on", "local", "--dry-run"]) == 0
+    assert main(["fit", *run, secret, "member=expert-0"]) == 2  # refused by the host
+    shown = capsys.readouterr()
+    assert "remote=sftp://me@127.0.0.1:1/x" in shown.out and "s3cret" not in shown.out + shown.err
+    Run.open(load_experiment(TINY, [f"run_dir={tmp_path / 'run'}", secret]), create=True)
+    assert "sftp://me@127.0.0.1:1/x" in (record := (tmp_path / "run/experiment.yaml").read_text())
+    assert "s3cret" not in record and os.environ["DDM_PASSWORD_ME_127_0_0_1"] == "s3cret"
+
+
 def test_an_island_has_the_settings_of_its_kind_and_of_its_own():
     changes = "islands={expert: {num_threads: 2, precision: bf16-mixed}, expert-1: {num_threads: 4}}"
     experiment = load_experiment(TINY, [changes])
