@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import boto3
@@ -48,12 +49,12 @@ class S3FileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no a
         return {"name": path, "size": 0, "type": "directory"}
 
     def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
-        bucket, key = _split(path)
+        bucket, slash, key = path.partition("/")
         pages = self._client.get_paginator("list_objects_v2")
         found: list[dict[str, Any]] = []
         with _missing(path):
-            for page in pages.paginate(Bucket=bucket, Prefix=f"{key}/" if key else "", Delimiter="/"):
-                folders = [folder["Prefix"].rstrip("/") for folder in page.get("CommonPrefixes", ())]
+            for page in pages.paginate(Bucket=bucket, Prefix=key + slash, Delimiter="/"):
+                folders = [folder["Prefix"][:-1] for folder in page.get("CommonPrefixes", ())]
                 found += [{"name": f"{bucket}/{folder}", "size": 0, "type": "directory"} for folder in folders]
                 found += [_file(f"{bucket}/{entry['Key']}", entry["Size"], entry) for entry in page.get("Contents", ())]
         if not found:
@@ -91,12 +92,12 @@ class S3FileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no a
 
 
 def _split(path: str) -> tuple[str, str]:
-    bucket, _, key = path.removeprefix("s3://").rstrip("/").partition("/")
+    bucket, _, key = path.partition("/")
     return bucket, key
 
 
 def _file(path: str, size: int, found: dict[str, Any]) -> dict[str, Any]:
-    return {"name": path, "size": size, "type": "file", "ETag": found["ETag"]}
+    return {"name": path, "size": size, "type": "file", "ETag": found.get("ETag")}
 
 
 @contextmanager
@@ -114,21 +115,36 @@ class SFTPFileSystem(sftp.SFTPFileSystem):  # type: ignore[misc]
     """SFTP with known hosts and a time limit; fsspec's own trusts any host and waits for ever.
 
     Host keys are those of ``~/.ssh/known_hosts`` or of the file named by ``COMPOSER_SFTP_KNOWN_HOSTS_FILE``; the login
-    key is the agent's, one in ``~/.ssh``, or in the file named by ``COMPOSER_SFTP_KEY_FILE``.
+    key is the agent's, one in ``~/.ssh``, or in the file named by ``COMPOSER_SFTP_KEY_FILE``. ``~/.ssh/config`` may
+    give the host's address, port, user and key.
 
     Args:
-        host: name or address.
+        host: name, address or alias.
         timeout: seconds without data after which a transfer fails.
-        login: port, user name and password.
+        login: port, user name and password; None where they are not given.
     """
 
     protocol = "sftp"
 
     def __init__(self, host: str, timeout: float, **login: Any) -> None:
         AbstractFileSystem.__init__(self, host=host, timeout=timeout, **login)  # not fsspec's own, which connects
+        known: Mapping[str, Any] = {}
+        with suppress(OSError, ImportError, paramiko.SSHException):  # no file, or more than paramiko reads
+            known = paramiko.SSHConfig.from_path(Path("~/.ssh/config").expanduser()).lookup(host)
+        key = os.environ.get("COMPOSER_SFTP_KEY_FILE") or [*filter(os.path.exists, known.get("identityfile", ()))]
         self.client = paramiko.SSHClient()
-        self.client.load_system_host_keys(os.environ.get("COMPOSER_SFTP_KNOWN_HOSTS_FILE"))
-        self.client.connect(host, key_filename=os.environ.get("COMPOSER_SFTP_KEY_FILE"), timeout=timeout, **login)
+        try:
+            self.client.load_system_host_keys(os.environ.get("COMPOSER_SFTP_KNOWN_HOSTS_FILE"))
+            self.client.connect(
+                known.get("hostname", host),
+                login["port"] or int(known.get("port", 22)),
+                login["username"] or known.get("user"),
+                login["password"],
+                key_filename=key or None,
+                timeout=timeout,
+            )
+        except FileNotFoundError as error:  # not of the file that is wanted
+            raise ValueError(f"cannot log in: {error}") from error
         watch = threading.Timer(timeout, self.client.close)  # paramiko waits for ever for an answer to this request
         watch.start()
         try:

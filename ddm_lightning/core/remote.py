@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -18,12 +19,12 @@ from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from ddm_lightning.core.errors import UserError, first_line
+from ddm_lightning.core.errors import UserError, first_line, with_password
 from ddm_lightning.core.errors import shown as shown
 from ddm_lightning.core.files import atomic_write, create_file
 
@@ -37,6 +38,11 @@ _ATTEMPTS = 3
 _NUM_THREADS = 8
 # Ending of a file that is being sent.
 _PARTIAL = ".partial"
+# Not urllib's: "#" and "?" in a path are part of a name, and names of hosts in ~/.ssh/config have capitals.
+_SSH = re.compile(
+    r"\w+://((?P<name>[^/:@]*)(:(?P<password>[^/]*))?@)?(?P<host>\[[^/]*\]|[^/:]+)(:(?P<port>\d+))?(?P<path>/.*)?",
+    re.DOTALL,
+)
 # Own file systems that this process has used.
 _used: set[Any] = set()
 
@@ -48,6 +54,9 @@ def filesystem(url: str) -> tuple[AbstractFileSystem, str]:
         Exception: the protocol is unknown or needs a package, or there is no connection.
     """
     scheme, _, rest = url.partition("://")
+    if not is_url(url) or scheme == "file":  # fsspec would take "::" in a name for a chain of file systems
+        return LocalFileSystem(), str(Path(rest or url).expanduser().absolute())
+    url = with_password(url)
     if scheme not in ("s3", "sftp", "ssh"):
         return url_to_fs(url)
     from ddm_lightning.core.filesystems import S3FileSystem, SFTPFileSystem
@@ -55,10 +64,11 @@ def filesystem(url: str) -> tuple[AbstractFileSystem, str]:
     _used.update((S3FileSystem, SFTPFileSystem))
     if scheme == "s3":
         return S3FileSystem(SILENT_SECONDS), rest.rstrip("/")
-    parts = urlsplit(url)
-    name, password = (value and unquote(value) for value in (parts.username, parts.password))
-    login = {"port": parts.port or 22, "username": name, "password": password}
-    return SFTPFileSystem(parts.hostname or "", SILENT_SECONDS, **login), unquote(parts.path)
+    if (parts := _SSH.fullmatch(url)) is None:
+        raise ValueError("is not of the form sftp://user@host:port/path")
+    name, password, path = (value and unquote(value) for value in parts.group("name", "password", "path"))
+    login = {"port": parts["port"] and int(parts["port"]), "username": name, "password": password}
+    return SFTPFileSystem(parts["host"].strip("[]"), SILENT_SECONDS, **login), path or ""
 
 
 @contextmanager
@@ -84,7 +94,9 @@ def get(url: str, path: Path) -> None:
     """
 
     def fetch(remote: AbstractFileSystem, inner: str) -> None:
-        atomic_write(path, lambda temporary: remote.get_file(inner, str(temporary)))
+        # fsspec's own takes a local file that it may not read for a missing one.
+        copy = shutil.copyfile if isinstance(remote, LocalFileSystem) else remote.get_file
+        atomic_write(path, lambda temporary: copy(inner, str(temporary)))
 
     attempt(url, fetch)
 
@@ -111,11 +123,16 @@ def put(path: Path, url: str) -> None:
     def send(remote: AbstractFileSystem, inner: str) -> None:
         if isinstance(remote, LocalFileSystem):
             atomic_write(Path(inner), lambda temporary: shutil.copyfile(path, temporary))
-        elif remote.protocol == "sftp":
+            return
+        num_bytes = path.stat().st_size
+        if remote.protocol == "sftp":
             remote.put_file(str(path), inner + _PARTIAL)
             remote.mv(inner + _PARTIAL, inner)
         else:  # an object store shows no object before it is complete
             remote.put_file(str(path), inner)
+        # A proxy may answer every request with a page and 200. A log may grow meanwhile.
+        if not num_bytes <= remote.info(inner)["size"] <= path.stat().st_size:
+            raise ConnectionError("the store does not hold what was sent")
 
     attempt(url, send)
 
@@ -156,14 +173,12 @@ def create(url: str, content: bytes) -> bool:
     """
 
     def claim(remote: AbstractFileSystem, inner: str) -> bool:
-        try:
+        with suppress(FileExistsError):
             if isinstance(remote, LocalFileSystem):
                 create_file(Path(inner), content)
             else:
                 remote.pipe_file(inner, content, mode="create")
-        except FileExistsError:
-            return bool(remote.cat_file(inner) == content)  # an earlier attempt may have succeeded without an answer
-        return True
+        return bool(remote.cat_file(inner) == content)  # an earlier attempt may have succeeded without an answer
 
     return attempt(url, claim)
 
@@ -194,11 +209,14 @@ def files(url: str, recursive: bool = True) -> dict[str, int]:
     """
 
     def listed(remote: AbstractFileSystem, root: str) -> dict[str, int]:
+        folder = f"{root.rstrip('/')}/"
         try:
-            found = {one["name"]: one["size"] for one in walk(remote, root, recursive)}
-            return {os.path.relpath(name, root): size for name, size in found.items() if not name.endswith(_PARTIAL)}
+            found = {one["name"].removeprefix(folder): one["size"] for one in walk(remote, root, recursive)}
         except FileNotFoundError:
             return {}
+        # An object store may hold what no folder can, such as "a//b" and "a/../b".
+        names = {name for name in found if os.path.normpath(f"/x/{name}") == f"/x/{name}"}
+        return {name: found[name] for name in names if not name.endswith(_PARTIAL)}
 
     return attempt(url, listed)
 
@@ -252,20 +270,27 @@ def attempt(url: str, action: Callable[[Any, str], _Result]) -> _Result:
             remote, inner = filesystem(url)
             remote.invalidate_cache()  # listings that are kept may be old
             return action(remote, inner)
-        except FileNotFoundError as error:
-            raise FileNotFoundError(f"{shown(url)}: does not exist") from error
-        except Exception as error:  # each file system raises its own
+        except Exception as raised:  # each file system raises its own
+            error = cause_of(raised)
+            if isinstance(error, FileNotFoundError):
+                raise FileNotFoundError(f"{shown(url)}: does not exist") from raised
             is_full = isinstance(error, OSError) and error.errno == errno.ENOSPC
             is_final = isinstance(error, (ImportError, ValueError, PermissionError)) or is_full or not is_url(url)
             if is_final or number == _ATTEMPTS - 1:
                 kind = OSError if is_final else ConnectionError
-                raise kind(shown(f"{url}: {_reason(error)}")) from error
+                raise kind(shown(f"{url}: {_reason(error)}")) from raised
         disconnect()
         time.sleep(2**number + random.random() / 2)
     raise AssertionError("the last attempt returns or raises")
 
 
-def _reason(error: Exception) -> str:
+def cause_of(error: BaseException) -> BaseException:
+    """The error itself, or what fsspec's HTTP takes for a missing file, such as a refused connection."""
+    cause = error.__cause__
+    return cause if cause and "aiohttp" in type(cause).__module__ else error
+
+
+def _reason(error: BaseException) -> str:
     if isinstance(error, TimeoutError):
         return f"silent for {SILENT_SECONDS:g} s"
     if isinstance(error, EOFError):  # of paramiko, without a message

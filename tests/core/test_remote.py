@@ -1,6 +1,11 @@
+import getpass
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
 
+import boto3
 import fsspec
 import numpy as np
 import pytest
@@ -9,6 +14,7 @@ from shards import servers
 from shards.mds import WARNINGS
 
 from ddm_lightning.core import filesystems, remote
+from ddm_lightning.core.errors import UserError
 from ddm_lightning.prepare.sources.urls import Files
 
 pytestmark = WARNINGS
@@ -85,6 +91,79 @@ def test_a_source_reads_the_same_files(url, sources):
     assert list(Files(f"{url}/a.txt").states) == ["a.txt"]
 
 
+@pytest.mark.parametrize("url", ["folder", "s3", "sftp"], indirect=True)
+def test_a_name_is_a_name_and_touches_no_other_file(url):
+    kept = {"a": b"precious", "keep": b"precious"}
+    odd = {"a#b": b"1", "a?b": b"2", "keep::x": b"3", "keep::memory": b"4", "a [1]*": b"5"}
+    for name, content in {**kept, **odd}.items():
+        remote.write(f"{url}/{name}/x" if name == "keep::x" else f"{url}/{name}", content)
+    for name, content in {**kept, **odd}.items():
+        assert remote.read(f"{url}/{name}/x" if name == "keep::x" else f"{url}/{name}") == content
+    assert remote.files(url).keys() == {*kept, *odd, "keep::x/x"} - {"keep::x"}
+
+
+@pytest.mark.parametrize("url", ["s3"], indirect=True)
+def test_keys_that_no_folder_can_hold_are_read_by_a_source_and_no_part_of_a_run(url):
+    client = boto3.client("s3", endpoint_url=os.environ["S3_ENDPOINT_URL"])
+    for key in ("run/sub/x", "run/sub//x", "run//y", "run/sub///z", "run/sub/../w", "/top"):
+        client.put_object(Bucket="images", Key=key, Body=key.encode())
+    assert remote.files(url).keys() == {"sub/x"} and remote.files(f"{url}/sub").keys() == {"x"}
+    files = Files(url)
+    assert list(files.states) == ["/y", "sub///z", "sub//x", "sub/x"]
+    assert list(files.contents(["sub//x", "/y"])) == [b"run/sub//x", b"run//y"]
+    assert remote.files("s3://images/run/sub/").keys() == {"x"}
+    assert next(iter(Files("s3://images").states)) == "/top"
+
+
+def test_a_store_that_takes_a_file_and_does_not_hold_it_is_an_error(tmp_path, monkeypatch, sources):
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    page = b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: 13\r\nConnection: close\r\n\r\n<html></html>"
+    (tmp_path / "there").mkdir()
+    with servers.s3(tmp_path / "there", tmp_path, monkeypatch) as (url, line):
+        line.fail(0, answer=page)
+        with pytest.raises(ConnectionError, match="the store does not hold what was sent"):
+            remote.put(sources / "a.txt", f"{url}/a.txt")
+        with suppress(OSError):
+            assert not remote.create(f"{url}/b.json", b"mine")
+        line.fail(0, times=0)
+        assert remote.files(url) == {}
+    remote.disconnect()
+
+
+def test_an_alias_of_the_ssh_configuration_names_a_store(tmp_path, monkeypatch):
+    (tmp_path / "there").mkdir()
+    (tmp_path / ".ssh").mkdir()
+    with servers.sftp(tmp_path / "there", tmp_path, monkeypatch) as (_, line):
+        (tmp_path / ".ssh/config").write_text(
+            f"Host Node-1\n  HostName 127.0.0.1\n  Port {line.port}\n  User {getpass.getuser()}\n"
+            "  IdentityFile ~/user\n  IdentityFile ~/none\n"
+        )
+        monkeypatch.setenv("HOME", str(tmp_path))
+        monkeypatch.delenv("COMPOSER_SFTP_KEY_FILE")
+        remote.write(f"sftp://Node-1{tmp_path}/there/a.txt", b"one")
+        remote.disconnect()
+    assert (tmp_path / "there/a.txt").read_bytes() == b"one"
+
+
+def test_the_cause_of_a_failure_is_named(tmp_path, monkeypatch, sources):
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    with pytest.raises(UserError, match=r"cannot be read: .*Cannot connect to host"):
+        Files("http://127.0.0.1:1/images.tar")
+    monkeypatch.setenv("COMPOSER_SFTP_KNOWN_HOSTS_FILE", str(tmp_path / "none"))
+    with pytest.raises(OSError, match=r"cannot log in: .*/none"):
+        remote.read("sftp://127.0.0.1:1/a.txt")
+    sources.chmod(0)
+    user = os.geteuid()
+    if user == 0:  # may read everything
+        os.seteuid(65534)
+    try:
+        with pytest.raises(OSError, match="Permission denied"):
+            remote.get(str(sources / "a.txt"), Path("/tmp/never"))
+    finally:
+        os.seteuid(user)
+        sources.chmod(0o700)
+
+
 def test_a_transfer_is_tried_again_and_its_error_hides_the_password(sources, tmp_path, monkeypatch):
     monkeypatch.setattr("time.sleep", lambda _: None)
     remote.put(sources / "a.txt", "flaky://me:secret@host/a.txt")
@@ -145,7 +224,7 @@ def test_a_login_in_a_url_is_used_whole_and_never_shown(monkeypatch, url, login,
     monkeypatch.setattr(filesystems, "SFTPFileSystem", lambda *_, **given: made.append(given))
     monkeypatch.setattr(remote, "_used", set())
     remote.filesystem(url)
-    assert made == [{"port": 22, "username": None, "password": None} | login]
+    assert made == [{"port": None, "username": None, "password": None} | login]
     assert remote.shown(url) == shown
 
 

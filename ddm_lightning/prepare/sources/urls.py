@@ -71,7 +71,7 @@ class Files:
         states = {}
         for path, info in found.items():
             info = _follow_link(filesystem, path, info)
-            name = path.removeprefix(self._root).lstrip("/")
+            name = path.removeprefix(f"{self._root}/")  # an object store's may begin with "/"
             is_hidden = any(part.startswith(".") or part in ("__MACOSX", "Thumbs.db") for part in name.split("/"))
             if info["type"] == "file" and not is_hidden:
                 state = next((f"{key} {info[key]}" for key in _STATE if info.get(key) is not None), "")
@@ -131,12 +131,13 @@ class Files:
         """Turn any error of a file, or of the folder, into a ``UserError``."""
         try:
             yield
-        except FileNotFoundError as error:
-            raise UserError(f"{self._key}: {self.shown(relative)} does not exist; change the path") from error
-        except Exception as error:  # back ends raise anything; also an unknown protocol, or a missing package
+        except Exception as raised:  # back ends raise anything; also an unknown protocol, or a missing package
+            error = remote.cause_of(raised)
+            if isinstance(error, FileNotFoundError):
+                raise UserError(f"{self._key}: {self.shown(relative)} does not exist; change the path") from raised
             raise UserError(
                 f"{self._key}: {self.shown(relative)} cannot be read: {one_line(error)}; fix the address or the access"
-            ) from error
+            ) from raised
 
     def _content_or_error(self, relative: str) -> bytes | Exception:
         with self.reading(relative):
