@@ -26,7 +26,7 @@ from ddm_lightning.members.artifact import (
 from ddm_lightning.members.load import Bases
 from ddm_lightning.members.member import EXPERT, ROUTER, expert_name, expert_number, role_of
 from ddm_lightning.members.run import Run
-from ddm_lightning.members.run_folder import ENSEMBLE_FILE, MEMBER_FILE, read_record
+from ddm_lightning.members.run_folder import ENSEMBLE_FILE, MEMBER_FILE, RunFolder, read_record
 from ddm_lightning.members.signatures import accept, check_manifest
 from ddm_lightning.shards.manifest import manifest_path
 
@@ -165,7 +165,7 @@ def write_ensemble(
         UserError: a folder is outside ``run_dir``, a ``member.json`` is bad, an expert is missing, or members do not
             belong together.
     """
-    if outside := [folder for folder in folders if not folder.resolve().is_relative_to(run_dir.resolve())]:
+    if outside := [folder for folder in folders if not folder.absolute().is_relative_to(run_dir.absolute())]:
         raise UserError(f"{outside[0]}: lies outside {run_dir}; copy the artifact folder into it")
     present = {read_meta(folder).member: folder for folder in folders}
     clusters = tuple(range(len(priors)) if expert_clusters is None else expert_clusters)
@@ -187,7 +187,7 @@ def _of_partition(expert_clusters: Sequence[int]) -> set[str]:
 
 def write_manifest(root: Path, manifest: EnsembleManifest) -> None:
     """Write ``root/ensemble.json``, unchecked; the artifacts must be inside ``root``."""
-    root, one_each = root.resolve(), [*range(len(manifest.priors))]
+    one_each = [*range(len(manifest.priors))]
     document = {
         "format_version": FORMAT_VERSION,
         "num_clusters": len(manifest.priors),
@@ -196,7 +196,7 @@ def write_manifest(root: Path, manifest: EnsembleManifest) -> None:
         "members": [
             {
                 "member": member,
-                "path": folder.resolve().relative_to(root).as_posix(),
+                "path": folder.absolute().relative_to(root.absolute()).as_posix(),
                 "member_json_sha256": sha256_file(folder / MEMBER_FILE),
             }
             for member, folder in manifest.folders.items()
@@ -239,7 +239,7 @@ def read_ensemble(path: Path, *, partial: bool = False) -> EnsembleManifest:
     document = read_document(path)
     about, members, priors = document["about"], document["members"], document["priors"]
     clusters = document["expert_clusters"] or [*range(len(priors))]
-    folders = {entry["member"]: inside(path.parent, entry["path"], path) for entry in members}
+    folders = {entry["member"]: _artifact_folder(entry, path, is_run=about is None) for entry in members}
     order = [name for name in folders if name != ROUTER] if document["changed"] else None
     present, lost = folders, set[str]()
     if partial:
@@ -255,6 +255,15 @@ def read_ensemble(path: Path, *, partial: bool = False) -> EnsembleManifest:
     if is_other or len(priors) != document["num_clusters"]:
         raise UserError(f"{path}: key 'partition_sha256' or 'num_clusters' differs from its members'; {_REMEDY}")
     return replace(manifest, about=None if about is None else About(**about))
+
+
+def _artifact_folder(entry: dict[str, str], path: Path, *, is_run: bool) -> Path:
+    """Folder of an entry of the manifest ``path``; of a run, the member's folder or ``members`` may be a link."""
+    folder = RunFolder(path.parent).artifact(entry["member"])
+    if is_run and folder == path.parent / entry["path"]:
+        inside(folder.parent, folder.name, path)
+        return folder
+    return inside(path.parent, entry["path"], path)
 
 
 def checked(

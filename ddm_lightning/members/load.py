@@ -58,7 +58,7 @@ class Bases:
     """
 
     def __init__(self, folders: Iterable[Path], device: torch.device | str = "cpu") -> None:
-        self.folders, self.device = [folder.resolve() for folder in folders], device
+        self.folders, self.device = [folder.absolute() for folder in folders], device
         self._built: dict[str, nn.Module] = {}
 
     def file(self, meta: ArtifactMeta, source: str) -> Path:

@@ -137,6 +137,8 @@ def manifest_with_about(
             raise UserError(f"sample.member={member}: unknown member; name one of {', '.join(known)}")
         if not (path := run.sampled_from(member)).exists():
             missing = [name for name in ensemble_members(experiment) if not run.has_artifact(name)]
+            if member is None and not missing:
+                raise UserError(f"{path}: is missing, although all members are finished; fit writes it again")
             raise UserError(
                 f"{path}: does not exist yet, because these members are not finished: "
                 f"{member or ', '.join(missing)}; fit them"

@@ -283,6 +283,13 @@ def test_sample_names_the_members_that_are_missing(refuse: Refuse, finished_run:
     assert "not finished: expert-1, router;" in line
 
 
+def test_a_deleted_manifest_of_finished_members_is_named(refuse: Refuse, finished_run: Path, tmp_path: Path) -> None:
+    run = copy_run(finished_run, tmp_path / "run")
+    (run / "ensemble.json").unlink()
+    line = refuse("sample", *settings(run))
+    assert line == f"{run / 'ensemble.json'}: is missing, although all members are finished; fit writes it again"
+
+
 @pytest.mark.parametrize("more", [[], ["member=expert-1"]])
 def test_a_finished_member_of_other_clusters_is_not_passed_over(
     refuse: Refuse, finished_run: Path, tmp_path: Path, more: list[str]

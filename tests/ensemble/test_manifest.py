@@ -44,6 +44,23 @@ def test_ensemble_path_that_leaves_its_folder(run_dir, path):
     )
 
 
+@pytest.mark.parametrize("link", ["members", "members/expert-1"])
+def test_members_may_be_on_another_disk(run_dir, tmp_path, link):
+    there = tmp_path / "another disk"
+    (run_dir / link).rename(there)
+    (run_dir / link).symlink_to(there)
+    before = (run_dir / "ensemble.json").read_text()
+    write_ensemble(run_dir, list(read_folders(run_dir)), [0.25, 0.75])
+    assert (run_dir / "ensemble.json").read_text() == before
+    assert list(read_ensemble(run_dir / "ensemble.json").folders) == ["expert-0", "expert-1", "router"]
+    # But not what an artifact, or a saved ensemble, brings along.
+    artifact = run_dir / "members/expert-1/artifact"
+    artifact.rename(there / "elsewhere")
+    artifact.symlink_to(tmp_path / "stranger")
+    shutil.copytree(there / "elsewhere", tmp_path / "stranger")
+    refused(lambda: read_ensemble(run_dir / "ensemble.json"), run_dir / "ensemble.json", "path", "leaves its folder")
+
+
 def test_ensemble_of_different_partitions(run_dir):
     put(run_dir / "members" / "expert-1" / "artifact", "expert-1", partition_sha256="cd" * 32)
     folders = list(read_folders(run_dir))
