@@ -11,14 +11,17 @@ from __future__ import annotations
 import json
 import os
 import platform
+import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from ddm_lightning.core import checks, remote
 from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.files import parse_json
 from ddm_lightning.core.processes import start_time
 
 HEARTBEAT_SECONDS = 10.0
@@ -38,7 +41,7 @@ _CHECKS: dict[str, checks.Check] = {
 }
 
 
-class LostLeaseError(Exception):
+class LostLeaseError(UserError):
     """Another process has taken the member over."""
 
 
@@ -78,10 +81,37 @@ class Lease:
             LostLeaseError: one has.
             OSError: the store cannot be reached.
         """
-        newest = newest_generation(self.url)
-        if newest > self.generation:
-            other = read_lease(self.url, newest)
+        try:
+            other = read_lease(self.url, self.generation + 1)  # not from a listing, which may be older
+        except FileNotFoundError:
+            return
+        if other or newest_generation(self.url) > self.generation:
             raise LostLeaseError(f"a process on {other.get('host') or 'another machine'} has taken it over")
+
+
+@contextmanager
+def held(name: str, url: str, say: Callable[[str], object]) -> Iterator[Lease]:
+    """Claim something other than a member, and keep the claim until the block ends.
+
+    Raises:
+        UserError: as ``claim``.
+        OSError: as ``claim``.
+    """
+    own, over = claim(name, url, say), threading.Event()
+
+    def beat() -> None:
+        while not over.wait(HEARTBEAT_SECONDS):
+            with suppress(OSError):  # tried again
+                own.beat({})
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield own
+    finally:
+        over.set()
+        thread.join()
+        own.beat({}, released=True)
 
 
 def claim(member: str, url: str, say: Callable[[str], object]) -> Lease:
@@ -111,16 +141,18 @@ def claim(member: str, url: str, say: Callable[[str], object]) -> Lease:
         "released": False,
         "status": {},
     }
+    taken = 0  # a listing may be older than what is known
     while True:
-        generation = newest_generation(url)
+        generation = max(taken, newest_generation(url))
         if generation and _is_alive(url, generation, member, say):
             other = read_lease(url, generation)
             raise UserError(
-                f"{member}: process {other.get('pid')} on {other.get('host')} trains it and is alive; "
+                f"{member}: is in use by process {other.get('pid')} on {other.get('host')}, which is alive; "
                 "wait for it or stop it"
             )
         if remote.create(_file(url, generation + 1), json.dumps(own).encode()):
             return Lease(url, generation + 1, own)
+        taken = generation + 1
 
 
 def newest_generation(url: str) -> int:
@@ -140,7 +172,7 @@ def read_lease(url: str, generation: int) -> dict[str, Any]:
         OSError: the store cannot be reached.
     """
     try:
-        content: Any = json.loads(remote.read(_file(url, generation)))
+        content = parse_json(remote.read(_file(url, generation)))
     except ValueError:
         return {}
     return content if checks.problem_with(content, _CHECKS) is None else {}
@@ -163,7 +195,7 @@ def _is_alive(url: str, generation: int, member: str, say: Callable[[str], objec
     end = time.monotonic() + STALE_SECONDS
     while time.monotonic() < end:
         time.sleep(_POLL_SECONDS)
-        newest = newest_generation(url)
+        newest = max(generation, newest_generation(url))
         now = read_lease(url, newest)
         if now.get("released"):
             return False

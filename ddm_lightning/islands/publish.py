@@ -7,7 +7,6 @@ a line and another attempt, never a step.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -23,14 +22,14 @@ from pathlib import Path
 from ddm_lightning.core import remote
 from ddm_lightning.core.environment import place_of
 from ddm_lightning.core.errors import UserError, first_line
-from ddm_lightning.core.files import inside, move_folder
+from ddm_lightning.core.files import inside, move_folder, parse_json
 from ddm_lightning.islands import lease
 from ddm_lightning.islands.lease import Lease, LostLeaseError
 from ddm_lightning.islands.shared import is_published, mark_published, pull_artifact
 from ddm_lightning.members.run import Run
-from ddm_lightning.members.run_folder import MEMBER_FILE
+from ddm_lightning.members.run_folder import MEMBER_FILE, break_mark
 from ddm_lightning.training import ranks
-from ddm_lightning.training.checkpoint import FILES, TEMPORARY, damage_of, newest_checkpoint, step_of
+from ddm_lightning.training.checkpoint import FILES, TEMPORARY, damage_of, find_resumable, newest_checkpoint, step_of
 
 FINAL_SECONDS = 600.0
 """Time to try to publish the artifact of a finished training."""
@@ -61,6 +60,7 @@ def published(name: str, run: Run) -> Iterator[Publisher | None]:
     url = f"{run.url}/members/{name}"
     with remote.reaching():
         held = lease.claim(name, f"{url}/lease", _say)
+    break_mark(run.folder.member(name))
     publisher = Publisher(name, run, held)
     publisher.start()  # before a long download, during which the lease must not become stale
     try:
@@ -105,7 +105,9 @@ class Publisher:
         self.folder.mkdir(parents=True, exist_ok=True)
         there = remote.files(self.url)
         pull_artifact(self.name, self.run)
-        newest = newest_checkpoint(self.folder / "checkpoints")
+        newest = None
+        with suppress(UserError):  # all are damaged
+            newest, _ = find_resumable(self.folder / "checkpoints")
         own = -1 if newest is None else step_of(newest)
         for step, _, stem in reversed(self._checkpoints()):
             if step == own:
@@ -113,7 +115,7 @@ class Publisher:
             if step <= own or self.run.is_finished(self.name):
                 break
             if self._pull_checkpoint(stem):
-                _say(f"{self.name}: takes over the checkpoint of step {step} from {remote.shown(self.url)}")
+                _say(f"{self.name}: takes over the checkpoint of step {step} from {self.url}")
                 self._pull_rest(there)
                 break
         for path, stamp in self._changed():
@@ -134,13 +136,13 @@ class Publisher:
         temporary = folder / f"{TEMPORARY}{path.name}"
         try:
             remote.get(f"{source}/{FILES}", temporary / FILES)
-            for name in json.loads((temporary / FILES).read_text(encoding="utf-8")):
+            for name in parse_json((temporary / FILES).read_bytes()):
                 inside(temporary, name, temporary / FILES)
                 remote.get(f"{source}/{name}", temporary / name)
             if problem := damage_of(temporary):
                 raise ValueError(problem)
             move_folder(temporary, path)
-        except (ValueError, TypeError, FileNotFoundError) as error:
+        except (ValueError, TypeError, FileNotFoundError, UserError) as error:
             _say(f"{source}: damaged checkpoint ({first_line(error)}); looks for the one before it")
             return False
         finally:
@@ -281,7 +283,7 @@ class Publisher:
                     problem = "is finished, but its artifact" if is_finished else "stopped, but its last checkpoint"
                     line = (
                         f"{self.name}: {problem} cannot be published: {first_line(error)}; repeat the command when "
-                        f"{remote.shown(self.url)} can be written"
+                        f"{self.url} can be written"
                     )
                     if is_finished:
                         raise UserError(line) from error

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,10 +14,11 @@ from omegaconf import OmegaConf
 
 from ddm_lightning.config.load import read_yaml, to_yaml
 from ddm_lightning.core import remote
-from ddm_lightning.core.errors import DOWNLOADS, UserError
-from ddm_lightning.core.files import atomic_folder, atomic_write_text, sha256_file, sha256_json
+from ddm_lightning.core.errors import DOWNLOADS, UserError, note
+from ddm_lightning.core.files import atomic_folder, atomic_write_text, parse_json, sha256_file, sha256_json
 from ddm_lightning.core.weights import check_recorded
 from ddm_lightning.ensemble.manifest import assemble
+from ddm_lightning.islands import lease
 from ddm_lightning.members.artifact import REMEDY, WEIGHTS_FILE, base_file, read_meta
 from ddm_lightning.members.member import ROUTER
 from ddm_lightning.members.run import Run
@@ -53,18 +53,18 @@ def check_free(run: Run, parts: bool = False) -> None:
             _refuse_other_experiment(run)
         elif "parts.json" in names and not parts:
             raise UserError(
-                f"key 'remote': {remote.shown(run.url)}: holds an unfinished prepare --parts; "
+                f"key 'remote': {run.url}: holds an unfinished prepare --parts; "
                 "finish it on its machines, or set another address"
             )
 
 
 def _refuse_other_experiment(run: Run) -> None:
-    name, shown = run.folder.experiment.name, remote.shown(run.url or "")
+    name = run.folder.experiment.name
     with TemporaryDirectory() as scratch:
         remote.get(f"{run.url}/{name}", Path(scratch) / name)
-        DOWNLOADS[scratch] = shown
+        DOWNLOADS[scratch] = str(run.url)
         recorded: Any = OmegaConf.to_container(read_yaml(Path(scratch) / name))
-    refuse_changes(f"{shown}/{name}", recorded, asdict(run.experiment))
+    refuse_changes(f"{run.url}/{name}", recorded, asdict(run.experiment))
 
 
 def publish_prepared(run: Run, tick: Callable[[int, int], None]) -> None:
@@ -75,29 +75,35 @@ def publish_prepared(run: Run, tick: Callable[[int, int], None]) -> None:
         tick: called with the groups of parts done and in total.
 
     Raises:
-        UserError: the URL cannot be written, or holds other data.
+        UserError: the URL cannot be written or holds other data, or another process is publishing there.
     """
     if run.url is None:
         return
     manifest, folder = manifest_path(run.folder.root), run.folder
-    target = f"{run.url}/{_MANIFEST}"
-    is_there = False
+    target, root = f"{run.url}/{_MANIFEST}", f"{run.url}/{folder.prepared.name}"
     with remote.reaching():
-        with suppress(FileNotFoundError):
-            is_there = remote.read(target) == manifest.read_bytes()
-            if not is_there:
-                raise UserError(
-                    f"key 'remote': {remote.shown(run.url)}: holds a run prepared from other data; set another address"
-                )
-        if signature_of(manifest).exists():
-            remote.put(signature_of(manifest), f"{run.url}/{_MANIFEST}.sig")
-        if not is_there:
-            _publish_initial(run)
-            published = Published(f"{run.url}/{folder.prepared.name}", run.manifest.versions)
-            publish_shards(folder.prepared, published, run.manifest.index_sha256, tick)
-            without_password = to_yaml(replace(run.experiment, remote=None))
-            remote.write(f"{run.url}/{folder.experiment.name}", without_password.encode())
-            remote.put(manifest, target)
+        own = nullcontext() if _is_there(run) else lease.held(root, f"{root}/lease", note)
+        with own as held:
+            is_there = _is_there(run)  # another may have published meanwhile
+            if signature_of(manifest).exists():
+                remote.put(signature_of(manifest), f"{target}.sig")
+            if held is not None and not is_there:
+                _publish_initial(run)
+                published = Published(root, run.manifest.versions)
+                publish_shards(folder.prepared, published, run.manifest.index_sha256, tick)
+                held.check()
+                experiment = replace(run.experiment, remote=None)
+                remote.write(f"{run.url}/{folder.experiment.name}", to_yaml(experiment).encode())
+                remote.put(manifest, target)
+
+
+def _is_there(run: Run) -> bool:
+    """Whether the run's manifest is at its URL; raises ``UserError`` if another one is."""
+    with suppress(FileNotFoundError):
+        if remote.read(f"{run.url}/{_MANIFEST}") == manifest_path(run.folder.root).read_bytes():
+            return True
+        raise UserError(f"key 'remote': {run.url}: holds a run prepared from other data; set another address")
+    return False
 
 
 def _publish_initial(run: Run) -> None:
@@ -117,15 +123,14 @@ def pull_manifest(run: Run) -> None:
     if run.url is None:
         check_manifest(run.experiment, path)
         return
-    shown = remote.shown(run.url)
     with TemporaryDirectory() as scratch, remote.reaching():
         manifest = manifest_path(Path(scratch))
-        DOWNLOADS[scratch] = shown
+        DOWNLOADS[scratch] = run.url
         try:
             remote.get(f"{run.url}/{_MANIFEST}", manifest)
         except FileNotFoundError:
             raise UserError(
-                f"key 'remote': {shown}: holds no prepared run; start with prepare and the same remote, or set "
+                f"key 'remote': {run.url}: holds no prepared run; start with prepare and the same remote, or set "
                 "remote=null to use what is here"
             ) from None
         with suppress(FileNotFoundError):
@@ -139,8 +144,8 @@ def pull_manifest(run: Run) -> None:
             remote.get(str(manifest), path)
         elif sha256_file(path) != sha256_file(manifest):
             raise UserError(
-                f"{path}: differs from the one at {shown}: the data were prepared twice; remove it, or repeat prepare "
-                "on the machine that published"
+                f"{path}: differs from the one at {run.url}: the data were prepared twice; remove it, or repeat "
+                "prepare on the machine that published"
             )
 
 
@@ -198,7 +203,7 @@ def pull_artifact(name: str, run: Run) -> None:
         return
     with suppress(FileNotFoundError):
         with atomic_folder(folder) as temporary:
-            DOWNLOADS[str(temporary)] = remote.shown(url)
+            DOWNLOADS[str(temporary)] = url
             (temporary / MEMBER_FILE).write_bytes(description)
             for file in (STATEMENT, SIGNATURE):
                 with suppress(FileNotFoundError):
@@ -214,8 +219,8 @@ def pull_artifact(name: str, run: Run) -> None:
 
 
 def _step_of(description: bytes) -> int:
-    with suppress(ValueError, KeyError, TypeError):
-        return int(json.loads(description)["step"])
+    with suppress(ValueError, KeyError, TypeError, OverflowError):
+        return int(parse_json(description)["step"])
     return -1
 
 

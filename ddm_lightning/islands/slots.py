@@ -46,16 +46,19 @@ def seconds_left(island: IslandConfig) -> float:
 def _lent_until(path: Path) -> float:
     """Unix time in a lender's file; infinite without the file."""
     try:
-        text = path.expanduser().read_text(encoding="utf-8").strip()
+        text = path.expanduser().read_text(encoding="utf-8", errors="replace").strip()
     except FileNotFoundError:
         return math.inf
     try:
-        return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp() if "-" in text else float(text)
-    except ValueError:
+        end = datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp() if "-" in text else float(text)
+    except (ValueError, OverflowError):
+        end = math.nan
+    if not math.isfinite(end):
         raise UserError(
             f"key 'island.lease_file': {path}: holds {text[:40]!r}, which is no time; write the end of the slot as "
             "2026-11-25T18:30:00+01:00, or in seconds since 1970"
-        ) from None
+        )
+    return end
 
 
 class Slot:

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 
 from ddm_lightning.core import checks, remote
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.core.files import atomic_write_json, inside, sha256_file, sha256_json
+from ddm_lightning.core.files import atomic_write_json, inside, parse_json, sha256_file, sha256_json
 
 POLL_SECONDS = 5.0
 PATIENCE_SECONDS = 600.0
@@ -49,7 +49,7 @@ class Ledger:
         """Whether the entries are at the URL; their files need not be here then."""
         self.entries: Entries = {}
         with suppress(OSError, ValueError, TypeError):
-            self.entries |= json.loads(file.read_text(encoding="utf-8"))
+            self.entries |= parse_json(file.read_text(encoding="utf-8"))
 
     def is_done(self, name: str, key: str | None = None) -> bool:
         """Whether the work is recorded, under ``key`` unless that is None, and its files exist with their sizes."""
@@ -143,12 +143,12 @@ class Published:
         Raises:
             UserError: the ledger is damaged, or other versions made it.
         """
-        address = f"{remote.shown(self.url)}/{name}.json"
+        address = f"{self.url}/{name}.json"
         try:
-            if not (found := remote.read(f"{self.url}/{name}.json")):
+            if not (found := remote.read(address)):
                 return None
-            content = json.loads(found)
-            versions, entries = content["versions"], content["work"]
+            content = parse_json(found)
+            versions, entries = dict(content["versions"]), content["work"]
             for entry in entries.values():
                 if problem := checks.problem_with({key: entry[key] for key in _ENTRY}, _ENTRY):
                     raise ValueError(problem)
@@ -201,7 +201,7 @@ class Published:
             if not _is_there(target, file):
                 target.unlink(missing_ok=True)
                 raise UserError(
-                    f"{remote.shown(address)}: is missing, or differs from its entry in size or content; remove "
+                    f"{address}: is missing, or differs from its entry in size or content; remove "
                     f"{name}.json there, then repeat prepare on the machine that made it"
                 )
 

@@ -125,7 +125,7 @@ class SharedPreparation(Preparation):
             is_same = remote.create(address, json.dumps([part.name for part in self.parts]).encode())
         if not is_same:
             raise UserError(
-                f"{remote.shown(address)}: lists other parts of the source than this machine finds; give all machines "
+                f"{address}: lists other parts of the source than this machine finds; give all machines "
                 "the same source, or set another remote"
             )
 

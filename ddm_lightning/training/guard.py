@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.core.files import atomic_write_text
+from ddm_lightning.core.files import atomic_write_text, parse_json
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class SkippedStep:
 
     @classmethod
     def of(cls, line: str) -> SkippedStep:
-        """Parse a ``line``; raises ``ValueError``, ``KeyError`` or ``TypeError`` if it is not one."""
-        fields = json.loads(line)
-        return cls(**{**fields, "losses": [float(x) for x in fields["losses"]]})
+        """Parse a ``line``; raises ``ValueError``, ``KeyError``, ``TypeError`` or ``OverflowError`` if it is none."""
+        fields = parse_json(line)
+        return cls(**{**fields, "step": int(fields["step"]), "losses": [float(x) for x in fields["losses"]]})
 
 
 class FiniteGuard:
@@ -115,7 +115,7 @@ def read_skipped(path: Path) -> list[SkippedStep]:
     found: list[SkippedStep] = []
     if path.exists():
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            with suppress(ValueError, KeyError, TypeError):
+            with suppress(ValueError, KeyError, TypeError, OverflowError):
                 found.append(SkippedStep.of(line))
     return found
 

@@ -33,7 +33,7 @@ def from_elsewhere(monkeypatch, url):
 
 def test_a_claim_is_refused_while_its_process_lives_and_free_once_released(url):
     first = claim(url)
-    with pytest.raises(UserError, match=r"^expert-0: process \d+ on \S+ trains it and is alive; wait "):
+    with pytest.raises(UserError, match=r"^expert-0: is in use by process \d+ on \S+, which is alive; wait "):
         claim(url)
     first.beat({"step": 7}, released=True)
     second = claim(url)
@@ -59,9 +59,11 @@ def test_a_silent_claim_of_another_machine_is_taken_over_after_a_wait(url, monke
     assert said == ["expert-0: waits 0.4 s to see whether its process on far-away is alive"]
 
 
-def test_a_claim_that_beats_is_refused_whatever_its_clock_says(url, monkeypatch):
+@pytest.mark.parametrize("days", [-1, 1])
+def test_a_claim_that_beats_is_refused_whatever_its_clock_says(url, monkeypatch, days):
     other, over = from_elsewhere(monkeypatch, url), threading.Event()
-    monkeypatch.setattr(lease.time, "time", lambda: 0.0)
+    now = time.time()
+    monkeypatch.setattr(lease.time, "time", lambda: now + days * 86_400)
 
     def beat():
         while not over.wait(0.1):
@@ -70,14 +72,14 @@ def test_a_claim_that_beats_is_refused_whatever_its_clock_says(url, monkeypatch)
     thread = threading.Thread(target=beat)
     thread.start()
     try:
-        with pytest.raises(UserError, match="on far-away trains it and is alive"):
+        with pytest.raises(UserError, match="on far-away, which is alive"):
             claim(url)
     finally:
         over.set()
         thread.join()
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b'{"host": 1}', b"\xff"])
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"host": 1}', b"\xff", b"[" * 200_000])
 def test_a_damaged_claim_holds_nobody_up_for_good(url, content):
     remote.write(f"{url}/3.json", content)
     assert claim(url).generation == 4
@@ -89,3 +91,48 @@ def test_a_store_that_answers_garbage_makes_no_dead_process_alive(url, monkeypat
     read = remote.read
     monkeypatch.setattr(remote, "read", lambda path: next(answers, None) or read(path))
     assert claim(url).generation == 2
+
+
+def test_a_listing_that_hides_the_newest_claims_lets_nobody_in(url, monkeypatch):
+    first = from_elsewhere(monkeypatch, url)
+    first.beat({}, released=True)
+    second, over, created = from_elsewhere(monkeypatch, url), threading.Event(), []
+    files, create = remote.files, remote.create
+    monkeypatch.setattr(remote, "files", lambda url: {"1.json": 1} if url.endswith("lease") else files(url))
+    monkeypatch.setattr(remote, "create", lambda *given: created.append(given) or create(*given))
+
+    def beat():
+        while not over.wait(0.1):
+            second.beat({})
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        with pytest.raises(UserError, match="on far-away, which is alive"):
+            claim(url)
+    finally:
+        over.set()
+        thread.join()
+    assert len(created) == 1
+    third = claim(url)  # it is dead now
+    assert third.generation == 3
+    with pytest.raises(lease.LostLeaseError, match="has taken it over"):
+        second.check()
+    third.check()
+
+
+def test_a_page_instead_of_a_lease_takes_nobody_over(url, monkeypatch):
+    own = claim(url)
+    read = remote.read
+    monkeypatch.setattr(remote, "read", lambda path: b"<html></html>" if path.endswith("2.json") else read(path))
+    own.check()
+
+
+def test_a_claim_is_kept_alive_and_released_by_its_block(url, monkeypatch):
+    monkeypatch.setattr(lease, "HEARTBEAT_SECONDS", 0.02)
+    with lease.held("prepare", url, print) as own, pytest.raises(UserError, match=r"^prepare: is in use by process"):
+        end = time.monotonic() + 20
+        while lease.read_lease(url, own.generation).get("beat", 0) < 2:
+            assert time.monotonic() < end
+        lease.claim("prepare", url, print)
+    assert lease.claim("prepare", url, print).generation == 2

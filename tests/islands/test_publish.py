@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import os
+import platform
 import shutil
 import time
 from dataclasses import replace
@@ -17,9 +19,10 @@ from ddm_lightning.cli.parser import main
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core import remote
 from ddm_lightning.islands import lease, publish
-from ddm_lightning.islands.publish import Publisher
+from ddm_lightning.islands.publish import Publisher, published
 from ddm_lightning.islands.shared import pull_artifact
 from ddm_lightning.members.run import Run
+from ddm_lightning.training.checkpoint import find_resumable
 
 pytestmark = [*WARNINGS, pytest.mark.slow]
 QUICK = ("island.publish_every_n_minutes=0.001", "island.checkpoint_every_n_steps=5")
@@ -224,6 +227,34 @@ def test_what_a_killed_process_has_half_sent_is_removed(publisher):
     }
 
 
+@pytest.mark.parametrize("content", ["[1]", "[" * 200_000, '{"../x": 1}', "7"])
+def test_a_published_list_of_files_that_is_none_gives_way(publisher, capsys, content):
+    remote.write(f"{publisher.url}/checkpoints/step-00000010.ckpt.1/files.json", content.encode())
+    publisher.pull()
+    assert "damaged checkpoint (" in capsys.readouterr().err
+    assert not list((publisher.folder / "checkpoints").iterdir())
+
+
+def test_a_published_checkpoint_replaces_damaged_ones_here(publisher, finished_run):
+    steps = sorted((finished_run / "members/expert-0/checkpoints").glob("step-*.ckpt"))
+    for path in steps:
+        shutil.copytree(path, publisher.folder / "checkpoints" / path.name)
+        (publisher.folder / "checkpoints" / path.name / "rest.pt").write_bytes(b"garbage")
+    shutil.copytree(steps[0], f"{publisher.url}/checkpoints/{steps[0].name}.1")
+    publisher.pull()
+    assert find_resumable(publisher.folder / "checkpoints")[0].name == steps[0].name
+
+
+def test_the_lease_breaks_a_dead_hosts_mark_of_a_disk_that_cannot_lock(publisher):
+    lock = publisher.folder / ".lock"
+    publisher.held.beat({}, released=True)
+    for mark, is_left in ((f"12\n{platform.node()}\n", True), ("12\nfar-away\n", False), ("", True)):
+        lock.write_text(mark)
+        with published("expert-0", publisher.run):
+            assert lock.exists() == is_left
+        lock.unlink(missing_ok=True)
+
+
 def test_only_curves_and_averages_are_sent_and_fetched(publisher):
     folder, snapshot = publisher.folder, "ema/width-0.1-step-00000010.safetensors"
     ours = ("slurm/JOB_submitted.pkl", "wandb/metadata.json", "log.txt", ".tmp-ids.txt", "ids.txt")
@@ -335,13 +366,38 @@ def test_bad_remotes_are_one_line(store, tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
+def test_of_two_preparations_at_one_address_the_later_is_refused(tmp_path, monkeypatch, capsys):
+    """The second one begins before the first has published, and ends while it publishes."""
+    url, put, said = tmp_path / "store", remote.put, []
+    for seed in (0, 1):
+        prepared(tmp_path / str(seed), f"seed={seed}")
+
+    def publish(seed):
+        return main(["prepare", *settings(tmp_path / str(seed)), f"seed={seed}", f"remote={url}"])
+
+    def put_slowly(path, address):
+        if address.endswith("index.json") and not said:  # of the first one, in the middle
+            said.append("")
+            assert publish(1) == 2
+            said.append(capsys.readouterr().err)
+        put(path, address)
+
+    monkeypatch.setattr(remote, "put", put_slowly)
+    assert publish(0) == 0
+    assert f"{url}/prepared: is in use by process {os.getpid()} on " in said[1]
+    assert publish(1) == 2
+    assert "\nseed: 0\n" in (url / "experiment.yaml").read_text()
+    assert (url / "prepared/manifest.json").read_bytes() == (tmp_path / "0/prepared/manifest.json").read_bytes()
+    assert hashes(url / "prepared/shards") == hashes(tmp_path / "0/prepared/shards")
+
+
 def test_prepare_publishes_once_per_address(tmp_path, monkeypatch, quick_prepare):
     seen, put = [], remote.put
     monkeypatch.setattr(remote, "put", lambda path, url: (seen.append(url), put(path, url)))
     for place, is_new in (("a", True), ("a", False), ("b", True)):
         seen.clear()
         assert main(["prepare", *settings(tmp_path / "run"), f"remote=file://{tmp_path / place}"]) == 0
-        sent = [url for url in seen if "/probe-" not in url]
+        sent = [url for url in seen if "/probe-" not in url and "/lease/" not in url]
         assert bool(sent) == is_new
         assert not is_new or sent[-1].endswith("/prepared/manifest.json")
     for place in ("a", "b"):

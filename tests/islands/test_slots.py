@@ -103,14 +103,16 @@ def test_time_to_leave_is_twice_that_of_a_step_a_checkpoint_and_a_publication(ti
     assert slot._leaving_seconds() == slots.LEAVING_SECONDS + 2 * (steps * 0.25 + 3.0 + 7.0)
 
 
-@pytest.mark.parametrize("text", ["tonight", "", "2026-11-31T00:00"])
+@pytest.mark.parametrize("text", ["tonight", "", "2026-11-31T00:00", "nan", "9" * 400, "0001-01-01T00:00", "\ufffd"])
 def test_a_file_without_a_time_is_one_line(tiny_run, tmp_path, capsys, text):
     file = tmp_path / "lease"
-    file.write_text(text)
+    file.write_bytes(b"\xff" if text == "\ufffd" else text.encode())
     island = [f"island.lease_file={file}", "island.accelerator=cpu"]
     assert main(["fit", *settings(tiny_run), "member=expert-0", *island]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: key 'island.lease_file': {file}: holds {text!r}, which is no time; write the end ")
+    assert line.startswith(
+        f"error: key 'island.lease_file': {file}: holds {text[:40]!r}, which is no time; write the end "
+    )
     assert not (tiny_run / "members").exists()
 
 

@@ -231,6 +231,7 @@ def test_other_content_of_the_same_size_is_refused(tmp_path):
         (lambda text: text.replace('"bytes": ', '"bytes": 9'), "differs from its entry in size"),
         (lambda text: text.replace('"rows.npz"', '"../rows.npz"'), "leaves its folder"),
         (lambda _: "[]", "is no ledger of prepare"),
+        (lambda _: "[" * 200_000, "is no ledger of prepare"),
     ],
 )
 def test_a_record_that_lies_is_refused(tmp_path, change, problem):

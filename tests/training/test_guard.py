@@ -164,7 +164,8 @@ def test_losses_that_are_not_finite_survive_json():
 def test_the_line_after_one_that_was_cut_is_whole(tmp_path):
     path = tmp_path / "skipped_steps.jsonl"
     whole, cut = (SkippedStep(step, 0, [1], [0.5], [NAN]).line() for step in (3, 4))
-    path.write_text(f"{whole}\n{cut[:20]}")
+    others = ["[" * 200_000, '{"step": [1], "losses": []}', whole.replace('"nan"', "1" + "0" * 400)]
+    path.write_text("\n".join([*others, whole, cut[:20]]))
     guard = FiniteGuard("expert-0", 3)
     take_and_look(guard, step=9)
     guard.write(path)
