@@ -75,9 +75,10 @@ def serve(ensemble: DecentralizedEnsemble, listener: socket.socket, host: str, c
     warnings.filterwarnings("ignore", module="gradio")  # deprecations in gradio's own calls
     app, theme = FastAPI(openapi_url=None), gr.themes.Base()
     gr.mount_gradio_app(app, page(ensemble, captions), "/", theme=theme, css=_CSS, footer_links=[], ssr_mode=False)
-    app.routes[-1].app.add_exception_handler(  # Gradio's own
-        RequestValidationError, lambda *_: PlainTextResponse("the values do not match /gradio_api/info\n", 422)
-    )
+    for kind in (RequestValidationError, KeyError):  # the latter for an unknown function
+        app.routes[-1].app.add_exception_handler(  # Gradio's own
+            kind, lambda *_: PlainTextResponse("the values do not match /gradio_api/info\n", 422)
+        )
     _guard(app, host)
     if host not in ("127.0.0.1", "localhost"):
         note(f"anyone who can reach {host} can use the page; it asks for no password")
@@ -102,7 +103,8 @@ def _guard(app: FastAPI, host: str) -> None:
             return PlainTextResponse(f"use {host}, localhost or an address in place of this name\n", 421)
         if re.fullmatch(_ROUTES.get(request.method, ""), request.url.path) is None:
             return PlainTextResponse("not part of the page\n", 404)
-        if request.method == "POST" and int(request.headers.get("content-length", _MAX_BYTES + 1)) > _MAX_BYTES:
+        is_long = request.method == "POST" and int(request.headers.get("content-length", _MAX_BYTES + 1)) > _MAX_BYTES
+        if is_long or "transfer-encoding" in request.headers:  # whose body has no known end
             return PlainTextResponse(f"send a Content-Length of at most {_MAX_BYTES}\n", 413)
         return await go_on(request)
 
@@ -130,6 +132,16 @@ def page(ensemble: DecentralizedEnsemble, captions: Sequence[str] = ()) -> gr.Bl
     defaults = ensemble.experiment.sample
     num_threads = torch.get_num_threads()
 
+    def check(prompt: str) -> None:
+        """Refuse a prompt before the images of an earlier one are cleared."""
+        if kind in ("class", "none"):
+            return
+        if not (prompt or "").strip():
+            raise gr.Error("the prompt is empty; describe an image", print_exception=False)
+        if len(prompt) > _MAX_PROMPT:
+            problem = f"the prompt has {len(prompt):,} characters; describe an image in 1 to {_MAX_PROMPT:,}"
+            raise gr.Error(problem, print_exception=False)
+
     def generate(
         prompt: str, strategy: str, num: int, num_steps: int, guidance: float, seed: int, *factors: float
     ) -> tuple[list[Image.Image], str, Image.Image | None]:
@@ -139,9 +151,8 @@ def page(ensemble: DecentralizedEnsemble, captions: Sequence[str] = ()) -> gr.Bl
         start = time.perf_counter()
         rows, active = field.work.rows, field.work.active
         described: dict[str, Any] = {"class": {"classes": [prompt]}, "none": {}}.get(kind, {"prompts": [prompt]})
+        check(prompt)
         try:
-            if len(prompt or "") > _MAX_PROMPT:
-                raise UserError(f"the prompt has {len(prompt):,} characters; describe an image in 1 to {_MAX_PROMPT:,}")
             if None in (num, num_steps, guidance, seed):
                 raise UserError("a number is empty; fill it in")
             images = ensemble.sample(
@@ -200,7 +211,8 @@ def page(ensemble: DecentralizedEnsemble, captions: Sequence[str] = ()) -> gr.Bl
             first, *outputs = _side("A", defaults.strategy)
             second, *others = _side("B", "full" if defaults.strategy == "bayes" else "bayes")
         # Gradio runs one call of a function at a time. After an error of the first, the second would only repeat it.
-        done = button.click(generate, [condition, first, *settings], outputs, api_name="generate")
+        checked = button.click(check, condition, None, show_progress="hidden", api_visibility="private")
+        done = checked.success(generate, [condition, first, *settings], outputs, api_name="generate")
         both_done = done.success(generate, [condition, second, *settings], others, api_visibility="private")
         # Images of an earlier prompt must not stay beside the error.
         done.failure(lambda: [None] * 6, None, [*outputs, *others], api_visibility="private")

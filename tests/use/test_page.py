@@ -152,6 +152,20 @@ def test_a_prompt_gives_images_and_heat_maps(browser: Browser, address: str, tmp
     assert hosts == {address.removeprefix("http://")}, "everything comes from the page itself"
 
 
+def test_an_empty_prompt_leaves_the_images(browser: Browser, address: str) -> None:
+    page = browser.new_page()
+    page.goto(address)
+    put(page, "Prompt", "a cross")
+    put(page, "number input for Images", "1")
+    generate(page)
+    expect(page.locator("img")).to_have_count(4)
+    put(page, "Prompt", " ")
+    generate(page)
+    expect(page.get_by_text("the prompt is empty; describe an image")).to_be_visible()
+    page.wait_for_timeout(1000)
+    expect(page.locator("img")).to_have_count(4)
+
+
 def test_a_click_on_a_caption_of_the_training_images_fills_it_in(browser: Browser, address: str) -> None:
     page = browser.new_page()
     page.goto(address)
@@ -192,7 +206,10 @@ def test_a_run_without_the_parts_of_its_data_has_no_captions(finished_run: Path,
         ("gradio_api/queue/join", {}, b" " * (1 << 20) + b"{}", 413),
         ("gradio_api/queue/join", {"Transfer-Encoding": "chunked"}, b"2\r\n{}\r\n0\r\n\r\n", 413),
         ("gradio_api/queue/join", {}, b"{", 422),
-        ("gradio_api/queue/join", {}, b'{"data": [], "fn_index": 99, "session_hash": "a"}', 500),
+        ("gradio_api/queue/join", {"Transfer-Encoding": "chunked", "Content-Length": "4"}, b"2\r\n{}\r\n", 413),
+        ("config", {"Transfer-Encoding": "chunked"}, None, 413),
+        ("gradio_api/queue/join", {}, b'{"data": [], "fn_index": 99, "session_hash": "a"}', 422),
+        ("gradio_api/queue/join", {}, b'{"data": [], "fn_index": -1, "session_hash": "a"}', 422),
     ],
 )
 def test_what_the_page_does_not_need_is_closed(
@@ -252,7 +269,7 @@ def test_the_page_shows_the_images_of_the_python_api(client: Client, finished_ru
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"prompt": " "}, "a prompt is empty"),
+        ({"prompt": " "}, "the prompt is empty; describe an image"),
         ({"prompt": "x" * 2001}, "the prompt has 2,001 characters; describe an image in 1 to 2,000"),
         ({"num_steps": 5000}, "5000 is greater than maximum"),
         ({"seed": None}, "a number is empty"),
