@@ -204,12 +204,14 @@ def _captions(experiment: Experiment, options: argparse.Namespace) -> None:
         if not file.exists():
             raise UserError(f"{file}: is missing; search for captions on the machine that has the images")
     word = options.captions.casefold()
-    for text in sorted({text for text in prepared.texts("captions") if word in text.casefold()}):
-        print(text)
+    found = sorted({text for text in prepared.texts("captions") if word in text.casefold()})
+    if not found:
+        raise UserError(f"--captions {options.captions!r}: no caption contains it; give another word, or '' for all")
+    print(*found, sep="\n")
 
 
 def _sample(experiment: Experiment, options: argparse.Namespace) -> None:
-    from ddm_lightning.use.samples import check_out, write_samples
+    from ddm_lightning.use.samples import check_out, settings_line, write_samples
 
     given = {"--strategy": options.strategy, "--num": options.num, "--seed": options.seed}
     settings = resolve(
@@ -242,6 +244,7 @@ def _sample(experiment: Experiment, options: argparse.Namespace) -> None:
     print(f"samples: {path}\nsingle images: {path.with_suffix('')}")
     for name, file in files.items():
         print(f"{name}: {file}")
+    print(f"settings: {settings_line(settings.sample)}")
     cost = ensemble.cost
     print(f"cost: {cost.gflop:.3g} GFLOP per image, {cost.experts:.2f} active experts on average")
 

@@ -310,8 +310,8 @@ class Distillation(Regression):
         """Take the run's finished ensemble as the teacher.
 
         Raises:
-            UserError: no ensemble, a damaged artifact, a refused signature, or a strategy without weights or without its
-                router.
+            UserError: no ensemble, a damaged artifact, a refused signature, or a strategy without weights or without
+                its router.
         """
         experiment, name = run.experiment, run.experiment.distill.teacher
         manifest = read_ensemble(run.folder.ensemble)

@@ -68,7 +68,7 @@ def tensorboard_tag(name: str) -> str:
     if figure.startswith(("cross_entropy", "accuracy", "routing")):
         return f"2_router/{name}"
     if name == "samples":
-        return "1_watch/train/samples"  # sorted behind the losses: each member has a card of its own
+        return "1_watch/validation/samples"  # sorted behind the losses: each member has a card of its own
     if figure == "loss":
         return f"1_watch/{name}"
     return f"3_training/{name}" if kind == "train" else name

@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 from torch import Tensor
 
+from ddm_lightning.config.experiment import SampleConfig
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_files
 from ddm_lightning.core.formatting import Bars, format_bytes
@@ -89,10 +90,7 @@ def write_samples(
                 save_png(folder / singles.name / f"{row:03d}-{words}-{index:04d}.png", Image.fromarray(image))
             if row < MAX_ROWS and index < MAX_COLUMNS:
                 shown[row][1].append(image.copy())  # a view would keep the whole batch
-        title = (
-            f"{settings.member or settings.strategy}, {settings.solver}, {settings.num_steps} steps, "
-            f"guidance {settings.guidance_scale:g}"
-        )
+        title = settings_line(settings)
         if total > sum(len(images) for _, images in shown):
             title += f"; {len(shown)} of {len(rows)} rows, {min(num, MAX_COLUMNS)} of {num} images each"
         grid, credit = folder / path.name, ensemble.credit_line
@@ -102,6 +100,14 @@ def write_samples(
         for old in singles.glob("[0-9][0-9][0-9]-*-[0-9][0-9][0-9][0-9].png") if singles is not None else ():
             old.unlink()  # left by an earlier grid of this name
     return {name: path.with_name(file.name) for name, file in files.items()}
+
+
+def settings_line(settings: SampleConfig) -> str:
+    """Name the settings that matter most."""
+    return (
+        f"{settings.member or settings.strategy}, {settings.solver}, {settings.num_steps} steps, "
+        f"guidance {settings.guidance_scale:g}"
+    )
 
 
 def check_out(out: str) -> Path:
@@ -151,18 +157,19 @@ def write_trajectory(
         """At most ``num`` times, and for each image a row of x_t and one of x_0."""
         picked = torch.linspace(0, len(trace.times) - 1, min(num, len(trace.times))).round().long()
         states = [of_key[key][picked] for key in labels for of_key in (trace.x_t, trace.x_0)]
-        return [f"t = {t:.2f}" for t in trace.times[picked].tolist()], [list(decode(one)) for one in states]
+        return [f"{t:.2f}" for t in trace.times[picked].tolist()], [list(decode(one)) for one in states]
 
     headings, images = decoded(_STRIP_COLUMNS)
     scale = scale_of(images[0][0])
     names_of_rows = [text for label in labels.values() for text in (f"{label}: x_t".lstrip(": "), "estimate of x_0")]
-    save_png(strip, labelled_grid(list(zip(names_of_rows, images, strict=True)), scale, "", footer, headings))
+    title = "time t of each column: 1 is noise, 0 the image"
+    save_png(strip, labelled_grid(list(zip(names_of_rows, images, strict=True)), scale, title, footer, headings))
     files = {"weights": heat, "trajectory": strip}
     if gif:
         headings, images = decoded(_GIF_FRAMES)
         frames = [
-            labelled_grid([("x_t", columns[::2]), ("estimate of x_0", columns[1::2])], scale, heading, footer)
-            for heading, columns in zip(headings, map(list, zip(*images, strict=True)), strict=True)
+            labelled_grid([("x_t", columns[::2]), ("estimate of x_0", columns[1::2])], scale, f"t = {time}", footer)
+            for time, columns in zip(headings, map(list, zip(*images, strict=True)), strict=True)
         ]
         files["animation"] = path.with_suffix(".gif")
         frames[0].save(files["animation"], save_all=True, append_images=frames[1:], duration=100, loop=0)

@@ -258,11 +258,21 @@ def test_captions_are_listed_and_searched_in_any_case(
     assert every == sorted(set(every)) and {"red disc", "blue square"} <= set(every)
     found = called(capsys, "sample", *settings(finished_run), "--captions", "RED d").splitlines()
     assert found == [text for text in every if "red d" in text]
+    assert main(["sample", *settings(finished_run), "--captions", "zzz"]) == 2
+    assert "--captions 'zzz': no caption contains it; give another word, or '' for all" in capsys.readouterr().err
     run = copy_run(finished_run, tmp_path / "run")
     for name in ("parts.json", "index.json"):
         (run / "prepared" / name).unlink()
         assert main(["sample", *settings(run), "--captions", "red"]) == 2
         assert f"{name}: is missing; search for captions on the machine that" in capsys.readouterr().err
+
+
+def test_sample_names_the_solver_that_another_strategy_keeps(
+    capsys: pytest.CaptureFixture[str], finished_run: Path, tmp_path: Path
+) -> None:
+    keeps = ["sample.strategy=bayes", "sample.solver=ancestral", FEW, "--out", tmp_path / "a.png", "--num", 1]
+    printed = called(capsys, "sample", *settings(finished_run), *keeps, "--strategy", "top-1")
+    assert "\nsettings: top-1, ancestral, " in printed
 
 
 def samples(path: Path) -> str:
@@ -272,8 +282,9 @@ def samples(path: Path) -> str:
 
 
 def sampled(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """What ``sample`` prints, after checking its line of the cost."""
-    *lines, cost = called(capsys, "sample", *arguments).splitlines(keepends=True)
+    """What ``sample`` prints, after checking its lines of the settings and the cost."""
+    *lines, of_settings, cost = called(capsys, "sample", *arguments).splitlines(keepends=True)
+    assert re.fullmatch(r"settings: [\w-]+, \w+, \d+ steps, guidance [\d.]+\n", of_settings)
     assert re.fullmatch(r"cost: [\d.e+-]+ GFLOP per image, \d\.\d\d active experts on average\n", cost)
     return "".join(lines)
 

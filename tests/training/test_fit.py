@@ -103,7 +103,7 @@ def test_its_curves_and_images_are_in_tensorboard(finished):
     assert {event.value for event in shown.Scalars("3_training/train/skipped_steps")} == {0}
     assert "3_training/train/mfu" not in shown.Tags()["scalars"], "the peak of a CPU is not known"
     assert len([tag for tag in shown.Tags()["scalars"] if tag.startswith("4_by_noise_level/train/loss_t0.")]) >= 6
-    images = shown.Images("1_watch/train/samples")
+    images = shown.Images("1_watch/validation/samples")
     assert [image.step for image in images] == [12, 20]
     assert all(image.encoded_image_string.startswith(b"\x89PNG") for image in images)
     assert {image.height > 2 * 72 for image in images} == {True}, "small images are enlarged"
@@ -111,7 +111,7 @@ def test_its_curves_and_images_are_in_tensorboard(finished):
 
 def test_tensorboard_opens_on_what_to_watch(finished):
     watch, training, by_noise_level = groups(events(finished)).items()
-    assert watch == ("1_watch", {"train/loss", "held_out/loss", "train/samples"})
+    assert watch == ("1_watch", {"train/loss", "held_out/loss", "validation/samples"})
     assert training[0] == "3_training" and {"train/learning_rate", "train/data_wait"} <= training[1]
     assert by_noise_level[0] == "4_by_noise_level" and all("loss_t0." in name for name in by_noise_level[1])
 

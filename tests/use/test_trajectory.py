@@ -18,14 +18,14 @@ ALL, NONE = (253, 231, 36), (68, 1, 84)  # ends of viridis
 KEYS = [("a", 0), ("b", 0)]
 
 
-def trace_of(num_steps: int) -> Trace:
+def trace_of(num_steps: int, size: int = 8) -> Trace:
     """Images that are black at first and grow brighter; their estimates are white all along."""
     trace = Trace(KEYS, KEYS)
     trace.times = torch.linspace(1, 0, num_steps + 1)
     for k, key in enumerate(KEYS):
         trace.weights[key] = torch.eye(2)[k].expand(num_steps, 2)
-        trace.x_t[key] = torch.linspace(0, 1, num_steps + 1).reshape(-1, 1, 1, 1).expand(-1, 3, 8, 8)
-        trace.x_0[key] = torch.ones(num_steps + 1, 3, 8, 8)
+        trace.x_t[key] = torch.linspace(0, 1, num_steps + 1).reshape(-1, 1, 1, 1).expand(-1, 3, size, size)
+        trace.x_0[key] = torch.ones(num_steps + 1, 3, size, size)
     return trace
 
 
@@ -33,8 +33,10 @@ def decode(x_0: torch.Tensor) -> np.ndarray:
     return (255 * x_0).byte().permute(0, 2, 3, 1).numpy()
 
 
-def drawn(path: Path, **options: bool) -> dict[str, Path]:
-    return write_trajectory(path, trace_of(50), ["expert-0", "expert-1"], dict.fromkeys(KEYS, "a"), decode, **options)
+def drawn(path: Path, size: int = 8, **options: bool) -> dict[str, Path]:
+    return write_trajectory(
+        path, trace_of(50, size), ["expert-0", "expert-1"], dict.fromkeys(KEYS, "a"), decode, **options
+    )
 
 
 def cells(image: Image.Image, colour: tuple[int, ...]) -> np.ndarray:
@@ -71,6 +73,17 @@ def test_the_strip_leads_from_noise_to_the_image(tmp_path: Path) -> None:
     top = np.flatnonzero((strip[:, left] == 0).all(1))[0]
     row = strip[top + 36, left + 36 :: 76, 0]  # cells of 72 pixels and gaps of 4
     assert len(row) == 10 and (np.diff(row.astype(int)) > 0).all() and row[-1] == 255
+
+
+@pytest.mark.parametrize("size", [8, 40, 64])
+def test_each_column_of_the_strip_has_a_heading_of_its_own(tmp_path: Path, size: int) -> None:
+    strip = np.asarray(Image.open(drawn(tmp_path / "grid.png", size)["trajectory"]))
+    cell = size * max(1, 72 // size)
+    black = (strip == 0).all(2)
+    left = np.flatnonzero(black.sum(0) == 2 * cell)[0]
+    top = np.flatnonzero(black[:, left])[0]
+    above = [strip[top - 17 : top - 1, x : x + cell] for x in range(left, left + 10 * (cell + 4), cell + 4)]
+    assert len({heading.tobytes() for heading in above}) == 10 and all((heading < 200).any() for heading in above)
 
 
 def test_the_gif_holds_the_finished_image(tmp_path: Path) -> None:
