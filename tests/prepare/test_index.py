@@ -1,13 +1,19 @@
 import json
 import resource
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from prepare.listed import Listed, experiment_of, plug_in, record, records
+from prepare.test_stages import stored_samples
 
+from ddm_lightning.config.experiment import CaptionConfig
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import CAPTION_ENCODERS, FEATURES, IMAGE_ENCODERS, SOURCES
+from ddm_lightning.partition.columns import Rows
+from ddm_lightning.partition.partition import Partition, Samples
+from ddm_lightning.prepare import prepared as prepared_files
 from ddm_lightning.prepare.encode import check_broken
 from ddm_lightning.prepare.prepared import Prepared, Thumbnails
 from ddm_lightning.prepare.records import BrokenSample
@@ -241,3 +247,54 @@ def test_neither_open_files_nor_maps_grow_with_the_number_of_parts(run):
             assert str(prepared.folder / "parts") not in Path("/proc/self/maps").read_text()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def with_columns(part):
+    """Eighteen samples to keep, in part a 19; a broken file, a key, a filter or their likes take out the others."""
+    rows = {"same": record("same", image=record(f"{part} same").image)} | {one.key: one for one in records(20, part)}
+    rows[f"{part}copy"] = record(f"{part}copy", image=np.minimum(rows[f"{part}5"].image, 254) + 1)
+    yield BrokenSample("x", "empty file")
+    for number, (key, made) in enumerate(rows.items()):
+        score = 9.0 if key == "same" else number / 2
+        yield replace(made, values={"first": f"1 {key}", "second": f"2 {key}", "score": score})
+
+
+def test_all_features_at_once_store_every_sample_as_it_came(tmp_path, monkeypatch):
+    """Over several groups of parts, and fitted on half of them."""
+    monkeypatch.setattr(prepared_files, "GROUP_SIZE", 2)
+    source = Listed({part: list(with_columns(part)) for part in "abcde"})
+    source.extra_columns = {}
+    experiment = experiment_of(
+        plug_in(monkeypatch, SOURCES, source),
+        captions=[CaptionConfig("first"), CaptionConfig("second")],
+        filters={"score": ">= 1.5"},
+        keep=["score"],
+        near_duplicates=0.999,
+        horizontal_flips=True,
+        max_bad_fraction=0.5,
+    )
+    experiment.prepare.partition.fit_fraction = 0.5
+    manifest = prepare(experiment, tmp_path)
+    assert manifest.broken == {"empty file": 5, "duplicate key": 4}
+    assert manifest.filtered == {"not score >= 1.5": 10, "near-duplicate": 5}
+    expected = [one for part in "abcde" for one in source.samples[part][4:22]]
+    expected.insert(0, source.samples["a"][1])
+    prepared, stored = Prepared(tmp_path / "prepared"), [*stored_samples(tmp_path)]
+    features = FEATURES.build("pooled-pixels", {}).encode(np.stack([one.image for one in expected]))
+    clusters = Partition.load(prepared.rule_file).rule.assign(Samples(Rows([features]), np.zeros(91), []))
+    assert sorted(sample["sample_id"] for sample in stored) == [*range(91)]
+    for sample in stored:
+        one = expected[sample["sample_id"]]
+        assert {name: sample[name] for name in ("caption", "caption_2", "score")} == {
+            "caption": one.values["first"],
+            "caption_2": one.values["second"],
+            "score": one.values["score"],
+        }
+        np.testing.assert_array_equal(sample["x_0"], one.image.transpose(2, 0, 1))
+        np.testing.assert_array_equal(sample["x_0_flipped"], one.image[:, ::-1].transpose(2, 0, 1))
+        assert sample["cluster"] == clusters[sample["sample_id"]]
+    fitted, _ = prepared.sample(0.5)
+    keys = [one.key for one in expected]
+    rows = [keys.index(key) for key in fitted.keys]
+    assert 30 < len(rows) < 60
+    np.testing.assert_array_equal(fitted.features[:], features[rows])
