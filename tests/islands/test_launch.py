@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from artifact_files import put
@@ -17,6 +18,7 @@ from shards.mds import WARNINGS
 from tiny_runs import ROOT, TINY, prepared
 
 from ddm_lightning.cli.parser import main
+from ddm_lightning.config.experiment import IslandConfig
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.config.merge import island_of
 from ddm_lightning.core.errors import UserError
@@ -105,6 +107,43 @@ def test_all_members_of_a_run_become_an_ensemble(run, tmp_path, capsys, quick_pr
     there = [*run[:2], f"run_dir={tmp_path / 'elsewhere'}", run[3]]
     assert main(["sample", *there]) == 0
     assert (tmp_path / "elsewhere/samples/top-1.png").exists()
+
+
+def test_a_job_of_slurm_has_the_nodes_devices_and_limits_of_its_island(tmp_path, monkeypatch):
+    told = {}
+
+    class Executor:
+        def __init__(self, **given):
+            told.update(given)
+
+        update_parameters = __init__
+
+        def submit(self, training):
+            told["command"] = training.command[1:]
+            return SimpleNamespace(job_id=7)
+
+    monkeypatch.setattr("submitit.AutoExecutor", Executor)
+    island = IslandConfig("gpu", devices=4, nodes=2)
+    job = Job("expert-0", "run", ("fit", "member=expert-0"), island, tmp_path, {"NAME": "value"}, slot=3)
+    launcher = SlurmLauncher("long", minutes=90, cpus_per_device=3, memory_gb=64.0, notice_seconds=33)
+    assert launcher.submit(job) == "7"
+    assert told.pop("slurm_max_num_timeout") > 1000
+    assert told == {
+        "folder": tmp_path / "slurm",
+        "cluster": "slurm",
+        "name": "run-expert-0",
+        "nodes": 2,
+        "tasks_per_node": 1,
+        "timeout_min": 90,
+        "cpus_per_task": 12,
+        "slurm_signal_delay_s": 33,
+        "slurm_setup": ["export NAME=value"],
+        "slurm_additional_parameters": {},
+        "gpus_per_node": 4,
+        "mem_gb": 64.0,
+        "slurm_partition": "long",
+        "command": ["-m", "ddm_lightning", "fit", "member=expert-0"],
+    }
 
 
 class Listed(Launcher):

@@ -171,16 +171,17 @@ def test_held_out_samples_do_not_depend_on_the_rest_of_the_data_set():
 
 
 @pytest.mark.parametrize(
-    ("rows", "expected"),
+    ("rows", "fraction", "expected"),
     [
-        ([(100, 0), (200, 0), (50, 1), (100, 1)], {100}),  # the first cluster's; the second then has some, too
-        ([(200, 0), (100, 1), (200, 1)], {100}),  # not 200: the first cluster has nothing else to train on
-        ([(200, 0), (300, 1), (200, 1)], set()),  # nor here, although the second would hold it out
+        ([(100, 0), (200, 0), (50, 1), (100, 1)], 1e-18, {100}),  # the first cluster's; the second then has some, too
+        ([(200, 0), (100, 1), (200, 1)], 1e-18, {100}),  # not 200: the first cluster has nothing else to train on
+        ([(200, 0), (300, 1), (200, 1)], 1e-18, set()),  # nor here, although the second would hold it out
+        ([(100, 0), (200, 0), (300, 0)], 0.5, {100, 200}),  # all would be: one stays
     ],
 )
-def test_which_group_is_held_out_where_the_fraction_finds_none(rows, expected):
+def test_which_group_is_held_out_where_the_fraction_finds_none_or_all(rows, fraction, expected):
     hashes, clusters = np.array(rows, np.uint64).T
-    held_out = held_out_samples(hashes, clusters.astype(np.int64), 2, 1e-18)
+    held_out = held_out_samples(hashes, clusters.astype(np.int64), 2, fraction)
     assert set(hashes[held_out].tolist()) == expected
 
 
