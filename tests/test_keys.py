@@ -23,11 +23,13 @@ from training.members import MEMBER, Recorder, batch, expert, held_out
 from ddm_lightning.config.experiment import (
     CaptionConfig,
     ImagesConfig,
+    InitConfig,
     IslandConfig,
     LoraConfig,
     PluginConfig,
     SampleConfig,
     ShardsConfig,
+    TimestepsConfig,
 )
 from ddm_lightning.config.load import changeable_keys, fingerprint, load_experiment
 from ddm_lightning.core.errors import UserError
@@ -37,13 +39,15 @@ from ddm_lightning.encoders.images import Pixels
 from ddm_lightning.ensemble.routing import Batch
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.evaluation.image_sets import FileImages, Generated, ShardImages
+from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.flow.randomness import keyed_seed
 from ddm_lightning.islands import plan, shared
-from ddm_lightning.members.artifact import write_artifact
+from ddm_lightning.members.artifact import described, write_artifact
 from ddm_lightning.members.cost import MemberCost
 from ddm_lightning.members.load import Bases
 from ddm_lightning.members.member import ROLES
 from ddm_lightning.members.run import Run
+from ddm_lightning.members.run_folder import changes
 from ddm_lightning.networks.lora import adapt, frozen
 from ddm_lightning.prepare import stages
 from ddm_lightning.prepare.engine import Reporter
@@ -296,6 +300,34 @@ def test_an_artifact_counts_as_sent_by_url_and_content(tmp_path: Path) -> None:
     assert not shared.is_published("expert-0", run)
 
 
+OTHER = {
+    "network": PluginConfig("dit", {"width": 8}),
+    "lora": LoraConfig(2, target_modules=["0"]),
+    "x_shape": (3, 8, 8),
+    "condition": ConditionSpec("text", 7),
+    "num_clusters": 4,
+    "path": "cosine",
+    "clusters": (1,),
+    "interval": (0.0, 0.5),
+    "timesteps": TimestepsConfig(shift=3.0),
+    "image_encoder": PluginConfig("pixels", {"image_size": 4}),
+    "caption_encoder": PluginConfig("hashed-words", {"size": 4}),
+    "init_from": InitConfig("elsewhere"),
+    "name": "expert-1",
+}
+
+
+def test_an_artifact_records_what_shaped_its_member(tiny_prepared: Path) -> None:
+    manifest = Manifest.read(tiny_prepared.parent)
+
+    def key(manifest: Manifest, **own: Any) -> Hashable:
+        return json.dumps(described(replace(MEMBER, **own), manifest))
+
+    other = [replace(manifest, partition_sha256="cd" * 32), replace(manifest, normalisation={"scale": 2.0})]
+    of_member = ({name: value} for name, value in OTHER.items())
+    all_differ(key, {"manifest": manifest}, *of_member, *({"manifest": one} for one in other))
+
+
 def leaves_of(value: Any, key: str = "") -> Iterator[tuple[Any, str, str]]:
     """Every leaf of a dataclass: the object that holds it, its name, and its dotted key."""
     for field in fields(value):
@@ -306,20 +338,25 @@ def leaves_of(value: Any, key: str = "") -> Iterator[tuple[Any, str, str]]:
             yield value, field.name, name
 
 
+CHANGEABLE = ("prepare.engine", "prepare.num_processes")
+
+
 def test_every_setting_but_those_of_places_and_lengths_is_in_the_fingerprint() -> None:
     free = {key for key in changeable_keys() if "." not in key}
     assert {"run_dir", "remote", "island", "islands"} <= free and not {"seed", "prepare", "expert"} & free
     experiment = load_experiment(TINY)
-    plain, found = fingerprint(experiment), set()
+    plain, given, found = fingerprint(experiment), asdict(experiment), set()
     for holder, name, key in leaves_of(experiment):
         before = getattr(holder, name)
         setattr(holder, name, {"x": 1} if isinstance(before, dict) else "another")
         if fingerprint(experiment) == plain:
             found.add(key)
+        is_free = key.partition(".")[0] in free or key in CHANGEABLE
+        said = changes(given, asdict(experiment))
+        assert not said if is_free else said.startswith(key)
         setattr(holder, name, before)
     inner = {key for key in found if key.partition(".")[0] not in free}
-    steps = {"expert.train.max_steps", "router.train.max_steps"}
-    assert inner == {*steps, "prepare.engine", "prepare.num_processes"}
+    assert inner == {"expert.train.max_steps", "router.train.max_steps", *CHANGEABLE}
 
 
 BASE = {"features": PluginConfig("pooled-pixels"), "fit_fraction": 0.5, "near_duplicates": 1.0}

@@ -3,10 +3,14 @@
 from types import SimpleNamespace
 
 import pytest
+from tiny_runs import TINY
 
 from ddm_lightning.config.experiment import IslandConfig
+from ddm_lightning.config.load import load_experiment
 from ddm_lightning.members import cost
 from ddm_lightning.members.cost import State, chosen_strategy
+from ddm_lightning.members.run import Run
+from ddm_lightning.shards.manifest import DataSizes
 
 
 @pytest.mark.parametrize(
@@ -39,3 +43,12 @@ def test_weights_are_sharded_over_the_devices_of_one_node(num_bytes, strategy, n
     """Of 3,200 bytes a device of 8 holds 400, beside 400 of gathered weights; half of it is for activations."""
     state = State(weights=400, gradients=400, optimizer=1600, ema=800)
     assert chosen_strategy(IslandConfig("gpu", 8, nodes=nodes, precision="32-true"), state, num_bytes) == strategy
+
+
+def test_the_longest_training_is_that_of_most_parameters_times_samples():
+    run = Run(load_experiment(TINY, ["router.train.max_steps=7", "expert.train.max_steps=5"]))
+    sizes = DataSizes((3, 8, 8), 4, None, 0)
+    for name, batch_size, steps in (("expert-0", 8, 5), ("router", 16, 7), ("monolith", 16, 5)):
+        member = run.resolve(name, sizes)
+        num = sum(parameter.numel() for parameter in member.build_network().parameters())
+        assert (member.batch_size, cost.relative_cost(member)) == (batch_size, num * batch_size * steps)

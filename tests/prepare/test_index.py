@@ -13,6 +13,7 @@ from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import CAPTION_ENCODERS, FEATURES, IMAGE_ENCODERS, SOURCES
 from ddm_lightning.partition.columns import Rows
 from ddm_lightning.partition.partition import Partition, Samples
+from ddm_lightning.prepare import merge
 from ddm_lightning.prepare import prepared as prepared_files
 from ddm_lightning.prepare.encode import check_broken
 from ddm_lightning.prepare.prepared import Prepared, Thumbnails
@@ -262,6 +263,8 @@ def with_columns(part):
 def test_all_features_at_once_store_every_sample_as_it_came(tmp_path, monkeypatch):
     """Over several groups of parts, and fitted on half of them."""
     monkeypatch.setattr(prepared_files, "GROUP_SIZE", 2)
+    balanced: list[tuple[int, int]] = []
+    monkeypatch.setattr(merge, "check_balance", lambda counts, _, num: balanced.append((int(counts.sum()), num)))
     source = Listed({part: list(with_columns(part)) for part in "abcde"})
     source.extra_columns = {}
     experiment = experiment_of(
@@ -296,5 +299,5 @@ def test_all_features_at_once_store_every_sample_as_it_came(tmp_path, monkeypatc
     fitted, _ = prepared.sample(0.5)
     keys = [one.key for one in expected]
     rows = [keys.index(key) for key in fitted.keys]
-    assert 30 < len(rows) < 60
+    assert 30 < len(rows) < 60 and balanced == [(91, len(rows))], "of all samples, by the error of the fitted ones"
     np.testing.assert_array_equal(fitted.features[:], features[rows])
