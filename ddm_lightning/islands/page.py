@@ -78,21 +78,23 @@ def read_curves(name: str, run: Run) -> Curves:
                     remote.get(f"{url}/{file}", inside(folder, file, Path(url)))
         if not folder.is_dir():
             return {}
-        starts = []
+        parts: defaultdict[str, list[dict[int, float]]] = defaultdict(list)
         for path in sorted(folder.glob("*tfevents*")):
             events = EventAccumulator(str(path), size_guidance={"scalars": _MAX_POINTS})
             try:
-                tags = [tag for tag in events.Reload().Tags()["scalars"] if not tag.startswith(_BY_NOISE_LEVEL)]
-                starts.append({tag: {one.step: one.value for one in events.Scalars(tag)} for tag in tags})
+                for tag in events.Reload().Tags()["scalars"]:
+                    if not tag.startswith(_BY_NOISE_LEVEL):
+                        parts[tag].append({one.step: one.value for one in events.Scalars(tag)})
             except Exception as error:  # noqa: BLE001  # damaged or a stranger's; TensorBoard raises its own
                 note(f"{name}: its curves cannot be read ({first_line(error)})")
-    # Not by name, which holds the time: the clock of the island before may have been ahead.
-    starts.sort(key=lambda found: min((min(values) for values in found.values()), default=0))
-    merged: defaultdict[str, dict[int, float]] = defaultdict(dict)
-    for found in starts:
-        for tag, values in found.items():
-            merged[tag] |= values
-    return {tag: (sorted(values), [values[step] for step in sorted(values)]) for tag, values in merged.items()}
+    curves = {}
+    for tag, found in parts.items():
+        values: dict[int, float] = {}
+        # By first step, not by name, which holds the time: the clock of the island before may have been ahead.
+        for part in sorted(found, key=min):
+            values |= part
+        curves[tag] = sorted(values), [values[step] for step in sorted(values)]
+    return curves
 
 
 def _figure_of(tag: str) -> str:
