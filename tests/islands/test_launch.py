@@ -172,6 +172,8 @@ def test_a_finished_member_is_started_once_it_is_to_take_more_steps(tmp_path):
         put(run.folder.artifact("expert-0"), step=7)
         said.append(launch_jobs(run, jobs, launcher, on)["expert-0"])
     assert said == ["finished", "finished", "started (number 1)", "queued", "started (number 2)"]
+    run = Run(load_experiment(TINY, [f"remote={tmp_path / 'store'}"]))
+    assert [job.slot for job in jobs_of(run, ["router", "expert-1"], "FILE", [])] == [2, 1], "whoever else is launched"
 
 
 def test_a_dry_run_prints_the_jobs(run, tmp_path, capsys):

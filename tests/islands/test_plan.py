@@ -105,6 +105,14 @@ def test_weights_too_large_for_a_device_are_sharded_over_as_few_as_hold_them(tmp
     assert "use a larger device" in next(larger.with_suggestions(larger.on("RTX 3090")).warnings())
 
 
+def test_a_tenth_of_a_device_is_left_free(tmp_path, monkeypatch):
+    made = planner(*GPU, f"run_dir={tmp_path}")
+    least = made.on("RTX 3090").members[0].memory.peak / 0.9
+    for num_bytes, fits in ((least + 1, True), (least - 1, False)):
+        monkeypatch.setattr(plan, "known_device", lambda _, num_bytes=num_bytes: ("RTX 3090", num_bytes))
+        assert made.on("RTX 3090").fits == fits
+
+
 def test_json_has_every_figure_and_its_source(tmp_path, capsys):
     arguments = ["plan", "-c", str(TINY), f"run_dir={tmp_path}", *GPU, "--device", "H200", "--device", "A100 80GB"]
     assert main([*arguments, "--json"]) == 0

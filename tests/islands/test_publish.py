@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from artifact_files import put as put_artifact
 from prepare.listed import hashes
 from shards import servers
 from shards.mds import WARNINGS
@@ -209,19 +210,32 @@ def failing(*_):
     raise OSError("down")
 
 
+def test_the_file_that_makes_a_folder_count_goes_last(publisher, monkeypatch):
+    sent, put = [], remote.put
+    monkeypatch.setattr(remote, "put", lambda path, url: sent.append("/".join(url.split("/")[-2:])) or put(path, url))
+    folder = publisher.folder / "checkpoints/step-00000030.ckpt"
+    folder.mkdir(parents=True)
+    for name in ("files.json", "a.pt", "rest.pt"):
+        (folder / name).write_text("{}")
+    put_artifact(publisher.run.folder.artifact("expert-0"), step=publisher.run.max_steps("expert-0"))
+    publisher.publish()
+    checkpoint = [f"step-00000030.ckpt.1/{name}" for name in ("a.pt", "rest.pt", "files.json")]
+    assert sent == [*checkpoint, "artifact/model.safetensors", "artifact/member.json"]
+
+
 def test_what_a_killed_process_has_half_sent_is_removed(publisher):
     folder = publisher.folder / "checkpoints/step-00000030.ckpt"
     folder.mkdir(parents=True)
     for name in ("files.json", "rest.pt"):
         (folder / name).write_text("{}")
     there = f"{publisher.url}/checkpoints"
-    for stem in ("step-00000010.ckpt.1", "step-00000020.ckpt.1"):
+    for stem in ("step-00000010.ckpt.1", "step-00000020.ckpt.0"):  # by steps, whichever process got there
         remote.write(f"{there}/{stem}/files.json", b"{}")
     for stem in ("step-00000025.ckpt.1", "step-00000040.ckpt.2"):  # the second one's process goes on
         remote.write(f"{there}/{stem}/rest.pt", b"half")
     publisher.publish()
     assert {name.split("/")[0] for name in remote.files(there)} == {
-        "step-00000020.ckpt.1",
+        "step-00000020.ckpt.0",
         "step-00000030.ckpt.1",
         "step-00000040.ckpt.2",
     }

@@ -86,10 +86,10 @@ def test_a_member_leaves_early_enough_to_publish(tiny_run, tmp_path, told, monke
         slot.__exit__()
 
 
-@pytest.mark.parametrize(("devices", "steps"), [(1, 1), (2, 10)])
-def test_time_to_leave_is_twice_that_of_a_step_a_checkpoint_and_a_publication(tiny_run, devices, steps):
+@pytest.mark.parametrize(("setting", "steps"), [("devices=1", 1), ("devices=2", 10), ("nodes=2", 10)])
+def test_time_to_leave_is_twice_that_of_a_step_a_checkpoint_and_a_publication(tiny_run, setting, steps):
     """Several ranks agree to stop at every tenth step only."""
-    run = Run(load_experiment(TINY, [f"run_dir={tiny_run}", f"island.devices={devices}", "island.strategy=ddp"]))
+    run = Run(load_experiment(TINY, [f"run_dir={tiny_run}", f"island.{setting}", "island.strategy=ddp"]))
     folder = run.folder.member("expert-0")
     for second, name in enumerate("abc"):
         file = folder / "checkpoints" / "step-00000020.ckpt" / name
