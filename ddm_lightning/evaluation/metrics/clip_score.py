@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -50,7 +51,10 @@ class ClipScore(CLIPScore):
                 from transformers import CLIPProcessor
 
                 processor = CLIPProcessor.from_pretrained(clip.folder, local_files_only=True, use_fast=False)
-            return clip._load(), processor
+            network = clip._load()
+            # torchmetrics slices longer ids itself, without the end-of-text token whose state is the caption's vector.
+            most = network.config.text_config.max_position_embeddings
+            return network, partial(processor, truncation=True, max_length=most)
 
         super().__init__(load)
         self.add_state("means", [], dist_reduce_fx="cat")

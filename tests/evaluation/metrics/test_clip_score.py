@@ -30,6 +30,27 @@ def test_agrees_with_torchmetrics_and_needs_no_real_images(tmp_path):
     assert score.low < score.high
 
 
+def test_a_caption_that_is_too_long_counts_up_to_the_model_s_last_position(tmp_path):
+    from transformers import CLIPImageProcessor, CLIPTokenizer
+
+    model = save_clip(tmp_path, whole=True)  # of 20 positions, and a token a letter
+    processor = CLIPImageProcessor()
+    processor.save_pretrained(tmp_path)
+    captions = ["the apple on the table", "a table " * 9, "dog " * 30, "", "🍎" * 12, "a" + " b" * 17]
+    images = np.random.default_rng(0).integers(0, 256, (len(captions), 16, 16, 3), dtype=np.uint8)
+    tokenizer = CLIPTokenizer.from_pretrained(tmp_path)
+    begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
+    for image, caption in zip(images, captions, strict=True):
+        metric = METRICS.build("clip-score", {"path": str(tmp_path)})
+        metric.update(image[None], [caption])
+        # Without the library's padding, masks and truncation.
+        ids = torch.tensor([[begin, *tokenizer(caption, add_special_tokens=False)["input_ids"][:18], end]])
+        text = model.get_text_features(ids)
+        seen = model.get_image_features(processor(images=[image], return_tensors="pt")["pixel_values"])
+        expected = 100 * torch.cosine_similarity(text, seen)
+        assert metric.score.item() == pytest.approx(expected.item(), abs=1e-3), caption
+
+
 def test_a_missing_model_is_one_line(tmp_path):
     with pytest.raises(UserError, match=r"gone: is no folder, needed by metric 'clip-score'; set its parameter 'path'"):
         METRICS.build("clip-score", {"path": str(tmp_path / "gone")})
