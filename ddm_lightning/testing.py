@@ -1,5 +1,8 @@
 """Contracts of plug-ins, for the tests of their authors.
 
+A check takes a factory, called without arguments unless it says otherwise (bind params with ``functools.partial``). It
+raises ``AssertionError``, one line with the problem, and leaves the global generator unchanged.
+
 from functools import partial
 from ddm_lightning.testing import check_expert
 
@@ -9,17 +12,22 @@ def test_contract() -> None:
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
+import jaxtyping
 import numpy as np
 import torch
 from safetensors import torch as safetensors
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from ddm_lightning.config.experiment import SampleConfig
+from ddm_lightning.config.experiment import LoraConfig, SampleConfig
+from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import SOLVERS
 from ddm_lightning.encoders.interfaces import ImageEncoder
 from ddm_lightning.ensemble.routing import Batch, Strategy
@@ -28,7 +36,11 @@ from ddm_lightning.flow.condition import KINDS, Condition, ConditionSpec
 from ddm_lightning.flow.path import PREDICTIONS, Samples, Times, expand_time
 from ddm_lightning.flow.solvers import Solver
 from ddm_lightning.flow.timesteps import sampling_times
+from ddm_lightning.networks.blocks import compile_blocks
+from ddm_lightning.networks.lora import adapt, adaptable, merged
 from ddm_lightning.prepare.records import BrokenSample, Source
+from ddm_lightning.training.ema import check_float32, track_ema, unsharded_ema
+from ddm_lightning.training.parallel import shard_blocks
 
 _SPECS = {
     "none": ConditionSpec("none", 0),
@@ -52,17 +64,16 @@ def check_expert(
     - In ``eval`` mode, rows do not depend on each other.
     - A gradient reaches every parameter.
     - Equal seeds give equal initial weights (``torch.empty`` does not).
-    - ``state_dict`` alone, stored as safetensors, restores the expert.
+    - Its weights are float32, and ``state_dict`` alone, stored as safetensors, restores the expert.
+    - Compiled block by block and sharded by FSDP2, it trains to the same averages of weights (for the last kind).
+    - In ``eval`` mode, LoRA adapters act as their merged weights (for the last kind, if peft is installed).
 
-    Zero initial weights are fine: the check perturbs all weights first. It leaves the global generator unchanged.
+    Zero initial weights are fine: the check perturbs all weights first.
 
     Args:
         factory: called as ``factory(x_shape=…, condition=…)``; bind other parameters with ``functools.partial``.
         x_shape: (channels, height, width) of a sample.
         kinds: kinds of condition to check.
-
-    Raises:
-        AssertionError: one line with the problem and the kind of condition.
     """
     _check_networks("expert", factory, x_shape, kinds, x_shape)
 
@@ -78,9 +89,6 @@ def check_router(
         factory: called as ``factory(x_shape=…, condition=…, num_clusters=…)``.
         x_shape: (channels, height, width) of a sample.
         kinds: kinds of condition to check.
-
-    Raises:
-        AssertionError: one line with the problem and the kind of condition.
     """
     _check_networks("router", partial(factory, num_clusters=_NUM_CLUSTERS), x_shape, kinds, (_NUM_CLUSTERS,))
 
@@ -100,7 +108,9 @@ def _check_networks(
             assert role == "router" or prediction in PREDICTIONS, (
                 f"its attribute 'prediction' is {prediction!r}, not one of {', '.join(PREDICTIONS)}"
             )
-            _check_outputs(network, build(), torch.randn(_NUM_ROWS, *x_shape), _condition(_SPECS[kind]), out_shape)
+            check_float32(network)
+            condition = _condition(_SPECS[kind])
+            _check_outputs(network, build, torch.randn(_NUM_ROWS, *x_shape), condition, out_shape, kind == kinds[-1])
 
 
 @contextmanager
@@ -111,8 +121,8 @@ def _checking(what: str) -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            kind = "" if isinstance(error, AssertionError) else f"raises {type(error).__name__}: "
-            raise AssertionError(f"{what}: {kind}{' '.join(str(error).split())}") from error
+            kind = "" if isinstance(error, AssertionError | UserError) else f"raises {type(error).__name__}: "
+            raise AssertionError(f"{what}: {kind}{' '.join(str(error).split())[:500]}") from error
 
 
 def _built(factory: Callable[[], Any], kind: Any) -> Any:
@@ -150,15 +160,28 @@ def _condition(spec: ConditionSpec) -> Condition | None:
 
 
 def _check_outputs(
-    network: nn.Module, fresh: nn.Module, x_t: Tensor, condition: Condition | None, out_shape: tuple[int, ...]
+    network: nn.Module,
+    build: Callable[[], nn.Module],
+    x_t: Tensor,
+    condition: Condition | None,
+    out_shape: tuple[int, ...],
+    whole: bool,
 ) -> None:
-    """Check gradients, rows, condition and state of a network; ``fresh`` is another one, built alike."""
+    """Check gradients, rows, condition and state of a network, and training and adapters for a ``whole`` check.
+
+    ``build`` builds others alike.
+    """
     t = torch.linspace(0.1, 0.9, _NUM_ROWS)
 
     def forward(network: nn.Module, condition: Condition | None, rows: slice = slice(None)) -> Tensor:
         out = network(x_t[rows], t[rows], None if condition is None else condition.rows(rows))
         _check_output(out, x_t.new_empty(len(t[rows]), *out_shape))
         return out
+
+    def rebuilt() -> nn.Module:
+        fresh = build()
+        fresh.load_state_dict(safetensors.load(safetensors.save(network.state_dict())))
+        return fresh
 
     with torch.no_grad():
         for parameter in network.parameters():
@@ -179,10 +202,61 @@ def _check_outputs(
             unconditional, null = forward(network, None), forward(network, condition.null())
             assert _agree(null, unconditional), "condition=None differs from a condition whose rows are all null"
             assert not _agree(out[:_NUM_KEPT], unconditional[:_NUM_KEPT]), "the condition does not change the output"
-        fresh.load_state_dict(safetensors.load(safetensors.save(network.state_dict())))
-        assert _agree(forward(fresh.eval(), condition), out), (
+        assert _agree(forward(rebuilt().eval(), condition), out), (
             "a network rebuilt from its state_dict answers differently: some state is not in it"
         )
+    if whole:
+        with _unchecked():
+            _check_on_island(rebuilt, partial(forward, condition=condition))
+
+
+@contextmanager
+def _unchecked() -> Iterator[None]:
+    """Switch off warnings, and run-time checks of shapes, which a compiler cannot trace."""
+    was = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", was)
+
+
+def _check_on_island(rebuilt: Callable[[], nn.Module], run: Callable[[nn.Module], Tensor]) -> None:
+    """Check that a network trains alike if it is compiled and sharded, and that adapters act as merged weights."""
+
+    def averages(network: nn.Module) -> dict[str, Tensor]:
+        optimizer = torch.optim.SGD(network.parameters(), 0.01)
+        track_ema(optimizer, 0.9)
+        for _ in range(2):
+            torch.manual_seed(0)  # of dropout
+            run(network.train()).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return unsharded_ema(network, optimizer)
+
+    expected, network = averages(rebuilt()), rebuilt()
+    store = distributed.HashStore()  # type: ignore[attr-defined]  # public, but not in ``__all__``
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        with _checking("compiled and sharded"):
+            compile_blocks(network, "eager")  # makes graphs, and needs no C++ compiler
+            shard_blocks(network, init_device_mesh("cpu", (1,)))
+            found = averages(network)
+            assert all(_agree(found[name], expected[name]) for name in found), "it trains to other weights"
+    finally:
+        distributed.destroy_process_group()
+    if find_spec("peft") and (layers := adaptable(network := rebuilt())):
+        with _checking("with LoRA adapters"), torch.no_grad():
+            adapt(network, LoraConfig(2, None, layers), network.state_dict())
+            for parameter in network.parameters():
+                nn.init.normal_(parameter, std=0.3)
+            merged_network = rebuilt()
+            merged_network.load_state_dict(merged(network))
+            assert _agree(run(network.eval()), run(merged_network.eval())), (
+                "it answers otherwise than with merged weights in eval mode: it reads weights past their layers"
+            )
 
 
 def _check_output(out: Any, like: Tensor) -> None:
@@ -215,12 +289,6 @@ def check_strategy(factory: Callable[[], Any]) -> None:
 
     Weights must be at least 0, sum to 1, depend on their own row alone and permute with the experts. Samples must be
     finite and independent of their batch, for each solver that it takes, with one expert and with three.
-
-    Args:
-        factory: called without arguments; bind params with ``functools.partial``.
-
-    Raises:
-        AssertionError: one line with the problem.
     """
     with _checking("strategy"):
         strategy: Strategy = _built(factory, Strategy)
@@ -272,12 +340,6 @@ def check_solver(factory: Callable[[], Any]) -> None:
     - It comes to the data: 64 steps leave an error in mean and std of at most 0.05.
     - Rows do not depend on each other.
     - It draws noise if and only if ``is_stochastic``, and none for a step to 0.
-
-    Args:
-        factory: called without arguments; bind params with ``functools.partial``.
-
-    Raises:
-        AssertionError: one line with the problem.
     """
     with _checking("solver"):
         solver: Solver = _built(factory, Solver)
@@ -312,12 +374,6 @@ def check_source(factory: Callable[[], Any]) -> None:
     """Check a source that ``factory`` builds: stable parts, and samples with unique keys, right types and labels.
 
     Reads every sample twice, so give it a small data set.
-
-    Args:
-        factory: called without arguments; bind params with ``functools.partial``.
-
-    Raises:
-        AssertionError: one line with the problem.
     """
     with _checking("source"):
         source, again = _built(factory, Source), _built(factory, Source)
@@ -344,11 +400,8 @@ def check_encoder(factory: Callable[[], Any], *, image_size: int = 32) -> None:
     """Check an image encoder that ``factory`` builds: shapes, type, equal bytes for equal images, and ``decode``.
 
     Args:
-        factory: called without arguments; bind params with ``functools.partial``.
+        factory: see above.
         image_size: height and width of images that the encoder can take.
-
-    Raises:
-        AssertionError: one line with the problem.
     """
     with _checking(f"image encoder for images of {image_size} pixels"):
         encoder, again = _built(factory, ImageEncoder), _built(factory, ImageEncoder)

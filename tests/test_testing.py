@@ -95,6 +95,117 @@ def test_tokens_are_handed_over_as_a_sequence():
     assert length > 1 and length != size
 
 
+class Tokens(Good):
+    """Pixels as tokens, of width 16, in ``blocks``."""
+
+    def __init__(self, blocks, **arguments):
+        super().__init__(**arguments)
+        channels = arguments["x_shape"][0]
+        self.first, self.last = nn.Linear(channels, 16), nn.Linear(16, channels)
+        self.blocks = blocks()
+
+    def forward(self, x_t, t, condition):
+        x = self.first(super().forward(x_t, t, condition).flatten(2).transpose(1, 2))
+        for block in self.blocks.children():
+            x = block(x)
+        return self.last(x).transpose(1, 2).reshape(x_t.shape)
+
+
+class Attends(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.out_proj = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return x + self.out_proj(self.attention(x, x, x)[0])
+
+
+class Acts(nn.Module):
+    """Adds what ``act`` makes of a linear layer and a gain, scaled by a buffer in float16."""
+
+    def __init__(self, act, gain=(1.0,)):
+        super().__init__()
+        self.layer, self.gain, self.act = nn.Linear(16, 16), nn.Parameter(torch.tensor(gain)), act
+        self.register_buffer("scale", torch.ones(16, dtype=torch.float16))
+
+    def forward(self, x):
+        return x + self.scale * self.gain * self.act(self.layer, x)
+
+
+def reads_past_the_layer(layer, x):
+    return layer(x) if layer.training else nn.functional.linear(x, layer.weight, layer.bias)
+
+
+def depends_on_data(layer, x):
+    return layer(x) if x.sum() > -1e9 else x
+
+
+def plain(layer, x):
+    return layer(x)
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.GRU(16, 16, batch_first=True)
+
+    def forward(self, x):
+        return self.cell(x)[0]
+
+
+def both(kind, **arguments):
+    return lambda: nn.ModuleList([kind(**arguments), kind(**arguments)])
+
+
+def of_blocks(blocks):
+    return lambda **arguments: Tokens(blocks, **arguments)
+
+
+def normed():
+    return nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(16, 16)), nn.BatchNorm1d(64), nn.Dropout(0.2))
+
+
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        both(nn.TransformerEncoderLayer, d_model=16, nhead=2, dim_feedforward=32, batch_first=True),
+        both(nn.Linear, in_features=16, out_features=16),
+        both(normed),
+        both(Attends),
+        both(Acts, act=plain),
+        lambda: nn.Sequential(nn.Linear(16, 16), nn.GELU()),
+        lambda: nn.ModuleDict({"first": Acts(plain), "second": nn.Linear(16, 16)}),
+    ],
+    ids=["encoder", "linear", "weight norm", "attention", "half buffer", "sequential", "dict"],
+)
+def test_blocks_may_be_torch_s_own(blocks):
+    check_expert(of_blocks(blocks), kinds=("none", "class"))
+
+
+def in_bfloat16(**arguments):
+    class Half(Good):
+        def forward(self, x_t, t, condition):
+            return super().forward(x_t.bfloat16(), t.bfloat16(), condition).float()
+
+    return Half(**arguments).bfloat16()
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        (of_blocks(both(Recurrent)), "compiled and sharded: raises Unsupported: Attempted to wrap RNN"),
+        (of_blocks(both(Acts, act=depends_on_data)), "compiled and sharded: raises "),
+        (of_blocks(both(Acts, act=plain, gain=1.0)), "compiled and sharded: .*scalar parameters. Change gain"),
+        (of_blocks(both(Acts, act=reads_past_the_layer)), "with LoRA adapters: .* reads weights past their layers"),
+        (in_bfloat16, "weight 'time' is torch.bfloat16: it must be built in float32"),
+    ],
+)
+def test_what_an_island_cannot_do_is_one_clear_line(factory, message):
+    with pytest.raises(AssertionError, match=rf"^expert for x_shape=\(3, 8, 8\), condition 'none': .*{message}"):
+        check_expert(factory, kinds=("none",))
+
+
 class NoPrediction(Good):
     prediction = "score"
 

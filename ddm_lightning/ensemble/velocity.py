@@ -18,7 +18,7 @@ from ddm_lightning.ensemble.residency import ResidentExperts
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.flow.path import Samples, Times, expand_time, guided, velocity_of
 from ddm_lightning.members.cost import flops_per_sample
-from ddm_lightning.networks.blocks import compile_blocks
+from ddm_lightning.networks.blocks import check_compiler, compile_blocks
 from ddm_lightning.networks.calibration import temperature_at
 
 Route: TypeAlias = Callable[[Float[Tensor, "b K"]], Float[Tensor, "b K"]]
@@ -190,11 +190,12 @@ class Ensemble:
         """Compile the transformer blocks of the experts and the router, once.
 
         Raises:
-            UserError: the experts take turns on the device.
+            UserError: the experts take turns on the device, or nothing can be compiled there.
         """
         if isinstance(self.experts, ResidentExperts):
             raise UserError("sample.compile = true: does not go with sample.resident_experts; remove one of them")
         if not self._is_compiled:
+            check_compiler("sample.compile", self.device, backend)
             for network in (*self.experts, *(() if self.router is None else (self.router,))):
                 compile_blocks(network, backend, any_size=True)
         self._is_compiled = True

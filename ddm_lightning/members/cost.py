@@ -23,7 +23,7 @@ from ddm_lightning.core.devices import peak_of_this_device
 from ddm_lightning.core.errors import first_line
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.members.member import Member
-from ddm_lightning.networks.blocks import checkpoint_blocks, compile_blocks, is_muon_matrix
+from ddm_lightning.networks.blocks import blocks_of, checkpoint_blocks, compile_blocks, is_muon_matrix
 
 HALF = ("bf16-mixed",)
 """Precisions under which sharded weights are gathered in two bytes; the range of float16 is too small for a copy."""
@@ -258,7 +258,7 @@ class MemberCost:
         activations, most = self._held[key]
         gathered = _gathered_bytes(state, island) if is_sharded else 0
         if strategy == "fsdp":  # two blocks at a time: one in use, one on its way
-            gathered = min(gathered, 2 * gathered // max(1, len(getattr(self.network, "blocks", ()))))
+            gathered = min(gathered, 2 * gathered // max(1, len(blocks_of(self.network))))
         shares = {name: getattr(state, name) // num_shards for name in ("weights", "gradients", "optimizer", "ema")}
         kept = activations + shares["gradients"] if is_sharded or parts > 1 else max(activations, shares["gradients"])
         # Muon keeps its matrices in case that a step is skipped.
@@ -285,12 +285,10 @@ class MemberCost:
                     output = network(*inputs)
                     return (output.float() - torch.zeros_like(output)).square().mean()
 
-            if island.compile and isinstance(blocks := getattr(network, "blocks", None), nn.ModuleList):
+            if island.compile:
                 compile_blocks(network, "aot_eager_decomp_partition")
-                network.blocks = nn.ModuleList([*blocks[:2], blocks[-1]])  # quicker: they share their graphs
                 loss().backward()
                 network.zero_grad()
-                network.blocks = blocks
             kept = 0
             with _Held(_tensors([*network.parameters(), *network.buffers(), *inputs])) as held:
                 for _ in range(1 + accumulates):

@@ -16,6 +16,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from ddm_lightning.core.checks import option
+from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.networks.attention import attention, rotate
 
 Tokens: TypeAlias = Float[Tensor, "b n d"]
@@ -280,14 +281,55 @@ def is_muon_matrix(name: str, parameter: nn.Parameter) -> bool:
     return is_matrix and name.startswith("blocks.") and not name.endswith("modulation.weight")
 
 
+def blocks_of(network: nn.Module) -> list[nn.Module]:
+    """The modules in a network's ``blocks``, which are compiled, sharded and recomputed one by one; none without."""
+    blocks = getattr(network, "blocks", None)
+    return [*blocks.children()] if isinstance(blocks, nn.ModuleList | nn.ModuleDict | nn.Sequential) else []
+
+
+class _Forward:
+    """A block's forward pass, in a frame of this file: the compiler begins no graph in torch's own classes.
+
+    A copied block has to call its own forward pass, which a closure would not.
+    """
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self.forward = forward
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        return self.forward(*inputs, **named)
+
+
+class _Recomputed(_Forward):
+    """A forward pass that is recomputed in the backward pass; a compiler skips torch's partial."""
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        return checkpoint(self.forward, *inputs, use_reentrant=False, **named)
+
+
+def check_compiler(key: str, device: torch.device, backend: str = "inductor") -> None:
+    """Compile a small function on ``device``.
+
+    Raises:
+        UserError: the compiler fails there; names ``key``.
+    """
+    try:
+        torch.compile(torch.square, backend=backend)(torch.ones(64, device=device))
+    except Exception as error:  # compilers and Triton have no narrower one in common
+        raise UserError(
+            f"key '{key}' = true: torch cannot compile here ({first_line(error)}); install a C++ compiler, such as "
+            f"g++, or set {key}=false"
+        ) from error
+
+
 def compile_blocks(network: nn.Module, backend: str = "inductor", *, any_size: bool = False) -> None:
-    """Compile each transformer block in place (regional compilation: one graph serves all blocks).
+    """Compile each block in place (regional compilation: one graph serves all blocks of a kind).
 
     A block that does not fit into one graph ends the first step with an error that names the line; graph breaks would
     silently make it slow.
 
     Args:
-        network: its ``blocks`` are compiled, if it has any.
+        network: its blocks are compiled, if it has any.
         backend: of ``torch.compile``.
         any_size: compile one graph for all batch sizes, as sampling needs, where an expert's number of rows varies.
             Otherwise compile one graph per size, which is faster; a training has few sizes.
@@ -296,25 +338,12 @@ def compile_blocks(network: nn.Module, backend: str = "inductor", *, any_size: b
     config.optimize_ddp = False  # would split a block's graph by DDP's buckets; blocks are small enough
     config.automatic_dynamic_shapes = any_size
     config.recompile_limit = max(config.recompile_limit, _MOST_VARIANTS)
-    for block in getattr(network, "blocks", ()):
+    for block in blocks_of(network):
+        block.forward = _Forward(block.forward)
         block.compile(fullgraph=True, backend=backend)
-
-
-class _Recomputed:
-    """A block's forward pass that is recomputed in the backward pass.
-
-    A compiler skips torch's partial and would compile nothing. A copied block has to call its own forward pass, which
-    a closure would not.
-    """
-
-    def __init__(self, forward: Callable[..., Any]) -> None:
-        self.forward = forward
-
-    def __call__(self, *inputs: Any, **named: Any) -> Any:
-        return checkpoint(self.forward, *inputs, use_reentrant=False, **named)
 
 
 def checkpoint_blocks(network: nn.Module) -> None:
     """Keep only the input of each block and recompute the rest in the backward pass (Chen et al., 1604.06174)."""
-    for block in getattr(network, "blocks", ()):
+    for block in blocks_of(network):
         block.forward = _Recomputed(block.forward)  # wrapping the module instead would rename its weights

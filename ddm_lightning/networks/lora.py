@@ -7,16 +7,34 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from ddm_lightning.config.experiment import LoraConfig
-from ddm_lightning.core.errors import UserError, first_line
+from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import require
 from ddm_lightning.core.weights import save_weights
 
 _NAME = "default"
 """What peft calls the adapter within the network, which has only one."""
 _FROZEN = "frozen_weights"
+
+
+def adaptable(network: nn.Module) -> list[str]:
+    """Names of the linear and convolutional layers on which an adapter acts.
+
+    It would not on a projection that ``nn.MultiheadAttention`` reads past its layer, nor on a weight that is computed
+    from others (weight norm). Nor does peft take every rank for grouped convolutions.
+    """
+    return [
+        name
+        for name, part in network.named_modules()
+        if isinstance(part, nn.Linear | nn.Conv2d)
+        and not isinstance(part, NonDynamicallyQuantizableLinear)
+        and "weight" in dict(part.named_parameters(recurse=False))
+        and getattr(part, "groups", 1) == 1
+    ]
 
 
 def adapt(network: nn.Module, lora: LoraConfig, base: Mapping[str, Tensor]) -> None:
@@ -31,23 +49,27 @@ def adapt(network: nn.Module, lora: LoraConfig, base: Mapping[str, Tensor]) -> N
         base: weights by their names in ``network``.
 
     Raises:
-        UserError: peft is not installed, there is no such layer, peft cannot adapt it, or ``base`` does not fit.
+        UserError: peft is not installed, there is no such layer, or ``base`` does not fit.
     """
-    config, own = _of_peft(lora), network.state_dict()
+    config, own, layers = _of_peft(lora), network.state_dict(), adaptable(network)
     from peft import inject_adapter_in_model
 
-    layers = [name for name, part in network.named_modules() if isinstance(part, nn.Linear | nn.Conv2d)]
     for name, value in base.items():
         if name not in own or own[name].shape != value.shape:
             raise UserError(f"the frozen base does not fit the network at {name!r}; take the base of this network")
+    chosen: list[str] = []
     for target in lora.target_modules or [""]:
-        if not any(f".{name}".endswith(f".{target}") for name in layers):
+        found = [name for name in layers if f".{name}".endswith(f".{target}")]
+        if not found:
             known = ", ".join(dict.fromkeys(re.sub(r".*\.\d+\.(?=\D)", "", name) for name in layers))
-            raise UserError(f"lora.target_modules: no layer's name ends in {target!r}; layers are {known}")
-    try:
-        inject_adapter_in_model(config, network, _NAME)
-    except ValueError as error:
-        raise UserError(f"lora.target_modules: {first_line(error)}; name linear or convolutional layers") from None
+            raise UserError(
+                f"lora.target_modules: no layer that takes adapters ends in {target!r}; such layers are {known}"
+            )
+        chosen += map(re.escape, found)
+    config.target_modules = "|".join(chosen)
+    # In eval mode, the fused path of nn.TransformerEncoderLayer reads weights past their layers.
+    torch.backends.mha.set_fastpath_enabled(False)
+    inject_adapter_in_model(config, network, _NAME)
     network.requires_grad_(True)  # peft freezes what it has not added
     for name, value in base.items():
         layer, leaf = _place(network, name)

@@ -67,6 +67,20 @@ def power_decay(exponent: float, step: int) -> float:
     return float((1.0 - 1.0 / step) ** (exponent + 1.0))
 
 
+def check_float32(network: nn.Module) -> None:
+    """Check that all trained weights are float32; in half precision, small steps and averages would round to nothing.
+
+    Raises:
+        UserError: one is not.
+    """
+    for name, parameter in network.named_parameters():
+        if parameter.requires_grad and parameter.dtype != torch.float32:
+            raise UserError(
+                f"the network's weight {name!r} is {parameter.dtype}: it must be built in float32; "
+                "island.precision=bf16-mixed computes in bfloat16"
+            )
+
+
 def track_ema(optimizer: Optimizer, decay: float, widths: Sequence[float] = (), *, from_initial: bool = False) -> None:
     """Average every parameter after each step of ``optimizer``, under ``KEY`` and each ``width_key``.
 

@@ -21,7 +21,7 @@ from torch.optim import AdamW
 from ddm_lightning.config.experiment import IslandConfig
 from ddm_lightning.members.cost import HALF, UNKNOWN_COST, StepCost
 from ddm_lightning.networks.attention import check_attention
-from ddm_lightning.training.ema import ema_weights, track_ema
+from ddm_lightning.training.ema import check_float32, ema_weights, track_ema
 from ddm_lightning.training.guard import FiniteGuard
 from ddm_lightning.training.objective import NUM_VALIDATION_TIMESTEPS, Averages, NoisyBatch, Objective, Position
 from ddm_lightning.training.optimizer import build_optimizer, build_schedule, clip_in_step
@@ -71,6 +71,7 @@ class MemberModule(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         """Build AdamW or Muon with the EMAs in its state, and the learning-rate schedule."""
+        check_float32(self.network)
         optimizer = build_optimizer(self.network, self.member.train)
         starts = self.member.init_from is not None
         track_ema(optimizer, self.member.train.ema_decay, self.member.train.ema_widths, from_initial=starts)

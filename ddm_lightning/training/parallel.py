@@ -32,7 +32,7 @@ from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.formatting import format_bytes
 from ddm_lightning.members.cost import chosen_strategy, state_bytes
 from ddm_lightning.networks.attention import set_attention
-from ddm_lightning.networks.blocks import checkpoint_blocks, compile_blocks
+from ddm_lightning.networks.blocks import blocks_of, check_compiler, checkpoint_blocks, compile_blocks
 from ddm_lightning.training.checkpoint import (
     FILES,
     TEMPORARY,
@@ -240,6 +240,7 @@ def apply_island(network: nn.Module, island: IslandConfig) -> None:
     if island.activation_checkpointing:
         checkpoint_blocks(network)
     if island.compile:
+        check_compiler("island.compile", device_of(island.accelerator))
         compile_blocks(network)
 
 
@@ -261,6 +262,6 @@ def shard_blocks(
     sharded = partial(fully_shard, mesh=mesh, mp_policy=policy or MixedPrecisionPolicy())
     # None: torch reshards the blocks, but not the rest, which the backward pass needs first.
     again = None if reshard_after_forward else False
-    for block in getattr(network, "blocks", ()):
+    for block in blocks_of(network):
         sharded(block, reshard_after_forward=again)
     sharded(network, reshard_after_forward=again)

@@ -73,6 +73,50 @@ def test_peft_loads_what_is_written(tmp_path):
     assert torch.allclose(loaded(*inputs()), network(*inputs()), rtol=0, atol=1e-6)
 
 
+class Encoder(nn.Module):
+    """torch's own transformer layers, which in eval mode have a fused path of their own."""
+
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.out_proj = nn.Linear(8, 8)
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+
+    def forward(self, x):
+        return self.normed(self.out_proj(self.layers(x)))
+
+
+def test_adapters_act_in_eval_mode_as_in_training():
+    network, plain = Encoder().double(), Encoder().double()
+    adapt(network, LoraConfig(rank=3, target_modules=["linear1", "linear2", "out_proj"]), network.state_dict())
+    for parameter in network.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    state = network.state_dict()
+    assert {name.split(".lora_")[0] for name in state} == {
+        *(f"layers.layers.{number}.linear{place}" for number in (0, 1) for place in (1, 2)), "out_proj",
+    }  # fmt: skip
+    weights = {name: value.clone() for name, value in frozen(network).items()}
+    for name, down in state.items():
+        if ".lora_A." in name:
+            weights[f"{name.split('.lora_')[0]}.weight"] += state[name.replace("lora_A", "lora_B")] @ down
+    plain.load_state_dict(weights)
+    x = torch.randn(3, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    expected = plain.train()(x)
+    for mode in (network.train(), network.eval()):
+        with torch.no_grad():
+            assert torch.allclose(mode(x), expected, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("target", ["self_attn.out_proj", "normed"])
+def test_layers_on_which_adapters_would_not_act_are_refused(target):
+    network = Encoder()
+    lora = LoraConfig(rank=2, target_modules=[target])
+    refused(
+        lambda: adapt(network, lora, network.state_dict()), "lora.target_modules", target, "linear1, linear2, out_proj"
+    )
+
+
 @pytest.mark.parametrize(
     ("targets", "words"),
     [(["qkv", "to_q"], ["to_q", "attention.qkv", "mlp.0"]), ([], ["target_modules"])],

@@ -141,6 +141,7 @@ def samples():
         ensemble = Ensemble([built("dit"), built("dit")], router, [0.5, 0.5])
         if is_compiled:
             ensemble.compile("eager")
+            torch._dynamo.utils.counters.clear()
         condition = Condition.of(torch.ones(num, 6))
         ways = [torch.eye(2)[(torch.arange(num) >= first).long()] for first in range(num)]
         found.append(torch.stack([ensemble.velocity(x_t, t, condition, weights=weights) for weights in ways]))

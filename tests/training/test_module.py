@@ -7,6 +7,7 @@ from training.members import Recorder, batch, expert, fitted, losses_of, noisy
 
 from ddm_lightning.config.experiment import InitConfig, IslandConfig, TrainConfig
 from ddm_lightning.core.errors import UserError
+from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.training.ema import unsharded_ema
 from ddm_lightning.training.objective import NUM_VALIDATION_TIMESTEPS, time_suffix
 
@@ -95,3 +96,32 @@ def test_attention_that_cannot_run_here_is_refused_before_the_first_step():
     with pytest.raises(UserError, match=r"'cudnn' has no kernel for torch\.float32 on cpu"):
         fitted(expert(network), batch(), island=IslandConfig(attention="cudnn"))
     assert not network.calls
+
+
+def test_weights_in_half_precision_are_refused_before_the_first_step():
+    module = Recorder()
+    module.gain = torch.nn.Parameter(torch.tensor(0.7, dtype=torch.bfloat16))
+    with pytest.raises(UserError, match=r"'gain' is torch\.bfloat16: it must be built in float32"):
+        fitted(expert(module), batch())
+    assert not module.calls
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+def test_a_machine_without_a_compiler_is_refused_before_the_first_step():
+    from torch._inductor import config
+
+    module = Recorder()
+    with (
+        config.patch({"cpp.cxx": (None, "no-such-compiler")}),
+        pytest.raises(
+            UserError, match=r"'island.compile' = true: .*no-such-compiler.*; install .* island.compile=false"
+        ),
+    ):
+        fitted(expert(module), batch(), island=IslandConfig(accelerator="cpu", compile=True))
+    assert not module.calls
+    with (
+        config.patch({"cpp.cxx": (None, "no-such-compiler")}),
+        pytest.raises(UserError, match=r"'sample.compile' = true: .*no-such-compiler"),
+    ):
+        Ensemble([module], None, [1.0]).compile()
