@@ -17,11 +17,13 @@ from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.files import atomic_write, check_file, sha256_file
 from ddm_lightning.core.formatting import format_bytes
 
-_DTYPES = (
-    {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-    | {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
-    | {"I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool}
-)
+# Not 8-bit floats: those in use need scales that no network here knows.
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16} | {
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 
 
 def save_weights(path: Path, state_dict: Mapping[str, Tensor], owner: str) -> str:
@@ -72,7 +74,7 @@ def load_weights(path: Path, sha256: str, remedy: str) -> dict[str, Tensor]:
     check_memory(check_recorded(path, sha256, remedy).values(), str(path))
     state = load_file(path)
     if (bad := _first_non_finite(state)) is not None:
-        raise UserError(f"{path}: weight {bad!r} is not finite; {remedy}")
+        raise UserError(f"{path}: weight {bad!r} is not finite in float32; {remedy}")
     return state
 
 
@@ -187,6 +189,6 @@ def check_recorded(path: Path, sha256: str, remedy: str) -> dict[str, Tensor]:
 
 
 def _first_non_finite(state: Mapping[str, Tensor]) -> str | None:
-    # In float64, because isfinite does not support 8-bit floats.
+    # In float32, as the networks compute: a float64 may be too large for it.
     floats = (key for key, value in state.items() if value.is_floating_point())
-    return next((key for key in floats if not bool(torch.isfinite(state[key].double()).all())), None)
+    return next((key for key in floats if not bool(torch.isfinite(state[key].float()).all())), None)

@@ -69,12 +69,29 @@ def test_a_pickle_is_refused_and_never_loaded(tmp_path, kind):
 
 
 @pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e5m2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_that_are_not_finite(tmp_path, dtype, number):
     path = put(tmp_path / "a") / "model.safetensors"
     save_file({"good": torch.ones(2), "bad": torch.tensor([1.0, number]).to(dtype)}, path)
     edit(tmp_path / "a" / "member.json", model_sha256=sha256_file(path))
     refused(lambda: read_artifact(tmp_path / "a"), path, "'bad' is not finite", "fetch this artifact again")
+
+
+def test_what_float32_cannot_hold_is_refused(tmp_path):
+    path = put(tmp_path / "a") / "model.safetensors"
+    largest = torch.tensor([torch.finfo(torch.float32).max], dtype=torch.float64)
+    for weight, words in (
+        (largest, ""),
+        (largest * (1 + 1e-6), "'w' is not finite in float32; fetch this artifact again"),
+        (torch.ones(2).to(torch.float8_e4m3fn), "holds weights of type 'F8_E4M3'"),
+        (torch.ones(2).to(torch.float8_e5m2), "holds weights of type 'F8_E5M2'"),
+    ):
+        save_file({"w": weight}, path)
+        edit(tmp_path / "a" / "member.json", model_sha256=sha256_file(path))
+        if words:
+            refused(lambda: read_artifact(tmp_path / "a"), path, words)
+        else:
+            read_artifact(tmp_path / "a")
 
 
 REFUSED = """
