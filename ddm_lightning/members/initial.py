@@ -64,7 +64,7 @@ class Initial:
         Raises:
             UserError: the source is unknown or damaged, or has another hash than the experiment says.
         """
-        if self._is_recorded():
+        if self.is_recorded():
             found: str = read_record(self._record, _CHECKS, "the record of initial weights", self._remedy)["sha256"]
         else:
             found = self._fetch()
@@ -100,7 +100,7 @@ class Initial:
             return self.member
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch)
-            if self._is_recorded():
+            if self.is_recorded():
                 folder = self.root / self.sha256
                 self._pull(*(path for path in self._described(folder) if not path.exists()))
             else:
@@ -125,7 +125,7 @@ class Initial:
         """Files of which one describes the weights: an artifact's, or that of a model of diffusers."""
         return folder / MEMBER_FILE, folder / "config.json"
 
-    def _is_recorded(self) -> bool:
+    def is_recorded(self) -> bool:
         """Whether this folder, or the run's URL, says which hash the source had."""
         if not self._record.exists():
             self._pull(self._record)
@@ -142,7 +142,7 @@ class Initial:
         Raises:
             UserError: as ``fitting``, but for the values.
         """
-        is_new = not self._is_recorded()
+        is_new = not self.is_recorded()
         try:
             return self.fitting(network, header_only=True)[1]
         except UserError:

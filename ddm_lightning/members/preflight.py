@@ -151,12 +151,15 @@ def refuse_stale(members: Sequence[str], run: Run) -> None:
         can_continue = meta.step < steps and member.train.schedule == "constant" and has_checkpoint
         wanted = described(member, run.manifest)
         differing = [key for key, value in wanted.items() if getattr(meta, key) != value]
+        start = run.initial(member)
+        has_other_start = start is not None and start.is_recorded() and meta.init_sha256 not in (None, start.sha256)
         for is_wrong, problem in (
             (meta.member != name, f"is the artifact of {meta.member}, not of {name}"),
             (
                 "partition_sha256" in differing,
                 "was trained on clusters that have changed since, or on those of another run",
             ),
+            (has_other_start, f"was trained from weights with another SHA-256 than those in {run.folder.initial}"),
             (
                 meta.step != steps and not can_continue,
                 f"has {meta.step} steps of training, and the experiment asks for {steps}",

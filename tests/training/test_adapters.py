@@ -6,8 +6,9 @@ import shutil
 
 import pytest
 import torch
+from artifact_files import edit
 from safetensors.torch import load_file
-from tiny_runs import TINY, finish, start
+from tiny_runs import TINY, copy_run, finish, start
 
 from ddm_lightning.cli.parser import main
 from ddm_lightning.use.ensemble import DecentralizedEnsemble
@@ -76,6 +77,17 @@ def test_an_adapter_starts_as_its_base_and_learns_its_cluster(run, tiny_prepared
         for place in (tmp_path / "run", folder)
     ]
     assert losses[1] < losses[0] - 0.02
+
+
+def test_fit_refuses_an_adapter_of_another_base(run, tmp_path, capsys):
+    folder, own = run
+    copy = copy_run(folder, tmp_path / "copy")
+    edit(artifact(copy, "expert-1", "member.json"), init_sha256="cd" * 32)
+    assert fit(copy, "expert-0", *own, "remote=null") == 0
+    capsys.readouterr()
+    assert fit(copy, "expert-1", *own, "remote=null") == 2
+    words = f"artifact: was trained from weights with another SHA-256 than those in {copy / 'initial'}; copy the right"
+    assert words in capsys.readouterr().err
 
 
 def test_every_place_gives_the_same_images(run, tmp_path):
