@@ -20,7 +20,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from ddm_lightning.core import environment
-from ddm_lightning.core.compat import ensure_torchvision_importable
+from ddm_lightning.core.compat import ensure_torchvision_importable, hush_xformers
 from ddm_lightning.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["DecentralizedEnsemble", "UserError"]
 __version__ = "0.1.0"
 ensure_torchvision_importable()
+hush_xformers()
 
 
 def __getattr__(name: str) -> Any:

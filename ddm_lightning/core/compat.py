@@ -59,6 +59,17 @@ class _BeforeTorchvision:
                 _declare_operators(folder / "_meta_registrations.py")
 
 
+def hush_xformers() -> None:
+    """Let xformers, which diffusers imports, not warn in six lines that a torch without CUDA cannot use it."""
+
+    def is_of_interest(_: logging.LogRecord) -> bool:
+        import torch
+
+        return torch.version.cuda is not None
+
+    logging.getLogger("xformers").addFilter(is_of_interest)
+
+
 class _DeferredPackage(ModuleType):
     """A package whose ``__init__`` runs at the first use of a name that is none of its modules."""
 

@@ -378,6 +378,7 @@ def test_the_snippet_for_diffusers_runs_in_a_fresh_process(three: Path, tmp_path
     code = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{textwrap.dedent(snippet)}\nprint(image.size)"
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, cwd=tmp_path)
     assert done.stdout == "(4, 4)\n", done.stderr
+    assert "XFORMERS" not in done.stderr
 
 
 @pytest.mark.slow
