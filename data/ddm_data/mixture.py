@@ -13,7 +13,7 @@ from ddm_lightning.core import checks
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import SOURCES
 from ddm_lightning.prepare.records import BrokenSample, Part, Record, Source, count_samples
-from ddm_lightning.prepare.sources.tables import PARAMS
+from ddm_lightning.prepare.sources.urls import PARAMS
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Mixture:
             raise ValueError(f"max_samples = {max_samples} must be at least 1")
         self.max_samples = max_samples
         self._children: list[_Child] = []
-        times = Counter[str]()
+        times, names = Counter[str](), set[str]()
         for number, given in enumerate(sources):
             checks.check(given, _Entry, place := f"{PARAMS}.sources[{number}]", "source 'mixture'")
             if "name" not in given:
@@ -61,6 +61,9 @@ class Mixture:
             label = entry.prefix or entry.name
             times[label] += 1
             unique = label if times[label] == 1 else f"{label}-{times[label]}"
+            if unique in names or (entry.prefix and times[label] > 1):
+                raise UserError(f"key '{place}': another source is called {label!r}; give each a prefix of its own")
+            names.add(unique)
             self._children.append(_Child(unique, SOURCES.build(entry.name, entry.params or {}), entry))
         if not self._children:
             raise UserError(f"key '{PARAMS}.sources': is empty; list the sources to mix")

@@ -49,8 +49,9 @@ def _prepare(experiment: Experiment, options: argparse.Namespace) -> None:
         plan = dry_run(experiment, RunFolder.of(experiment).root, _networks_check(experiment, options))
         num_processes = num_processes_for(experiment.prepare, plan.num_parts, plan.num_samples)
         Console().print(dry_run_table(plan, num_processes, num_gpus_for(experiment.prepare)))
-        if plan.num_looked_at:
-            title = f"filters, by the first {plan.num_looked_at:,} samples"
+        print(plan.seen)
+        if experiment.prepare.filters or experiment.prepare.drop_keys:
+            title = f"filters, by {plan.num_looked_at:,} samples"
             Console().print(filter_table(plan.num_looked_at, plan.filtered, plan.num_broken, title))
         print(f"stages to run: {', '.join(plan.stages) or 'none, all is up to date'}")
         print(f"parts to encode: {plan.num_unfinished_parts} of {plan.num_parts}\nnothing was written")

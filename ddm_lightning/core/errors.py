@@ -36,7 +36,8 @@ def line_of(error: BaseException) -> str | None:
     if isinstance(error, MemoryError) or "to allocate" in str(error):  # torch: "tried to allocate 2.00 GiB"
         return (
             f"out of memory ({str(error).partition(chr(10))[0]}); "
-            "set island.micro_batch_size, or sample.resident_experts for sampling"
+            "set island.micro_batch_size to train with less, sample.resident_experts to sample, or lower "
+            "prepare.num_processes or prepare.partition.fit_fraction to prepare"
         )
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         place = error.filename or "the disk of the run folder"  # unknown if writing to an open file failed

@@ -19,8 +19,9 @@ from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
+import fsspec
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
@@ -57,6 +58,10 @@ def filesystem(url: str) -> tuple[AbstractFileSystem, str]:
     if not is_url(url) or scheme == "file":  # fsspec would take "::" in a name for a chain of file systems
         return LocalFileSystem(), str(Path(rest or url).expanduser().absolute())
     url = with_password(url)
+    if scheme in ("http", "https"):
+        server = fsspec.filesystem(scheme)
+        server.encode_url = _as_written
+        return server, url
     if scheme not in ("s3", "sftp", "ssh"):
         return url_to_fs(url)
     from ddm_lightning.core.filesystems import S3FileSystem, SFTPFileSystem
@@ -69,6 +74,13 @@ def filesystem(url: str) -> tuple[AbstractFileSystem, str]:
     name, password, path = (value and unquote(value) for value in parts.group("name", "password", "path"))
     login = {"port": parts["port"] and int(parts["port"]), "username": name, "password": password}
     return SFTPFileSystem(parts["host"].strip("[]"), SILENT_SECONDS, **login), path or ""
+
+
+def _as_written(url: str) -> Any:
+    """Encode what a URL cannot hold, and nothing else: fsspec decodes ``%7E``, which spoils signed URLs."""
+    from yarl import URL
+
+    return URL(quote(url, safe="!#$%&'()*+,/:;=?@[]~"), encoded=True)
 
 
 @contextmanager

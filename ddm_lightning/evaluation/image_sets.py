@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -22,13 +23,15 @@ from ddm_lightning.encoders.interfaces import ImageEncoder, StoredForm
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.members.run import Run
+from ddm_lightning.prepare.records import BrokenSample
+from ddm_lightning.prepare.sources import decode
+from ddm_lightning.prepare.sources.urls import Files
 from ddm_lightning.shards.manifest import HELD_OUT, TRAIN, Manifest, shard_name
 from ddm_lightning.shards.mds import Shards, open_shards
 from ddm_lightning.shards.verify import verify_shards
 from ddm_lightning.use.ensemble import DecentralizedEnsemble, text_condition
 
 PART_SIZE = 256
-_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 Images = UInt8[np.ndarray, "n h w 3"]
 
 
@@ -105,6 +108,8 @@ def decoded_shape(encoder: ImageEncoder, x_shape: tuple[int, int, int]) -> tuple
 class FileImages:
     """Images of one size from a folder, sorted by name, or from an ``.npz`` file (uint8 [n, h, w, 3]).
 
+    A folder is read as the source ``imagefolder`` reads it.
+
     Args:
         path: the folder, searched recursively, or the file.
 
@@ -113,14 +118,26 @@ class FileImages:
     """
 
     def __init__(self, path: Path) -> None:
-        self.name, files = str(path), sorted(file for file in path.rglob("*") if file.suffix.lower() in _ENDINGS)
-        self._source: Sequence[Path] | Images = files if path.is_dir() else _read_npz(path)
+        self.name, self._path = str(path), path
+        self._files = Files(str(path), "images", follow_links=True) if path.is_dir() else None
+        self._source: Sequence[str] | Images = self._files.images if self._files else _read_npz(path)
         self.num = len(self._source)
         if not self.num:
-            raise UserError(f"{path}: holds no images ({', '.join(_ENDINGS)}); give a folder or an .npz file with some")
-        names = {str(file.relative_to(path)): sha256_file(file) for file in files}
-        self.sha256 = sha256_json(names) if files else sha256_file(path)
+            raise UserError(f"{path}: holds no images; give a folder or an .npz file with some")
+        self.sha256 = self._hash(self._files.images) if self._files else sha256_file(path)
         self.shape = self.images(range(1)).shape[1:]
+
+    def _hash(self, names: Sequence[str]) -> str:
+        hashes = {name: hashlib.sha256(data).hexdigest() for name, data in self._contents(names)}
+        # With the decoder's, because features are kept under this hash.
+        return sha256_json([sha256_file(Path(decode.__file__)), hashes])
+
+    def _contents(self, names: Sequence[str]) -> Iterator[tuple[str, bytes]]:
+        assert self._files is not None
+        for name, data in zip(names, self._files.contents(names), strict=True):
+            if isinstance(data, Exception):
+                raise UserError(f"{self._path / name}: cannot be read ({first_line(data)}); remove or replace it")
+            yield name, data
 
     def images(self, rows: range) -> Images:
         """Read one part.
@@ -131,14 +148,18 @@ class FileImages:
         chosen = self._source[rows.start : rows.stop]
         if isinstance(chosen, np.ndarray):
             return chosen
-        images = [_read_image(path) for path in chosen]
-        first = getattr(self, "shape", images[0].shape)
-        for path, image in zip(chosen, images, strict=True):
+        images = list[UInt8[np.ndarray, "h w 3"]]()
+        for name, data in self._contents(chosen):
+            image = decode.decode(data, name)
+            if isinstance(image, BrokenSample):
+                raise UserError(f"{self._path / name}: {image.cause} ({image.detail}); remove or replace it")
+            first = getattr(self, "shape", (images or [image])[0].shape)
             if image.shape != first:
                 raise UserError(
-                    f"{path}: has {image.shape[0]} × {image.shape[1]} pixels, and the first image has "
+                    f"{self._path / name}: has {image.shape[0]} × {image.shape[1]} pixels, and the first image has "
                     f"{first[0]} × {first[1]}; resize them to one size"
                 )
+            images.append(image)
         return np.stack(images)
 
 
@@ -154,14 +175,6 @@ def _read_npz(path: Path) -> Images:
             f"{path}: is neither a folder nor an .npz file of images ({first_line(error)}); give one of these"
         ) from None
     return array
-
-
-def _read_image(path: Path) -> UInt8[np.ndarray, "h w 3"]:
-    try:
-        with Image.open(path) as image:
-            return np.asarray(image.convert("RGB"))
-    except (OSError, Image.DecompressionBombError) as error:
-        raise UserError(f"{path}: cannot be read as an image ({first_line(error)}); remove or replace it") from None
 
 
 class Generated:

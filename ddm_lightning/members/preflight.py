@@ -14,7 +14,7 @@ from ddm_lightning.config.validate import blamed
 from ddm_lightning.core import registry
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.members.artifact import described, read_meta
-from ddm_lightning.members.member import MONOLITH, ROUTER
+from ddm_lightning.members.member import MONOLITH, ROUTER, ensemble_members
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import MEMBER_FILE
 from ddm_lightning.networks.blocks import is_muon_matrix
@@ -88,6 +88,8 @@ def check_networks(
 ) -> None:
     """Check values that a network refuses only when it is built, such as heads that do not divide its width.
 
+    Prepared samples must have the condition, and fill a batch of each member of the ensemble.
+
     Args:
         experiment: the experiment.
         sizes: of its data.
@@ -97,9 +99,11 @@ def check_networks(
 
     Raises:
         UserError: a network cannot be built, the optimizer cannot train it, or initial weights are missing, damaged or
-            another network's.
+            another network's; or the samples lack the condition, or are fewer than a batch.
     """
     run = Run(experiment)
+    if isinstance(sizes, Manifest):
+        _check_samples(experiment, sizes)
     for key, name in (*_expert_networks(experiment), ("router.network", ROUTER)):
         member = run.resolve(name, sizes)
         with _blaming(key, source, overrides):
@@ -116,6 +120,35 @@ def check_networks(
                 f"{blamed(source, overrides, train, key)}: key {train!r} = 'muon': {key} has no matrices in 'blocks'; "
                 "set adamw"
             )
+
+
+def _check_samples(experiment: Experiment, manifest: Manifest) -> None:
+    kind, labels = experiment.condition.kind, [sum(counts) > 0 for counts in zip(*manifest.class_counts, strict=True)]
+    is_missing = manifest.num_without_caption == manifest.num_samples
+    if kind == "class":
+        is_missing = len(labels) > 0 and sum(labels) < 2
+    if kind != "none" and is_missing:
+        raise missing_condition(kind, manifest.num_samples)
+    for name in ensemble_members(experiment):
+        member = Run(experiment).resolve(name, manifest)
+        num = sum(manifest.clusters[cluster].train for cluster in member.clusters)
+        if num < member.batch_size:
+            raise UserError(
+                f"key '{member.role.section}.train.global_batch_size': a step of {name} takes {member.batch_size:,} "
+                f"samples, and there are {num:,} to train on in clusters {', '.join(map(str, member.clusters))}; lower "
+                "it or prepare.partition.num_clusters"
+            )
+
+
+def missing_condition(kind: str, num: int) -> UserError:
+    """Return the refusal of data of which none of ``num`` samples has the condition."""
+    found, remedy = f"none of {num:,} samples has a caption", "caption_column, or a text file beside each image"
+    if kind == "class":
+        found, remedy = f"all of {num:,} samples have one label", "label_column, or one folder for each class"
+    return UserError(
+        f"key 'condition.kind' = {kind!r}: {found}; tell the source where it is (prepare.source.params.{remedy}; "
+        "docs/data.md), or set condition.kind=none"
+    )
 
 
 def is_collected(members: Sequence[str], run: Run) -> bool:

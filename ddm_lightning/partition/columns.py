@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 from jaxtyping import Int, Shaped
+
+from ddm_lightning.core.errors import UserError, first_line
 
 _ROWS_AT_ONCE = 65_536
 
@@ -85,6 +89,22 @@ class StoredArray:
         return np.asarray(np.load(self.path, mmap_mode="r"))[_numbers(which, len(self))]
 
 
+@contextmanager
+def opened(path: Path) -> Iterator[Mapping[str, np.ndarray]]:
+    """Open an ``.npz`` file that ``prepare`` has written.
+
+    Raises:
+        UserError: the block fails, because the file is missing or damaged.
+    """
+    try:
+        with np.load(path) as arrays:
+            yield arrays
+    except (OSError, ValueError, KeyError, IndexError, EOFError, BadZipFile, zlib.error) as error:
+        raise UserError(
+            f"{path}: is damaged or missing ({first_line(error)}); delete it and run prepare again"
+        ) from None
+
+
 class PackedStrings:
     """Strings in an ``.npz`` file, by ``packed_strings``; it is read whole whenever rows are asked for.
 
@@ -104,11 +124,11 @@ class PackedStrings:
 
     def __getitem__(self, which: slice | Int[np.ndarray, "m"]) -> Shaped[np.ndarray, "m"]:
         """Return these strings, as objects."""
-        with np.load(self.path) as arrays:
+        with opened(self.path) as arrays:
             text, ends = arrays[self.name].tobytes(), arrays[f"{self.name}_ends"]
-        bounds = np.concatenate([[0], ends])
-        spans = zip(bounds[:-1][which], bounds[1:][which], strict=True)
-        return np.array([text[start:end].decode() for start, end in spans], object)
+            bounds = np.concatenate([[0], ends])
+            spans = zip(bounds[:-1][which], bounds[1:][which], strict=True)
+            return np.array([text[start:end].decode() for start, end in spans], object)
 
 
 def packed_strings(name: str, values: Sequence[str]) -> dict[str, Shaped[np.ndarray, "_"]]:

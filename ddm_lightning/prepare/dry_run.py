@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,9 +21,6 @@ from ddm_lightning.prepare.records import count_samples
 from ddm_lightning.prepare.stages import Preparation
 from ddm_lightning.shards.manifest import DataSizes
 
-# Samples to read for an estimate of what filters take out.
-_ENOUGH = 1000
-
 
 @dataclass(frozen=True)
 class DryRun:
@@ -39,16 +35,28 @@ class DryRun:
     estimates: Mapping[str, tuple[int, float]]
     """Bytes and seconds per sample of each group of columns, measured in one process; 0 seconds if not measured."""
     num_looked_at: int = 0
-    """Samples read to see what the filters take out; 0 without filters."""
+    """Samples read, from all over the source."""
+    num_captions: int = 0
+    """Samples with a caption, of those that can be used."""
+    num_labels: int = 0
+    """Different labels of those."""
     num_broken: int = 0
     """Broken samples of those."""
     filtered: Mapping[str, int] = field(default_factory=dict)
     """Samples of those that each filter takes out."""
 
     @property
+    def seen(self) -> str:
+        """What was found in the samples read, in words."""
+        return (
+            f"of {self.num_looked_at:,} samples from all over the source: with a caption {self.num_captions:,}, "
+            f"different labels {self.num_labels:,}, broken {self.num_broken:,}"
+        )
+
+    @property
     def num_kept(self) -> int | None:
         """Estimate of the samples to encode; None if unknown before reading."""
-        if self.num_samples is None or not self.num_looked_at:
+        if self.num_samples is None or not self.filtered:
             return self.num_samples
         num_lost = self.num_broken + sum(self.filtered.values())
         return round(self.num_samples * (1 - num_lost / self.num_looked_at))
@@ -72,20 +80,19 @@ def dry_run(experiment: Experiment, run_dir: Path, check: Callable[[DataSizes], 
     preparation.check_before_writing(check)
 
     start = time.monotonic()
-    readings = [Reading(part, plugins) for part in parts]
-    chunks = (chunk for reading in readings for chunk in reading.chunks())
+    reading = Reading(plugins.look(), plugins)
+    chunks = reading.chunks()
     first = next(chunks, None)
     seconds = time.monotonic() - start
-    while plugins.filters and first and sum(reading.num_read for reading in readings) < _ENOUGH and next(chunks, None):
-        pass
-    filtered = sum((reading.filtered for reading in readings), Counter[str]())
     if first is None:
-        causes = sorted({one.cause for reading in readings for one in reading.broken} | filtered.keys())
+        causes = sorted({one.cause for one in reading.broken} | reading.filtered.keys())
         raise UserError(
             f"source {plugins.config.source.name!r}: no sample can be read ({', '.join(causes)}); fix prepare.source "
             "or prepare.filters"
         )
     _, records, images = first
+    looked_at = [(bool(record.caption), record.label) for record in records]
+    looked_at += [(bool(record.caption), record.label) for _, more, _ in chunks for record in more]
     num = len(records)
     captions = [text for record in records for text in record.captions or (record.caption,)]
     texts = sum(len(text.encode()) for text in [*captions, *(record.key for record in records)])
@@ -106,9 +113,11 @@ def dry_run(experiment: Experiment, run_dir: Path, check: Callable[[DataSizes], 
         len(preparation.unfinished(preparation.part_jobs())),
         count_samples(parts),
         estimates,
-        num_looked_at=sum(reading.num_read for reading in readings) if plugins.filters else 0,
-        num_broken=sum(len(reading.broken) for reading in readings),
-        filtered=filtered,
+        num_looked_at=reading.num_read,
+        num_captions=sum(has_caption for has_caption, _ in looked_at),
+        num_labels=len({label for _, label in looked_at}),
+        num_broken=len(reading.broken),
+        filtered=reading.filtered,
     )
 
 

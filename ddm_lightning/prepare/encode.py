@@ -27,7 +27,7 @@ from ddm_lightning.encoders.interfaces import numbered
 from ddm_lightning.partition.columns import GrowingArray, PackedStrings, packed_strings
 from ddm_lightning.prepare.ledger import Entries, Job
 from ddm_lightning.prepare.near_duplicates import codes_of
-from ddm_lightning.prepare.reading import Plugins, Reading, one_ahead, to_square
+from ddm_lightning.prepare.reading import ENOUGH, Plugins, Reading, one_ahead, to_square
 from ddm_lightning.prepare.records import BrokenSample, Part, Record
 
 RECORDS, LATENTS, CAPTIONS, FEATURES = "records", "latents", "captions", "features"
@@ -37,8 +37,6 @@ MAX_THUMBNAILS = 8192
 """Images kept small for the report: of each part its share, but at least one."""
 _THUMBNAIL_SIZE = 96  # pixels
 _CAPTIONS_AT_ONCE = 256
-# Samples to read before the fraction of broken ones can stop ``prepare``.
-_ENOUGH = 1000
 
 OnProgress = Callable[[int], None]
 """Called with the number of samples read so far."""
@@ -81,7 +79,7 @@ def inputs_of_columns(plugins: Plugins) -> dict[str, Any]:
 
 
 def check_broken(
-    counts: Mapping[str, int], num_read: int, max_bad_fraction: float, listed: Path, enough: int = _ENOUGH
+    counts: Mapping[str, int], num_read: int, max_bad_fraction: float, listed: Path, enough: int = ENOUGH
 ) -> None:
     """Stop if too many samples are broken.
 
@@ -149,7 +147,7 @@ def _wanted(job: PartJob, plugins: Plugins) -> set[str]:
     alike = {name for name, entry in made.items() if entry["key"].split()[-1] == keys[name].split()[-1]}
     if RECORDS not in alike or job.part.num_samples not in (None, made[RECORDS]["num_read"]):
         return missing
-    reading = Reading(job.part, plugins)
+    reading = Reading(plugins.read(job.part), plugins)
     for _ in reading.chunks():
         pass
     if reading.content.hexdigest() != made[RECORDS]["content"]:
@@ -173,7 +171,8 @@ def is_sampled(key_hash: UInt64[np.ndarray, "n"], fraction: float) -> Bool[np.nd
 
 
 def _encode_images(job: PartJob, names: list[str], plugins: Plugins, on_progress: OnProgress) -> None:
-    reading, texts = Reading(job.part, plugins), _Records(job.num_parts, num_captions(plugins.config))
+    reading = Reading(plugins.read(job.part), plugins)
+    texts = _Records(job.num_parts, num_captions(plugins.config))
     with _writing(job, *names) as sets:
         for num_read, records, images in one_ahead(reading.chunks()):
             on_progress(num_read)

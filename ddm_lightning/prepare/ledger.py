@@ -48,8 +48,8 @@ class Ledger:
         self.is_published = False
         """Whether the entries are at the URL; their files need not be here then."""
         self.entries: Entries = {}
-        with suppress(OSError, ValueError, TypeError):
-            self.entries |= parse_json(file.read_text(encoding="utf-8"))
+        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            self.entries = _checked(parse_json(file.read_text(encoding="utf-8")))
 
     def is_done(self, name: str, key: str | None = None) -> bool:
         """Whether the work is recorded, under ``key`` unless that is None, and its files exist with their sizes."""
@@ -82,6 +82,13 @@ class Ledger:
     def files(self, name: str) -> dict[str, Any]:
         """Return the files of recorded work; empty before it is done."""
         return self.entries.get(name, {}).get("files", {})
+
+
+def _checked(entries: Any) -> Entries:
+    for entry in entries.values():
+        if problem := checks.problem_with({key: entry[key] for key in _ENTRY}, _ENTRY):
+            raise ValueError(problem)
+    return dict(entries)
 
 
 def _files_of(work: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -148,10 +155,7 @@ class Published:
             if not (found := remote.read(address)):
                 return None
             content = parse_json(found)
-            versions, entries = dict(content["versions"]), content["work"]
-            for entry in entries.values():
-                if problem := checks.problem_with({key: entry[key] for key in _ENTRY}, _ENTRY):
-                    raise ValueError(problem)
+            versions, entries = dict(content["versions"]), _checked(content["work"])
         except FileNotFoundError:
             return None
         except (ValueError, KeyError, TypeError, AttributeError) as error:

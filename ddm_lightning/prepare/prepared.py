@@ -18,8 +18,8 @@ from jaxtyping import Int, Shaped, UInt8, UInt64
 
 from ddm_lightning.core import remote
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.core.files import atomic_write_json, atomic_write_text
-from ddm_lightning.partition.columns import PackedStrings, Rows, StoredArray
+from ddm_lightning.core.files import atomic_write_json, atomic_write_text, read_json
+from ddm_lightning.partition.columns import PackedStrings, Rows, StoredArray, opened
 from ddm_lightning.partition.partition import Samples
 from ddm_lightning.prepare.encode import (
     CODES,
@@ -40,6 +40,7 @@ from ddm_lightning.prepare.records import BrokenSample, Part
 GROUP_SIZE = 64
 """Consecutive parts whose samples are shuffled together; the same for any number of machines."""
 
+_AGAIN = "delete it and run prepare again, where the images are"
 
 Kept: TypeAlias = Sequence[Int[np.ndarray, "m"] | None]
 """Rows of each part; None for all of them."""
@@ -83,7 +84,10 @@ class Prepared:
     @cached_property
     def parts(self) -> list[Part]:
         """Parts of the source, from ``parts.json``."""
-        return [Part(**part) for part in json.loads(self.parts_file.read_text(encoding="utf-8"))]
+        try:
+            return [Part(**part) for part in read_json(self.parts_file, "the list of parts", _AGAIN)]
+        except TypeError as error:
+            raise UserError(f"{self.parts_file}: is no list of parts ({error}); {_AGAIN}") from None
 
     def folder_of(self, part: Part) -> Path:
         """Return the folder of a part's columns. It depends on the part's name alone, not on other parts."""
@@ -123,7 +127,10 @@ class Prepared:
     @cached_property
     def index(self) -> Mapping[str, Any]:
         """``index.json``: number of samples, in all and in each part, and the dropped rows of each part."""
-        return dict(json.loads(self.index_file.read_text(encoding="utf-8")))
+        found = read_json(self.index_file, "the index of the samples", _AGAIN)
+        if not isinstance(found, dict) or not found.keys() >= {"dropped", "part_samples"}:
+            raise UserError(f"{self.index_file}: is no index of the samples; {_AGAIN}")
+        return found
 
     @cached_property
     def filled_parts(self) -> list[int]:
@@ -168,6 +175,8 @@ class Prepared:
         ]
 
     def _num_rows(self, number: int) -> int:
+        if RECORDS not in self.ledgers[number].entries:
+            raise UserError(f"{self.ledgers[number].file}: is damaged or missing; {_AGAIN}")
         return int(self.ledgers[number].entries[RECORDS]["num_rows"])
 
     def sample(self, fraction: float) -> tuple[Samples, UInt64[np.ndarray, "n"]]:
@@ -351,7 +360,7 @@ class Thumbnails(NamedTuple):
         """Read the files of all groups, in the order of the samples."""
         images, clusters, captions = list[Any](), list[int](), list[str]()
         for path in paths:
-            with np.load(path) as arrays:
+            with opened(path) as arrays:
                 images += [*arrays["images"]]
                 clusters += arrays["clusters"].tolist()
             captions += PackedStrings(path, "captions", len(clusters) - len(captions))[:].tolist()

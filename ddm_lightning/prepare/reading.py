@@ -1,4 +1,4 @@
-"""The plug-ins of ``prepare``, and one pass over a part: chunks of checked, square images, and broken samples.
+"""The plug-ins of ``prepare``, and one pass over samples: chunks of checked, square images, and broken samples.
 
 Reading and decoding run in a thread, one chunk ahead of the encoders.
 """
@@ -8,12 +8,12 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import cached_property
 from importlib.metadata import version
-from itertools import islice
+from itertools import chain, islice
 from threading import Thread
 from types import NoneType
 from typing import Any, TypeVar
@@ -35,6 +35,9 @@ Item = TypeVar("Item")
 
 IMAGES_AT_ONCE = 64
 """Images read before the encoders begin; few, because a part may have only some hundred."""
+ENOUGH = 1000
+"""Samples to read before a judgement on all."""
+_PARTS_TO_LOOK_AT = 20
 _FIX, _SET_SIZE = "fix the source (its contract: prepare/records.py)", "set prepare.images.size"
 _COMMON_PACKAGES = ("ddm_lightning", "torch", "numpy", "pillow", "mosaicml-streaming")
 
@@ -134,21 +137,44 @@ class Plugins:
             self.source.num_classes,
         )
 
+    def read(self, part: Part) -> Iterator[Record | BrokenSample]:
+        """Yield the samples of a part, with the captions of ``prepare.captions``."""
+        return map(self._with_captions, self.source.read(part))
+
+    def look(self) -> Iterator[Record | BrokenSample]:
+        """Yield about a thousand samples from all over the source, or all of a smaller one."""
+        some = self.parts[:: math.ceil(len(self.parts) / _PARTS_TO_LOOK_AT)]
+        num = math.ceil(ENOUGH / len(some))
+        return chain.from_iterable(islice(self.read(part), num) for part in some)
+
+    def _with_captions(self, found: Record | BrokenSample) -> Record | BrokenSample:
+        """Return the sample with the captions of ``prepare.captions``; its own becomes the first that is not empty."""
+        columns = [caption.column for caption in self.config.captions]
+        if isinstance(found, BrokenSample) or not columns:
+            return found
+        captions = list[str]()
+        for column in columns:
+            caption = caption_in(found.values[column], found.key)
+            if isinstance(caption, BrokenSample):
+                return caption
+            captions.append(caption)
+        return replace(found, captions=tuple(captions), caption=next(filter(None, captions), ""))
+
     def provenance(self) -> dict[str, dict[str, str]]:
         """Return the origin of each network's weights; may load them."""
         return {name: plugin.provenance() for name, plugin in self._encoders().items()}
 
 
 class Reading:
-    """One pass over a part.
+    """One pass over samples, such as those of a part.
 
     Args:
-        part: the part to read.
-        plugins: its source and configuration.
+        found: from ``Plugins.read``.
+        plugins: the source and the configuration.
     """
 
-    def __init__(self, part: Part, plugins: Plugins) -> None:
-        self.part = part
+    def __init__(self, found: Iterable[Record | BrokenSample], plugins: Plugins) -> None:
+        self.found = found
         self.plugins = plugins
         self.num_read = 0
         """Samples read so far, with those that are broken or taken out by filters."""
@@ -186,7 +212,7 @@ class Reading:
             yield self.num_read, [record for record, _ in chunk], np.stack([image for _, image in chunk])
 
     def _samples(self) -> Iterator[tuple[Record, UInt8[np.ndarray, "h w 3"]]]:
-        for found in map(_with_plain_text, map(self._with_captions, self.plugins.source.read(self.part))):
+        for found in map(_with_plain_text, self.found):
             self.num_read += 1
             if isinstance(found, BrokenSample):
                 self.broken.append(found)
@@ -208,19 +234,6 @@ class Reading:
                 others = f"{self.image_size} x {self.image_size}"
                 raise self._error(found, f"has {_size(image)} pixels, others have {others}", _SET_SIZE)
             yield found, image
-
-    def _with_captions(self, found: Record | BrokenSample) -> Record | BrokenSample:
-        """Return the sample with the captions of ``prepare.captions``; its own becomes the first that is not empty."""
-        columns = [caption.column for caption in self.plugins.config.captions]
-        if isinstance(found, BrokenSample) or not columns:
-            return found
-        captions = list[str]()
-        for column in columns:
-            caption = caption_in(found.values[column], found.key)
-            if isinstance(caption, BrokenSample):
-                return caption
-            captions.append(caption)
-        return replace(found, captions=tuple(captions), caption=next(filter(None, captions), ""))
 
     def _check(self, record: Record) -> None:
         image, num_classes = record.image, self.plugins.source.num_classes

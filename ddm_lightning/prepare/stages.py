@@ -29,6 +29,7 @@ from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write, atomic_write_json, locked, sha256_file, sha256_json
 from ddm_lightning.core.formatting import format_bytes
+from ddm_lightning.members.preflight import missing_condition
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.partition.build import check_partition, fit_partition
 from ddm_lightning.partition.columns import save_array
@@ -49,7 +50,7 @@ from ddm_lightning.prepare.ledger import Job, Ledger, Published, hash_of_files
 from ddm_lightning.prepare.merge import merge_groups
 from ddm_lightning.prepare.prepared import Prepared, Thumbnails, write_index
 from ddm_lightning.prepare.reading import Plugins
-from ddm_lightning.prepare.records import Part, count_samples
+from ddm_lightning.prepare.records import Part, Record, count_samples
 from ddm_lightning.prepare.report import report_partition
 from ddm_lightning.prepare.write_shards import GROUP, GroupJob, Split, write_group
 from ddm_lightning.shards.manifest import DataSizes, Manifest, manifest_path
@@ -225,12 +226,14 @@ class Preparation:
             UserError: bad input.
         """
         self.plugins.versions()
-        if self.unfinished(self.part_jobs()):
-            _ = self.plugins.parts  # refuses a source that is gone, or lacks a column
         if self.experiment.condition.kind == "class" and self.plugins.source.num_classes < 2:
             raise UserError(
                 f"key 'condition.kind' = 'class': source {self.config.source.name!r} has no classes; use text or none"
             )
+        if self.unfinished(self.part_jobs()):
+            _ = self.plugins.parts  # refuses a source that is gone, or lacks a column
+            if not any(RECORDS in ledger.entries for ledger in self.prepared.ledgers):
+                self._check_condition()
         check_partition(self.config.partition, count_samples(self.parts))
         if (path := self.config.partition.path) is not None:
             if not Path(path).is_file():
@@ -241,6 +244,25 @@ class Preparation:
             Partition.load(Path(path))
         if check is not None:
             check(self.plugins.sizes())
+
+    def _check_condition(self) -> None:
+        """Look for a caption, or for two classes, if the condition needs them.
+
+        Raises:
+            UserError: there are none.
+        """
+        kind, seen, num_read = self.experiment.condition.kind, set[Any](), 0
+        if kind == "none":
+            return
+        for found in self.plugins.look():
+            num_read += 1
+            if isinstance(found, Record):
+                seen.add(found.label if kind == "class" else found.caption)
+            if len(seen - {""}) > (kind == "class"):
+                return
+        # Sorted by class, the first thousand of a larger source may have one.
+        if seen and (kind != "class" or num_read == count_samples(self.parts)):
+            raise missing_condition(kind, num_read)
 
     def _run(self, stage: Stage) -> None:
         start = time.monotonic()
@@ -388,7 +410,9 @@ class Preparation:
         jobs, num_bytes = self.unfinished(self.group_jobs()), 0
         total = sum(job.num_samples for job in jobs)
         for job in run_jobs("shards", write_group, jobs, self.plugins, total, self.reporter):
-            num_bytes += sum(file["bytes"] for file in job.ledger.files(GROUP).values())
+            # The group's other file holds thumbnails.
+            files = job.ledger.files(GROUP).items()
+            num_bytes += sum(file["bytes"] for name, file in files if name.startswith("shards/"))
         return f"{total:,} samples, {format_bytes(num_bytes)}"
 
     def _merge(self) -> None:

@@ -27,7 +27,7 @@ def read(source):
 
 
 def test_it_keeps_the_contract_of_sources():
-    check_source(partial(build, BLOBS, {"name": "digits", "max_samples": 30}, BLOBS))
+    check_source(partial(build, BLOBS, {"name": "digits", "max_samples": 30}, {**BLOBS, "prefix": "other"}))
 
 
 def test_labels_captions_and_credits_tell_the_sources_apart():
@@ -118,6 +118,15 @@ def test_bad_entries_are_one_line(entry, problem):
     with pytest.raises(UserError) as refusal:
         build(entry)
     assert problem in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("second", ["shape", "blobs-2"])
+def test_two_sources_of_one_prefix_are_refused(second):
+    plain = {**BLOBS, "prefix": ""}
+    with pytest.raises(
+        UserError, match=rf"sources\[\d\]': another source is called '.*'; give each a prefix of its own"
+    ):
+        build(BLOBS, {**BLOBS, "prefix": second}, plain, plain)
 
 
 def test_an_empty_mixture_is_refused():

@@ -19,7 +19,7 @@ from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.registry import FEATURES, METRICS
 from ddm_lightning.encoders.images import Pixels
 from ddm_lightning.evaluation import image_sets
-from ddm_lightning.evaluation.image_sets import ShardImages
+from ddm_lightning.evaluation.image_sets import FileImages, ShardImages
 from ddm_lightning.members.run import Run
 from ddm_lightning.shards.manifest import HELD_OUT, TRAIN, Manifest
 from ddm_lightning.use import ensemble
@@ -195,7 +195,7 @@ def test_bad_input_is_one_line(run, tmp_path, capsys):
         "evaluate.metrics=[{name: kid, params: {features: dino}}]": "unknown feature network 'dino'",
         f"evaluate.reference={tmp_path}/large.npz": "its images and the generated ones have 9 × 9 and 8 × 8 pixels",
         f"evaluate.reference={tmp_path}/floats.npz": "holds float64 [5, 8, 8, 3], not uint8",
-        f"evaluate.reference={tmp_path}/none": "none: holds no images (.png",
+        f"evaluate.reference={tmp_path}/none": "none: holds no images; give",
         f"evaluate.reference={tmp_path}/nowhere": "nowhere: is neither a folder nor an .npz file",
     }.items():
         assert evaluate(run, setting) == 2, setting
@@ -218,10 +218,41 @@ def test_a_broken_image_is_named(run, tmp_path, capsys):
         Image.fromarray(np.full((8, 8, 3), 50 * number, np.uint8)).save(folder / f"{number}.png")
     whole = (folder / "3.png").read_bytes()
     huge = whole[:16] + struct.pack(">II", 60_000, 60_000) + whole[24:29]
-    for content in (whole[:45], huge + struct.pack(">I", zlib.crc32(huge[12:])) + whole[33:]):
+    huge += struct.pack(">I", zlib.crc32(huge[12:])) + whole[33:]
+    for content, cause in ((whole[:45], "damaged image"), (huge, "too many pixels"), (b"<html>", "no image")):
         (folder / "3.png").write_bytes(content)
         assert evaluate(run, "--images", str(folder), f"evaluate.metrics=[{PIXELS}]") == 2
-        assert f"{folder / '3.png'}: cannot be read as an image" in refused(capsys)
+        assert f"{folder / '3.png'}: {cause} (" in refused(capsys)
+    (folder / "3.png").unlink()
+    (folder / "3.png").symlink_to(tmp_path / "gone")
+    assert evaluate(run, "--images", str(folder), f"evaluate.metrics=[{PIXELS}]") == 2
+    assert f"{folder / '3.png'}: cannot be read" in refused(capsys)
+
+
+def test_a_folder_of_images_is_read_as_prepare_reads_it(tmp_path, monkeypatch):
+    pixels = np.random.default_rng(0).integers(0, 256, (8, 8, 3), np.uint8)
+    image, grey, exif = Image.fromarray(pixels), pixels[..., :1].repeat(3, 2), Image.Exif()
+    exif[0x0112] = 6
+    (tmp_path / "deep").mkdir()
+    image.rotate(90).save(tmp_path / "deep" / "a.png", exif=exif)
+    transparent = image.convert("RGBA")
+    transparent.putalpha(0)
+    transparent.save(tmp_path / "b.webp", lossless=True)
+    Image.fromarray(grey[..., 0].astype(np.uint16) * 257).save(tmp_path / "c.TIFF")
+    image.quantize(256).save(tmp_path / "d.png")
+    (tmp_path / "e.gif").write_bytes((tmp_path / "d.png").read_bytes())
+    for hidden in (".f.png", "__MACOSX/g.png", ".cache/h.png", "notes.txt", "scores.json"):
+        (tmp_path / hidden).parent.mkdir(exist_ok=True)
+        (tmp_path / hidden).write_bytes(b"no image")
+    images = FileImages(tmp_path)
+    expected = [np.full_like(pixels, 255), grey, np.asarray(image.quantize(256).convert("RGB"))]
+    expected = [*expected, expected[-1], pixels]
+    assert images.num == 5 and np.array_equal(images.images(range(5)), np.stack(expected))
+    # Features that another decoder has seen are not used again.
+    before = images.sha256
+    (tmp_path / "decode.txt").write_text("another decoder")
+    monkeypatch.setattr(image_sets.decode, "__file__", str(tmp_path / "decode.txt"))
+    assert FileImages(tmp_path).sha256 != before
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

@@ -1,4 +1,5 @@
 import io
+from collections import Counter
 
 import pytest
 from prepare.listed import Listed, experiment_of, plug_in, record, records, state_of
@@ -75,11 +76,13 @@ def test_a_source_that_does_not_know_its_size_is_estimated_by_the_sample(tmp_pat
 
 
 def test_only_the_first_samples_are_read(tmp_path, monkeypatch):
-    source = Listed({"one": records(100), "two": records(100, "b")})
-    seen = []
-    source.read = lambda part: (seen.append(one.key) or one for one in source.samples[part.name])
-    dry_run(experiment_of(plug_in(monkeypatch, SOURCES, source)), tmp_path)
-    assert seen == [f"a{index}" for index in range(64)]
+    source = Listed({f"{name}": records(100, f"{name}-") for name in range(60)})
+    seen = Counter()
+    source.read = lambda part: (seen.update([one.key]) or one for one in source.samples[part.name])
+    plan = dry_run(experiment_of(plug_in(monkeypatch, SOURCES, source)), tmp_path)
+    assert sorted(seen) == sorted(f"{name}-{index}" for name in range(0, 60, 3) for index in range(50))
+    assert plan.num_looked_at == 1000
+    assert plan.seen == "of 1,000 samples from all over the source: with a caption 1,000, different labels 1, broken 0"
 
 
 def test_a_source_of_which_nothing_can_be_read_is_told(tmp_path, monkeypatch):

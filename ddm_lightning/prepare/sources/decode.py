@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import UInt8
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps, PngImagePlugin, UnidentifiedImageError
 
 from ddm_lightning.prepare.records import BrokenSample
 
@@ -19,19 +19,21 @@ MAX_PIXELS = 1 << 27
 
 # Excludes formats that Pillow passes to another program (EPS: Ghostscript) or accepts without a signature (TGA).
 _FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
+# Pillow takes longer text and colour profiles of a PNG, which others write and nobody reads here, for an attack.
+PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY
 _SIGNATURES = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF8", b"RIFF", b"II*\x00", b"MM\x00*", b"BM")
 
 
 def decode(
-    data: bytes | Exception, key: str, max_pixels: int = MAX_PIXELS
+    data: bytes | Image.Image | Exception, key: str, max_pixels: int = MAX_PIXELS
 ) -> UInt8[np.ndarray, "h w 3"] | BrokenSample:
     """Decode an image: upright, on white where it is transparent, the first frame of an animation.
 
-    Grey of more than 8 bits is scaled to 8: from 12 bits if no value is larger, else from 16. CMYK is
-    converted by Pillow's formula. Colour profiles are not applied.
+    The one decoder of images from other people. Grey of more than 8 bits is scaled to 8: from 12 bits if no value is
+    larger, else from 16. CMYK is converted by Pillow's formula. Colour profiles are not applied.
 
     Args:
-        data: the encoded image, or the error of reading it.
+        data: the encoded image, an image that Pillow has opened, or the error of reading it.
         key: of the sample, for ``BrokenSample``.
         max_pixels: largest width times height.
     """
@@ -43,19 +45,19 @@ def decode(
         # Pillow warns of large images and of damaged Exif data, which is ignored below.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            with Image.open(BytesIO(data), formats=_formats()) as image:
-                return rgb(image, key, max_pixels)
+            with Image.open(BytesIO(data), formats=_formats()) if isinstance(data, bytes) else data as image:
+                return _rgb(image, key, max_pixels)
     except Image.DecompressionBombError as error:
         return BrokenSample(key, "too many pixels", one_line(error))
     except UnidentifiedImageError:
-        cause = "damaged image" if data.startswith(_SIGNATURES) else "no image"
-        return BrokenSample(key, cause, f"begins with {data[:8]!r}")
+        head = data[:8] if isinstance(data, bytes) else b""
+        cause = "damaged image" if head.startswith(_SIGNATURES) else "no image"
+        return BrokenSample(key, cause, f"begins with {head!r}")
     except Exception as error:  # noqa: BLE001  Pillow raises anything on damaged files
         return BrokenSample(key, "damaged image", one_line(error))
 
 
-def rgb(image: Image.Image, key: str, max_pixels: int = MAX_PIXELS) -> UInt8[np.ndarray, "h w 3"] | BrokenSample:
-    """Convert an opened Pillow image of any mode as ``decode`` does. Pillow's errors on damaged data pass through."""
+def _rgb(image: Image.Image, key: str, max_pixels: int) -> UInt8[np.ndarray, "h w 3"] | BrokenSample:
     if image.width * image.height > max_pixels:
         return BrokenSample(key, "too many pixels", f"{image.width} x {image.height}; at most {max_pixels}")
     if not image.width * image.height:
@@ -70,6 +72,10 @@ def rgb(image: Image.Image, key: str, max_pixels: int = MAX_PIXELS) -> UInt8[np.
         image = Image.fromarray(np.rint(grey).astype(np.uint8))
     if image.mode == "F":
         return BrokenSample(key, "unsupported pixels", "floating-point numbers of unknown range")
+    if image.palette is not None and not image.palette.palette:  # Streaming's encoding ``pil`` loses it
+        return BrokenSample(key, "unsupported pixels", "numbers of a palette that was not stored")
+    if image.mode == "La":  # Pillow converts it to nothing else
+        image = image.convert("LA")
     if image.has_transparency_data:
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
     return np.asarray(image.convert("RGB"))

@@ -2,50 +2,56 @@
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
+from io import StringIO
 from itertools import pairwise
-from pathlib import PurePosixPath
+from posixpath import normpath, splitext
+from typing import Any
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import SOURCES
 from ddm_lightning.prepare.records import BrokenSample, Part, Record, block_size_of
 from ddm_lightning.prepare.sources.decode import caption_in, decode
-from ddm_lightning.prepare.sources.tables import PARAMS
-from ddm_lightning.prepare.sources.urls import Files
+from ddm_lightning.prepare.sources.urls import PARAMS, Files
 
-_CAPTION_FILES = ("captions.jsonl", "metadata.jsonl")
-# Files that are no images. All others count as images, so that those of an unknown format are reported as broken.
-_NO_IMAGES = frozenset((".txt", ".json", ".jsonl", ".csv", ".tsv", ".md", ".parquet", ".html", ".py", ".zip", ".tar"))
+_CAPTION_FILES = ("captions.jsonl", "metadata.jsonl", "captions.csv", "metadata.csv")
+_TEXTS = (".caption", ".txt")
+_CAPTION = "caption"
 
 
 @SOURCES.register("imagefolder")
 class ImageFolder:
     """All images below a folder; the key is the path in it.
 
-    The class is the first-level folder, numbered in alphabetical order. Captions come from ``captions.jsonl`` or
-    ``metadata.jsonl`` at the top (by ``file_name``), or else from the text file of the same name (``cat.jpg``,
-    ``cat.txt``). An image without either has an empty caption.
+    The class is the first-level folder, numbered in alphabetical order. Captions come from ``captions.jsonl``,
+    ``metadata.jsonl``, ``captions.csv`` or ``metadata.csv`` of any folder (its ``file_name`` is a path in that folder),
+    or else from the text file of the same name (``cat.jpg``, ``cat.txt`` or ``cat.caption``). An image without either
+    has an empty caption.
 
     Args:
         path: the folder, local or a URL.
-        caption_column: key in the JSONL file.
+        caption_column: column of the caption file; null for no captions at all.
         labels: whether first-level folders are classes.
+        follow_links: whether to follow links that lead out of the folder.
     """
 
     packages: tuple[str, ...] = ("pillow",)
     attribution = ""
 
-    def __init__(self, path: str, caption_column: str = "caption", labels: bool = True) -> None:
-        self.files = Files(path)
+    def __init__(
+        self, path: str, caption_column: str | None = _CAPTION, labels: bool = True, follow_links: bool = False
+    ) -> None:
+        self.files = Files(path, follow_links=follow_links)
         self.caption_column, self.labels = caption_column, labels
 
     @cached_property
     def class_names(self) -> list[str]:
         """First-level folders with images."""
-        return sorted({name.partition("/")[0] for name in self._images if "/" in name}) if self.labels else []
+        return sorted({name.partition("/")[0] for name in self.files.images if "/" in name}) if self.labels else []
 
     @cached_property
     def num_classes(self) -> int:
@@ -64,14 +70,11 @@ class ImageFolder:
     def read(self, part: Part) -> Iterator[Record | BrokenSample]:
         # From the part, so that no worker lists the folder again.
         self.num_classes = part.where["num_classes"]
-        names, captions = part.where["files"], part.where["captions"]
-        texts = self.files.contents(
-            [_text_file(name) for name, found in zip(names, captions, strict=True) if found is True]
-        )
-        for name, label, found, data in zip(
-            names, part.where["labels"], captions, self.files.contents(names), strict=True
-        ):
-            caption = caption_in(next(texts) if found is True else found, name)
+        where = part.where
+        texts = self.files.contents([name for name in where["texts"] if name])
+        columns = [where[name] for name in ("files", "labels", "captions", "texts")]
+        for name, label, caption, text, data in zip(*columns, self.files.contents(where["files"]), strict=True):
+            caption = caption_in(next(texts) if text else caption, name)
             if label < 0:
                 yield BrokenSample(
                     name, "outside the class folders", f"set {PARAMS}.labels=false if folders are not classes"
@@ -82,61 +85,91 @@ class ImageFolder:
             yield bad or Record(name, image, caption, label)  # type: ignore[arg-type]
 
     @cached_property
-    def _images(self) -> list[str]:
-        return [name for name in self.files.states if PurePosixPath(name).suffix.lower() not in _NO_IMAGES]
-
-    @cached_property
     def _names(self) -> list[str]:
-        """Images in the folder, and those named only by the caption file."""
-        names = sorted({*self._images, *(self._captions or {})})
+        """Images in the folder, and those named only by a caption file."""
+        names = sorted({*self.files.images, *self._captions})
         if not names:
             raise UserError(f"key '{PARAMS}.path': no image in {self.files.shown()}; change the path")
         return names
 
     @cached_property
-    def _captions(self) -> dict[str, str] | None:
-        """Captions in the caption file by name of the image; None without such a file."""
-        if all(name in self.files.states for name in _CAPTION_FILES):
-            raise UserError(f"{self.files.shown()}: has both {' and '.join(_CAPTION_FILES)}; keep one")
-        name = next((name for name in _CAPTION_FILES if name in self.files.states), None)
-        if name is None:
-            return None
-        captions, columns = dict[str, str](), set[str]()
-        for number, line in enumerate(self.files.content(name).split(b"\n"), 1):
-            if not line.strip():
+    def _texts(self) -> dict[str, str]:
+        """Text files by their names without the ending, in lower and upper case; the last one counts."""
+        if self.caption_column is None:
+            return {}
+        return {splitext(name)[0]: name for name in self.files.states if name.lower().endswith(_TEXTS)}
+
+    @cached_property
+    def _captions(self) -> dict[str, str]:
+        """Captions in caption files, by name of the image."""
+        if self.caption_column is None:
+            return {}
+        captions, columns, folders = dict[str, str](), set[str](), dict[str, str]()
+        for file in self.files.states:
+            folder, _, base = file.rpartition("/")
+            if base.lower() not in _CAPTION_FILES or (rows := self._rows(file)) is None:
                 continue
-            try:
-                row = json.loads(line)
-                image, caption = row["file_name"], caption_in(row.get(self.caption_column), "")
-                if not isinstance(image, str) or image in captions or isinstance(caption, BrokenSample):
-                    raise ValueError(f"'file_name' or {self.caption_column!r} is not text, or the name is not unique")
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise UserError(
-                    f"{self.files.shown(name)}: line {number}: needs JSON with its own 'file_name' ({error!r}); "
-                    "fix the line"
-                ) from None
-            captions[image] = caption
-            columns.update(row)
-        if self.caption_column not in columns:
+            if (other := folders.setdefault(folder, file)) != file:
+                raise UserError(f"{self.files.shown()}: has both {other} and {file}; keep one")
+            for number, row in rows:
+                try:
+                    row = json.loads(row) if isinstance(row, bytes) else row
+                    name, caption = self._image_of(folder, row["file_name"]), row.get(self.caption_column)
+                    caption = caption_in(caption, name)
+                    if name in captions or isinstance(caption, BrokenSample):
+                        raise ValueError(f"{self.caption_column!r} is not text, or 'file_name' is not unique")
+                except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                    raise UserError(
+                        f"{self.files.shown(file)}: line {number}: needs JSON with its own 'file_name' ({error!r}); "
+                        "fix the line"
+                    ) from None
+                captions[name] = caption
+                columns.update(row)
+        if self.caption_column not in columns and (folders or self.caption_column != _CAPTION):
+            place = self.files.shown(next(iter(folders.values()))) if folders else "without a caption file, the folder"
             raise UserError(
-                f"key '{PARAMS}.caption_column': {self.files.shown(name)} has no column {self.caption_column!r}; "
-                f"it has: {', '.join(sorted(columns)) or 'none'}"
+                f"key '{PARAMS}.caption_column': {place} has no column {self.caption_column!r}; "
+                f"it has: {', '.join(sorted(columns)) or 'none'}; or set it to null"
             )
         return captions
+
+    def _rows(self, file: str) -> Iterable[tuple[int, Any]] | None:
+        """Return number and content of each line of a caption file; None for a table of something else."""
+        content = self.files.content(file)
+        if not file.lower().endswith(".csv"):
+            return ((number, line) for number, line in enumerate(content.split(b"\n"), 1) if line.strip())
+        try:
+            reader = csv.DictReader(StringIO(content.decode("utf-8-sig"), newline=""), restkey="")
+            reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
+            rows = [(reader.line_num, row) for row in reader]
+        except (UnicodeDecodeError, csv.Error) as error:
+            raise UserError(f"{self.files.shown(file)}: is no CSV file in UTF-8 ({error}); save it as one") from None
+        return rows if "file_name" in reader.fieldnames else None
+
+    def _image_of(self, folder: str, given: str) -> str:
+        """Return the image that a caption file in ``folder`` names, perhaps as on Windows."""
+        joined = f"{folder}/{given}" if folder else given
+        names = [joined, normpath(joined), normpath(joined.replace("\\", "/"))]
+        name = next((name for name in names if name in self.files.states), names[1])
+        if name.startswith(("../", "/")):
+            raise ValueError("it leads out of the folder")
+        return name
 
     def _part(self, names: list[str]) -> Part:
         states, digest = self.files.states, hashlib.sha256()
         numbers = {name: number for number, name in enumerate(self.class_names)}
-        labels, captions = list[int](), list[str | bool | None]()  # a caption is True if a text file holds it
+        labels, captions, texts = list[int](), list[str | None](), list[str | None]()
         for name in names:
-            text = _text_file(name)
             labels.append(numbers.get(name.rpartition("/")[0].partition("/")[0], -1) if numbers else 0)
-            captions.append((text in states or None) if self._captions is None else self._captions.get(name))
-            digest.update(json.dumps((name, labels[-1], captions[-1], states.get(name), states.get(text))).encode())
+            captions.append(self._captions.get(name))
+            text = self._texts.get(splitext(name)[0]) or self._texts.get(name)
+            texts.append(None if name in self._captions else text)
+            caption = True if texts[-1] else captions[-1]
+            digest.update(json.dumps((name, labels[-1], caption, states.get(name), states.get(text or ""))).encode())
         # A block is named after the file that begins it; only the first one may lack such a file.
         name = f"block-{_hash(names[0])}" if self._begins_block(names[0]) else "block-first"
-        where = {"files": names, "labels": labels, "captions": captions, "num_classes": self.num_classes}
-        return Part(name, digest.hexdigest(), len(names), where)
+        where = {"files": names, "labels": labels, "captions": captions, "texts": texts}
+        return Part(name, digest.hexdigest(), len(names), {**where, "num_classes": self.num_classes})
 
     def _begins_block(self, name: str) -> bool:
         return int(_hash(name), 16) % block_size_of(len(self._names)) == 0
@@ -144,7 +177,3 @@ class ImageFolder:
 
 def _hash(name: str) -> str:
     return hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
-
-
-def _text_file(name: str) -> str:
-    return str(PurePosixPath(name).with_suffix(".txt"))

@@ -77,7 +77,7 @@ class Mds(TableSource):
                     for name in self.columns:
                         if encodings[name] == "pkl":  # unpickling can run code
                             raise UserError(f"{place}: column {name!r} is pickled; write the shards again without pkl")
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise UserError(f"{place} is not an index of MDS shards: {error!r}; change the path") from None
         return shards
 
@@ -100,7 +100,7 @@ class Mds(TableSource):
             for name, encoding, value in zip(shard["column_names"], shard["column_encodings"], values, strict=True):
                 if name in self.columns:
                     row[name] = _cell(encoding, value)
-        except (ValueError, TypeError) as error:
+        except Exception as error:  # noqa: BLE001  each encoding raises its own errors
             return BrokenSample(place, "damaged sample", one_line(error))
         return self.record(row, place)
 

@@ -18,13 +18,12 @@ from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import SOURCES, require
 from ddm_lightning.prepare.filters import CAPTIONS_KEY
 from ddm_lightning.prepare.records import BrokenSample, Part, Record, block_size_of
-from ddm_lightning.prepare.sources.decode import caption_in, decode, one_line, rgb
-from ddm_lightning.prepare.sources.urls import Files, content_or_error
+from ddm_lightning.prepare.sources.decode import caption_in, decode, one_line
+from ddm_lightning.prepare.sources.urls import PARAMS, Files, content_or_error
 
 if TYPE_CHECKING:
     import pyarrow
 
-PARAMS = "prepare.source.params"
 CAPTION_KEY = f"{PARAMS}.caption_column"
 _ROWS_AT_ONCE = 32  # rows that are Python objects at a time: images of some megabytes must not pile up
 _FILES_AT_ONCE = 16  # a table of contents at a URL takes some round trips
@@ -46,10 +45,11 @@ class TableSource:
         num_classes: labels are numbers below it.
         class_names: labels are these words, numbered from 0. A Hugging Face ``ClassLabel`` column needs neither.
         image_root: folder or URL for relative image paths; null for the folder of the files.
+        follow_links: whether to follow links that lead out of the folder.
     """
 
     path: str
-    image_column: str | None = "image"
+    image_column: str = "image"
     caption_column: str | list[str] | None = "caption"
     label_column: str | None = None
     key_column: str | None = None
@@ -57,6 +57,7 @@ class TableSource:
     num_classes: int | None = None
     class_names: list[str] | None = None
     image_root: str | None = None
+    follow_links: bool = False
 
     packages: ClassVar[tuple[str, ...]] = ("pillow",)
     attribution: ClassVar[str] = ""
@@ -65,9 +66,9 @@ class TableSource:
         self.extra_columns: dict[str, str] = {}
         if not all(isinstance(name, str) for name in self.captions):
             raise ValueError("caption_column must be a name, a list of names or null")
-        self.files = self._images = Files(self.path)
+        self.files = self._images = Files(self.path, follow_links=self.follow_links)
         if self.image_root is not None and not self.image_root.startswith("http"):
-            self._images = Files(self.image_root, "image_root")
+            self._images = Files(self.image_root, f"key '{PARAMS}.image_root'", self.follow_links)
         self._find_classes()
 
     def _find_classes(self) -> None:
@@ -83,6 +84,8 @@ class TableSource:
                     f"key '{PARAMS}.label_column': the files do not name the classes; add num_classes or class_names"
                 )
             self.num_classes = len(self.class_names)
+        elif self.num_classes < 1:
+            raise ValueError(f"num_classes = {self.num_classes} must be at least 1")
         self.class_names = [str(name) for name in self.class_names or ()]
         self._number_of = {name: number for number, name in enumerate(self.class_names)}
 
@@ -160,13 +163,9 @@ class TableSource:
             cell = cell.get("path") if cell.get("bytes") is None else cell["bytes"]
         if isinstance(cell, str):
             cell = self._fetch(cell)
-        if isinstance(cell, (bytes, Exception)):
+        if isinstance(cell, (bytes, Exception, Image.Image)):
             return decode(cell, key)
-        return (
-            rgb(cell, key)
-            if isinstance(cell, Image.Image)
-            else BrokenSample(key, "no image", f"a {type(cell).__name__}")
-        )
+        return BrokenSample(key, "no image", f"a {type(cell).__name__}")
 
     def _fetch(self, path: str) -> bytes | Exception:
         """Read an image file, or return the error."""
@@ -268,7 +267,7 @@ class Parquet(TableSource):
         try:
             feature = json.loads(metadata[b"huggingface"])["info"]["features"][self.label_column]
             return feature["names"] if feature["_type"] == "ClassLabel" else None
-        except (KeyError, ValueError, TypeError):
+        except (KeyError, ValueError, TypeError, RecursionError):
             return None
 
     @contextmanager
@@ -325,8 +324,16 @@ class HuggingFace(Parquet):
         if f"{folder}state.json" not in self.files.states:
             return [name for name in found if name.startswith(folder)]
         # The list, because files of an earlier save may remain.
-        state = json.loads(self.files.content(f"{folder}state.json"))
-        return [f"{folder}{entry['filename']}" for entry in state["_data_files"]]
+        try:
+            entries = json.loads(self.files.content(f"{folder}state.json"))["_data_files"]
+            names = [f"{folder}{entry['filename']}" for entry in entries]
+            if lost := sorted({*names} - self.files.states.keys()):
+                raise ValueError(f"{lost[0]} does not exist")
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise UserError(
+                f"{self.files.shown(f'{folder}state.json')} lists no Arrow files: {error!r}; save the data set again"
+            ) from None
+        return names
 
     def _file(self, name: str) -> Any:
         import pyarrow

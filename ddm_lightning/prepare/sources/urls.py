@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import glob
 import io
-import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import os
+import posixpath
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -19,33 +21,48 @@ from ddm_lightning.prepare.sources.decode import one_line
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
+PARAMS = "prepare.source.params"
 # Keys by which back ends tell the state of a file, best first; some have only "created".
 _STATE = ["ETag", "etag", "sha256", "md5Hash", "content_md5"]
 _STATE += ["LastModified", "last_modified", "mtime", "updated", "created"]
 _READ_AT_ONCE = 32
+# Files that are no images. All others count as images, so that those of an unknown format are reported as broken.
+_NO_IMAGES = (".txt", ".caption", ".json", ".jsonl", ".csv", ".tsv", ".md", ".parquet", ".html", ".py", ".zip", ".tar")
 
 
 class Files:
     """The files under ``path``: a folder, one file, or a pattern with ``*``. Hidden files are skipped.
 
+    What exists under its own name is no pattern (``tars [1]``). A name in the data, or a link in the folder, that leads
+    out of the folder is refused: whoever made the data could read any file of whoever prepares it.
+
     Args:
         path: local, or a URL.
-        param: param of the source that gives it, for messages.
+        key: key or option that gives it, for messages.
+        follow_links: whether to follow links of a local folder that lead out of it.
 
     Raises:
         UserError: ``path`` does not exist or cannot be read; its protocol is unknown or needs a package.
     """
 
-    def __init__(self, path: str, param: str = "path") -> None:
-        self.path, self._key = path, f"key 'prepare.source.params.{param}'"
+    def __init__(self, path: str, key: str = f"key '{PARAMS}.path'", follow_links: bool = False) -> None:
+        self.path, self._key, self._follow_links = path, key, follow_links
+        self._pattern, self._query, self._is_folder = "", "", False
         filesystem, inner = self._filesystem()
-        if has_magic(inner):
-            self._root = re.split(r"[*?\[]", inner)[0].rpartition("/")[0]
-            return
         with self.reading():
-            info = filesystem.info(inner)
+            try:
+                info = filesystem.info(inner)
+            except FileNotFoundError:
+                found = _split_pattern(filesystem, inner)
+                if found is None:
+                    raise
+                self._root, self._pattern = found
+                return
         # A web server reports everything as a file.
         self._is_folder = info["type"] == "directory" or (str(info["name"]).startswith("http") and path.endswith("/"))
+        if inner.startswith("http"):
+            inner, mark, query = inner.partition("?")
+            self._query = mark + query
         self._root = inner.rstrip("/") if self._is_folder else inner.rpartition("/")[0]
 
     @property
@@ -58,25 +75,57 @@ class Files:
         """State of each file (size and ETag or time), by its path relative to the folder; sorted.
 
         Raises:
-            UserError: the folder cannot be listed.
+            UserError: the folder cannot be listed, or holds a link that leads out of it.
         """
-        filesystem, inner = self._filesystem()
-        with self.reading():
-            if has_magic(inner):
-                found = filesystem.glob(inner, detail=True)
-            elif self._is_folder:
-                found = {info["name"]: info for info in remote.walk(filesystem, inner)}
-            else:
-                found = {inner: filesystem.info(inner)}
         states = {}
-        for path, info in found.items():
-            info = _follow_link(filesystem, path, info)
-            name = path.removeprefix(f"{self._root}/")  # an object store's may begin with "/"
-            is_hidden = any(part.startswith(".") or part in ("__MACOSX", "Thumbs.db") for part in name.split("/"))
-            if info["type"] == "file" and not is_hidden:
-                state = next((f"{key} {info[key]}" for key in _STATE if info.get(key) is not None), "")
-                states[name] = f"{info.get('size')} bytes, {state}"
+        with self.reading():
+            for path, info in self._found():
+                if info["type"] == "file":
+                    state = next((f"{key} {info[key]}" for key in _STATE if info.get(key) is not None), "")
+                    states[self._relative(path)] = f"{info.get('size')} bytes, {state}"
         return dict(sorted(states.items()))
+
+    def _found(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield path and information of each file that is not hidden; for a link, the information of its target."""
+        filesystem, inner = self._filesystem()
+        if self._pattern:
+            yield from self._targets(filesystem.glob(self._pattern, detail=True).values())
+        elif self._is_folder:
+            yield from self._targets(remote.walk(filesystem, inner))
+        else:
+            yield inner, filesystem.info(inner)
+
+    def _targets(self, infos: Iterable[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+        filesystem, root, folders = self._filesystem()[0], os.path.realpath(self._root), set[str]()
+        left = [iter(infos)]
+        while left:
+            for info in left.pop():
+                path, parts = info["name"], self._relative(info["name"]).split("/")
+                if any(part.startswith(".") or part in ("__MACOSX", "Thumbs.db") for part in parts):
+                    continue
+                if not info.get("islink") and info["type"] != "link":  # SFTP has only the type
+                    yield path, info
+                    continue
+                try:
+                    target = filesystem.info(path)
+                except OSError:  # a dead or circular link, found broken later
+                    target = {**info, "type": "file"}
+                real = os.path.realpath(path)
+                if self.is_local and not _is_below(root, real):
+                    if not self._follow_links:
+                        raise UserError(
+                            f"{self._key}: {path} is a link out of this folder, to {real}; remove it, or set "
+                            f"{PARAMS}.follow_links=true"
+                        )
+                    if target["type"] == "directory" and real not in folders:
+                        folders.add(real)
+                        left.append(remote.walk(filesystem, path))
+                yield path, target
+
+    @property
+    def images(self) -> list[str]:
+        """Relative paths of the files that count as images, sorted."""
+        return [name for name in self.states if not name.lower().endswith(_NO_IMAGES)]
 
     def ending(self, *suffixes: str) -> list[str]:
         """List the relative paths with one of ``suffixes``, sorted.
@@ -108,6 +157,17 @@ class Files:
         with self.open(relative) as file:
             return file.read()
 
+    def piece(self, relative: str, start: int, stop: int) -> bytes:
+        """Read a range of a file.
+
+        Raises:
+            UserError: the file cannot be read.
+        """
+        with self.reading(relative):
+            return remote.attempt(
+                self.path, lambda files, _: files.cat_file(self.inner_path(relative), start=start, end=stop)
+            )
+
     def contents(self, paths: Sequence[str]) -> Iterator[bytes | Exception]:
         """Yield each file's content, or the error of a file that is damaged or gone; several are read at a time.
 
@@ -117,9 +177,13 @@ class Files:
         for start in range(0, len(paths), _READ_AT_ONCE):
             yield from remote.in_threads(self._content_or_error, paths[start : start + _READ_AT_ONCE])
 
+    def _relative(self, path: str) -> str:
+        # An object store's name may begin with "/".
+        return path.removeprefix(f"{self._root}/").removesuffix(self._query)
+
     def inner_path(self, relative: str) -> str:
         """Return the path in the form of the file system."""
-        return f"{self._root}/{relative}"
+        return f"{self._root}/{relative}{self._query}"
 
     def shown(self, relative: str = "") -> str:
         """Quote the URL for a message, without its password."""
@@ -131,6 +195,8 @@ class Files:
         """Turn any error of a file, or of the folder, into a ``UserError``."""
         try:
             yield
+        except UserError:
+            raise
         except Exception as raised:  # back ends raise anything; also an unknown protocol, or a missing package
             error = remote.cause_of(raised)
             if isinstance(error, FileNotFoundError):
@@ -140,6 +206,10 @@ class Files:
             ) from raised
 
     def _content_or_error(self, relative: str) -> bytes | Exception:
+        resolved = os.path.realpath if self.is_local and not self._follow_links else posixpath.normpath
+        with suppress(ValueError):  # a null byte
+            if not _is_below(resolved(self._root), resolved(self.inner_path(relative))):
+                return PermissionError(f"{relative!r} leads out of {self.shown()}")
         with self.reading(relative):
             try:
                 return remote.attempt(self.path, lambda files, _: files.cat_file(self.inner_path(relative)))
@@ -163,12 +233,21 @@ def content_or_error(url: str) -> bytes | Exception:
         return error
 
 
-def _follow_link(filesystem: AbstractFileSystem, name: str, info: dict[str, Any]) -> dict[str, Any]:
-    """Return the target's information; a dead or circular link counts as a file, found broken later."""
-    try:
-        return filesystem.info(name) if info.get("islink") or info["type"] == "link" else info  # SFTP has only the type
-    except OSError:
-        return {**info, "type": "file"}
+def _is_below(root: str, path: str) -> bool:
+    return f"{path}/".startswith(root.rstrip("/") + "/")
+
+
+def _split_pattern(filesystem: AbstractFileSystem, inner: str) -> tuple[str, str] | None:
+    """Return the folder above a pattern, and the pattern with escaped names of folders that exist as such.
+
+    None if ``inner`` is no pattern.
+    """
+    pieces = inner.split("/")
+    for number, piece in enumerate(pieces):
+        if has_magic(piece) and not filesystem.exists("/".join(pieces[: number + 1])):
+            root = "/".join(pieces[:number])
+            return root, "/".join([glob.escape(root), *pieces[number:]])
+    return None
 
 
 class CheckedFile(io.RawIOBase):

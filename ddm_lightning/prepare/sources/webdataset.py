@@ -9,17 +9,20 @@ import tarfile
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from posixpath import normpath
 from tarfile import EOFHeaderError, HeaderError, ReadError  # type: ignore[attr-defined]
-from typing import Any
+from typing import Any, TypeAlias
 
 from ddm_lightning.core.checks import is_int
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import SOURCES
 from ddm_lightning.prepare.records import BrokenSample, Part, Record
-from ddm_lightning.prepare.sources.tables import CAPTION_KEY, PARAMS, TableSource
+from ddm_lightning.prepare.sources.tables import CAPTION_KEY, TableSource
+from ddm_lightning.prepare.sources.urls import PARAMS, Files
 
 _IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "jp2", "avif", "ppm", "img")
 _CHECKED = 64
+_Members: TypeAlias = dict[str, bytes | Exception]
 _META = re.compile(r"__[^/]*__(/|$)")
 
 
@@ -39,9 +42,10 @@ class WebDataset(TableSource):
         group_column: samples of one group are held out together: extension or JSON key; null for none.
         num_classes: labels are numbers below it.
         class_names: labels are these words, numbered from 0.
+        follow_links: whether to follow links that lead out of the folder.
     """
 
-    image_column: str | None = None
+    image_column: str | None = None  # type: ignore[assignment]
     # img2dataset writes no .txt without a caption: then the caption is in the JSON.
     caption_column: str | list[str] | None = field(default_factory=["txt", "caption"].copy)
     key_column: None = field(default=None, init=False)
@@ -63,7 +67,9 @@ class WebDataset(TableSource):
         beside = {name: f"{name.removesuffix('.tar')}_stats.json" for name in names}
         listed, sizes = [name for name in names if beside[name] in self.files.states], {}
         for name, content in zip(listed, self.files.contents([beside[name] for name in listed]), strict=True):
-            with suppress(ValueError, TypeError, KeyError):  # unreadable, damaged, or of another program
+            with suppress(
+                ValueError, TypeError, KeyError, RecursionError
+            ):  # unreadable, damaged, or of another program
                 found = json.loads(content if isinstance(content, bytes) else b"")
                 if is_int(found["successes"], 0):
                     sizes[name] = found["successes"]
@@ -76,13 +82,12 @@ class WebDataset(TableSource):
             UserError: the connection broke.
         """
         name = part.where["file"]
-        with self.files.open(name) as file:
-            for key, members in samples_of(file):
-                yield self._sample(f"{name}/{key}" if key else name, members)
+        for key, members in samples_of(self.files, name):
+            yield self._sample(f"{name}/{key}" if key else name, members)
 
     def _check_columns(self, name: str) -> None:
-        with self.files.open(name) as file:
-            samples = [found for _, found in itertools.islice(samples_of(file), _CHECKED) if isinstance(found, dict)]
+        first = itertools.islice(samples_of(self.files, name), _CHECKED)
+        samples = [found for _, found in first if isinstance(found, dict)]
         existing = dict.fromkeys(column for members in samples for column in _cells(members))
         has_captions = any(column in existing for column in self.captions)
         for key, column in self.roles if samples else []:
@@ -92,11 +97,11 @@ class WebDataset(TableSource):
                     f"{column!r}; they have: {', '.join(existing)}; or set it to null"
                 )
 
-    def _sample(self, key: str, members: dict[str, bytes] | BrokenSample) -> Record | BrokenSample:
+    def _sample(self, key: str, members: _Members | BrokenSample) -> Record | BrokenSample:
         if isinstance(members, BrokenSample):
             return replace(members, key=key)
         cells = _cells(members)
-        if isinstance(error := cells.get("json"), ValueError):
+        if isinstance(error := cells.get("json"), Exception):
             return BrokenSample(key, "damaged JSON", str(error))
         images = [name for name in ([self.image_column] if self.image_column else _IMAGES) if name in members]
         if len(images) != 1:
@@ -106,28 +111,33 @@ class WebDataset(TableSource):
         return self.record({**row, self.image_column: members[images[0]]}, key)
 
 
-def _cells(members: dict[str, bytes]) -> dict[str, Any]:
+def _cells(members: _Members) -> dict[str, Any]:
     """Join a sample's files, by extension, and the keys of its JSON; ``json`` is an error if the JSON is damaged."""
     try:
-        about = json.loads(members.get("json", b"{}"))
-    except ValueError as error:
+        about = json.loads(members.get("json", b"{}"))  # type: ignore[arg-type]
+    except (ValueError, TypeError, RecursionError) as error:
         return {**members, "json": error}
     return {**members, **(about if isinstance(about, dict) else {}), **members}
 
 
-def samples_of(file: Any) -> Iterator[tuple[str, dict[str, bytes] | BrokenSample]]:
+def samples_of(files: Files, name: str) -> Iterator[tuple[str, _Members | BrokenSample]]:
     """Yield key and members (content by extension) of every sample in a tar; ``BrokenSample`` for bad ones.
 
     Adjacent files with the same name up to the first dot are one sample. A second image of one extension begins another
-    sample; a second file of another extension is ignored. Folders, links, hidden files and ``__...__`` are skipped.
-    Damage ends the tar: the damaged sample and the rest are ``BrokenSample``.
+    sample; a second file of another extension is ignored. Folders, hidden files and ``__...__`` are skipped. A link has
+    the content of the earlier file to which it leads. Damage ends the tar: the damaged sample and the rest are
+    ``BrokenSample``.
     """
-    key, members = "", dict[str, bytes]()
+    key, members, earlier = "", _Members(), dict[str, tarfile.TarInfo]()
     try:
-        with tarfile.open(fileobj=file, mode="r|", tarinfo=_Member) as tar:
+        with files.open(name) as file, tarfile.open(fileobj=file, mode="r|", tarinfo=_Member) as tar:
             for member in tar:
                 folder, _, base = member.name.rpartition("/")
-                if not member.isreg() or base.startswith(".") or _META.match(member.name):
+                target = earlier.get(_target_of(member)) if member.islnk() or member.issym() else member
+                if target is not None:
+                    earlier[normpath(member.name)] = target
+                is_file = target is None or target.isreg()
+                if not is_file or base.startswith(".") or _META.match(member.name):
                     continue
                 stem, dot, extension = base.partition(".")
                 stem, extension = f"{folder}/{stem}" if folder else stem, extension.lower()
@@ -140,8 +150,11 @@ def samples_of(file: Any) -> Iterator[tuple[str, dict[str, bytes] | BrokenSample
                 if not dot:
                     yield stem, BrokenSample(stem, "no extension")
                     continue
-                content = tar.extractfile(member)
-                members[extension] = content.read() if content else b""
+                if target is member:
+                    content = tar.extractfile(member)
+                    members[extension] = content.read() if content else b""
+                else:
+                    members[extension] = _linked(files, name, member, target)
     except (tarfile.TarError, EOFError, UnicodeDecodeError) as error:
         if members:
             yield key, BrokenSample(key, "damaged tar", "the damage is in or after this sample")
@@ -152,6 +165,20 @@ def samples_of(file: Any) -> Iterator[tuple[str, dict[str, bytes] | BrokenSample
         return
     if members:
         yield key, members
+
+
+def _target_of(link: tarfile.TarInfo) -> str:
+    """Return the name to which a link leads; a soft one is relative to its folder."""
+    return normpath(f"{link.name}/../{link.linkname}" if link.issym() else link.linkname)
+
+
+def _linked(files: Files, name: str, link: tarfile.TarInfo, target: tarfile.TarInfo | None) -> bytes | Exception:
+    """Read the file behind a link, which the one pass over the tar has left behind."""
+    if target is None:
+        return FileNotFoundError(f"link to {link.linkname!r}, which is not in front of it in the tar")
+    content = files.piece(name, target.offset_data, target.offset_data + target.size)
+    # Some servers send the whole file.
+    return content if len(content) == target.size else OSError(f"link to {link.linkname!r}: cannot be read alone")
 
 
 class _Member(tarfile.TarInfo):

@@ -5,6 +5,7 @@ import zlib
 import numpy as np
 import pytest
 from PIL import Image, ImageOps
+from PIL.PngImagePlugin import PngInfo
 
 from ddm_lightning.prepare.records import BrokenSample
 from ddm_lightning.prepare.sources.decode import decode
@@ -187,3 +188,29 @@ def test_too_many_pixels_are_not_decoded():
 
 def test_numbers_without_a_range_are_refused():
     assert cause(encoded(Image.fromarray(np.ones((2, 2), np.float32)), "TIFF")) == "unsupported pixels"
+
+
+def test_a_long_colour_profile_or_text_loses_no_image_and_a_bomb_is_refused():
+    pixels = noise(4, 4, 3)
+    for num_bytes in (2 << 20, 70 << 20):
+        text = PngInfo()
+        text.add_text("notes", "x" * num_bytes, zip=True)
+        for options in ({"icc_profile": bytes(num_bytes)}, {"pnginfo": text}):
+            data = encoded(Image.fromarray(pixels), **options)
+            if num_bytes < 64 << 20:
+                np.testing.assert_array_equal(picture(data), pixels)
+            else:
+                assert cause(data) == "damaged image"
+
+
+def test_an_opened_image_is_decoded_alike():
+    grey = noise(3, 4, high=4096, dtype=np.uint16)
+    np.testing.assert_array_equal(picture(Image.fromarray(grey)), picture(encoded(Image.fromarray(grey))))
+    alpha = noise(3, 4, 2)
+    # Premultiplied: grey that is not above its alpha.
+    alpha[..., 0] = alpha[..., 0].astype(int) * alpha[..., 1] // 255
+    premultiplied = Image.frombytes("La", (4, 3), alpha.tobytes())
+    expected = alpha[..., 0].astype(int) + 255 - alpha[..., 1]
+    np.testing.assert_allclose(picture(premultiplied)[..., 0], expected, atol=1)
+    for mode in ("P", "PA"):
+        assert cause(Image.frombytes(mode, (4, 3), alpha[..., : len(mode)].tobytes())) == "unsupported pixels"

@@ -83,6 +83,26 @@ def test_a_link_is_followed_and_a_dead_or_circular_one_is_counted(tmp_path):
     assert causes == {"a.png": None, "deep/b.png": None, "live.png": None, **broken}
 
 
+def test_a_caption_file_may_lie_in_any_folder_and_be_written_elsewhere(folder):
+    names = ["top.png", "train/a b.png", "train/deep/b.PNG", "test/c.png", "test/d.png", "e.png"]
+    write(folder, {name: encoded(noise(2, 2, 3)) for name in names})
+    train = lines({"file_name": "./a b.png", "caption": "one"}, {"file_name": "deep\\b.PNG", "caption": "two"})
+    write(folder, {"train/metadata.jsonl": b"\xef\xbb\xbf" + train.encode(), "e.TXT": "five", "test/d.caption": "four"})
+    write(folder, {"test/Metadata.csv": '\ufefffile_name ,caption\r\nc.png,"three, and ""more"""\r\n\r\n'})
+    write(folder, {"top.png.txt": "top", "metadata.csv": "id,label\n1,2\n"})
+    found = {key: sample.caption for key, sample in samples(folder, labels=False).items()}
+    assert found == dict(zip(sorted(names), ["five", 'three, and "more"', "four", "top", "one", "two"], strict=True))
+    assert {one.caption for one in samples(folder, labels=False, caption_column=None).values()} == {""}
+
+
+@pytest.mark.parametrize("name", ["../b.png", "x/../../b.png", "/b.png"])
+def test_a_caption_file_that_names_an_image_outside_is_refused(folder, name):
+    write(folder, {"in/a.png": encoded(noise(2, 2, 3)), "b.png": encoded(noise(2, 2, 3))})
+    write(folder, {"in/captions.jsonl": lines({"file_name": name, "caption": "x"})})
+    with pytest.raises(UserError, match=r"captions\.jsonl': line 1: needs .*leads out of the folder"):
+        build(f"{folder}/in").parts()
+
+
 @pytest.mark.parametrize("name", ["captions.jsonl", "metadata.jsonl"])
 def test_captions_from_jsonl_arrive_unchanged(folder, name):
     write(folder, {f"{key}.png": encoded(noise(2, 2, 3)) for key in (*CAPTIONS, "unlisted")})
@@ -115,6 +135,13 @@ def test_captions_from_jsonl_arrive_unchanged(folder, name):
             "line 1: needs JSON with its own 'file_name'",
         ),
         ({"captions.jsonl": "", "metadata.jsonl": ""}, "has both captions.jsonl and metadata.jsonl; keep one"),
+        (
+            {"captions.jsonl": lines({"file_name": "x/a.png", "caption": "1"})}
+            | {"x/metadata.csv": "file_name,caption\na.png,2\n"},
+            "metadata.csv': line 2: needs JSON with its own 'file_name'",
+        ),
+        ({"captions.jsonl": "[" * 100_000}, "captions.jsonl': line 1: needs JSON"),
+        ({"metadata.csv": b"file_name,caption\na.png,caf\xe9\n"}, "metadata.csv': is no CSV file in UTF-8"),
     ],
 )
 def test_a_caption_file_that_cannot_be_used_is_refused(folder, files, problem):
@@ -135,6 +162,12 @@ def test_bad_images_are_counted_by_cause_and_odd_ones_are_read(folder):
     assert found["dot.png"].image.shape == (1, 1, 3)
     np.testing.assert_array_equal(found["moving.gif"].image[0, 0], [255, 0, 0])
     np.testing.assert_array_equal(found["deep.png"].image[..., 0], noise(4, 4))
+
+
+def test_a_caption_column_without_a_caption_file_is_refused(folder):
+    write(folder, {"a.png": encoded(noise(2, 2, 3)), "a.txt": "x"})
+    with pytest.raises(UserError, match=r"caption_column': without a caption file, the folder has no column 'text'"):
+        build(folder, caption_column="text").parts()
 
 
 def fingerprints(folder):

@@ -273,6 +273,47 @@ def test_mds_encodings_of_images(tmp_path, encoding):
     assert (found.key, found.label) == ("7", 1)
 
 
+def test_mds_images_whose_palette_was_not_stored_or_of_an_odd_mode_end_nothing(tmp_path):
+    images = [Image.new("P", (4, 4)), Image.new("LA", (4, 4), (9, 255)).convert("La"), Image.new("L", (4, 4), 9)]
+    images[0].putpalette(noise(256, 3).ravel().tolist())
+    write_mds(tmp_path, {"image": "pil", "caption": "str"}, [{"image": image, "caption": "x"} for image in images])
+    palette, premultiplied, grey = samples("mds", tmp_path)
+    assert palette.cause == "unsupported pixels"
+    assert premultiplied.image.tolist() == grey.image.tolist() == np.full((4, 4, 3), 9).tolist()
+
+
+def test_an_index_that_is_too_deep_or_lists_what_is_not_there_is_refused(tmp_path):
+    write(str(tmp_path / "mds"), {"index.json": "[" * 100_000})
+    with pytest.raises(UserError, match=r"index\.json' is not an index of MDS shards: RecursionError"):
+        build("mds", tmp_path / "mds").parts()
+    datasets.Dataset.from_dict({"image": [b""], "caption": [""]}).save_to_disk(str(tmp_path / "arrow"))
+    for state in ("5", "[" * 100_000, '{"_data_files": [{"filename": "../other.arrow"}]}'):
+        write(str(tmp_path / "arrow"), {"state.json": state})
+        with pytest.raises(UserError, match=r"state\.json' lists no Arrow files"):
+            build("huggingface", tmp_path / "arrow").parts()
+
+
+def test_a_path_in_a_table_that_leads_out_of_the_folder_is_not_read(tmp_path):
+    write(str(tmp_path), {"secret.png": encoded(noise(2, 2, 3)), "data/in.png": encoded(noise(2, 2, 3))})
+    (tmp_path / "data" / "up").symlink_to(tmp_path)
+    paths = ["in.png", "./in.png", "../secret.png", "x/../../secret.png", "up/secret.png", "a\0b"]
+    write_parquet(tmp_path / "data", "a.parquet", [{"image": path, "caption": "x"} for path in paths])
+    with pytest.raises(UserError, match=r"data/up is a link out of this folder, to .*; remove it, or set"):
+        build("parquet", tmp_path / "data").parts()
+    (source,) = tmp_path.glob("data/*.parquet")
+    found = [getattr(sample, "cause", None) for sample in samples("parquet", source)]
+    assert found == [None, None, *["unreadable file"] * 4]
+    assert [getattr(sample, "cause", None) for sample in samples("parquet", source, follow_links=True)][4] is None
+
+
+def test_null_for_the_image_column_of_a_table_is_refused(source, tmp_path):
+    write_any(source, tmp_path, rows(2))
+    with pytest.raises(UserError, match=r"params\.image_column': must be a string, is null"):
+        build(source, tmp_path, image_column=None)
+    with pytest.raises(UserError, match="num_classes = -3 must be at least 1"):
+        build(source, tmp_path, label_column="label", num_classes=-3)
+
+
 def test_pickled_columns_are_never_read(tmp_path):
     write_mds(tmp_path, {"image": "bytes", "caption": "pkl"}, [{"image": b"", "caption": "x"}])
     with pytest.raises(UserError, match="column 'caption' is pickled"):

@@ -1,5 +1,7 @@
 import os
 import re
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import fsspec
 import pytest
@@ -10,7 +12,7 @@ from source_files import write
 from ddm_lightning.core import remote
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import SOURCES
-from ddm_lightning.prepare.sources.urls import Files
+from ddm_lightning.prepare.sources.urls import Files, content_or_error
 
 KEY = "key 'prepare.source.params.path'"
 
@@ -91,6 +93,77 @@ def test_one_file_and_patterns(folder):
     pattern = Files(f"{folder}/*.tar")
     assert list(pattern.states) == ["0.tar", "1.tar"] and pattern.content("0.tar") == b"zero"
     assert list(Files(f"{folder}/s*/*.tar").states) == ["sub/2.tar"]
+
+
+@pytest.mark.parametrize("name", ["set [v2]", "50%", "a*b", "who?", "a#b", "a b"])
+def test_what_exists_under_its_own_name_is_no_pattern(folder, name):
+    write(folder, {f"{name}/1.tar": "own", "set v/1.tar": "other", "axb/1.tar": "other", "whom/1.tar": "other"})
+    for path in (f"{folder}/{name}", f"{folder}/{name}/1.tar", f"{folder}/{name}/*.tar"):
+        files = Files(path)
+        assert list(files.states) == ["1.tar"] and files.content("1.tar") == b"own"
+    for path in (f"{folder}/{name}/2.tar", f"{folder}/{name}/2/*.tar"):
+        with pytest.raises(UserError, match=r"does not exist|no file in"):
+            Files(path).ending(".tar")
+
+
+@pytest.fixture
+def server():
+    """The address of a web server that has every file, and the paths for which it was asked."""
+    asked = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.path)
+            self.send_response(200)
+            self.send_header("Content-Length", "2")
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(b"ok")
+
+        def do_HEAD(self):
+            self.do_GET()
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
+        threading.Thread(target=running.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{running.server_port}", asked
+        running.shutdown()
+
+
+def test_the_address_of_a_file_arrives_as_it_is_written(server):
+    address, asked = server
+    as_they_are = ["/a%2Fb", "/a%40b", "/a%7Eb", "/a%2fb?x=%2B+c&sig=a%3D/b", "/a::b", "/a[1]", "/x?u=http://y::z"]
+    for path in as_they_are:
+        assert content_or_error(address + path) == b"ok" and asked.pop() == path
+    for path, expected in {"/a b": "/a%20b", "/ü": "/%C3%BC", "/a%20b c": "/a%20b%20c"}.items():
+        assert content_or_error(address + path) == b"ok" and asked.pop() == expected
+
+
+def test_a_signed_address_of_one_file_is_no_pattern_and_its_signature_is_no_name(server):
+    address, asked = server
+    files = Files(f"{address}/d/x.tar?sig=a/b%2Fc")
+    assert files.ending(".tar") == ["x.tar"] and files.content("x.tar") == b"ok"
+    assert set(asked) == {"/d/x.tar?sig=a/b%2Fc"}
+
+
+def test_links_out_of_a_folder_are_refused_or_followed(tmp_path):
+    write(str(tmp_path), {"in/a.txt": "a", "out/b.txt": "b", "out/deep/c.txt": "c"})
+    (tmp_path / "path").symlink_to(tmp_path / "in")
+    links = {"in/inside": "in/a.txt", "in/.hidden": "out/b.txt", "in/linked": "out", "out/up": "in", "out/round": "out"}
+    for name, target in links.items():
+        (tmp_path / name).symlink_to(tmp_path / target)
+    with pytest.raises(UserError, match=r"path/linked is a link out of this folder, to .*/out; remove it, or set"):
+        _ = Files(str(tmp_path / "path")).states
+    files = Files(str(tmp_path / "path"), follow_links=True)
+    assert list(files.states) == ["a.txt", "inside", "linked/b.txt", "linked/deep/c.txt"]
+    assert list(files.contents(list(files.states))) == [b"a", b"a", b"b", b"c"]
+    (tmp_path / "in" / "linked").unlink()
+    (tmp_path / "in" / "b.txt").symlink_to(tmp_path / "out" / "b.txt")
+    with pytest.raises(UserError, match=r"b\.txt is a link out"):
+        _ = Files(f"{tmp_path}/in/*.txt").states
+    assert Files(f"{tmp_path}/in/b.txt").content("b.txt") == b"b", "named by the user"
 
 
 def test_the_state_of_a_file_changes_with_the_file(tmp_path):

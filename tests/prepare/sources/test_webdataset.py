@@ -201,6 +201,39 @@ def test_a_damaged_header_in_the_middle_is_no_end(tmp_path):
         assert len(tar.getmembers()) == 10, "which tarfile alone takes for the end"
 
 
+def test_links_in_a_tar_are_read_or_counted(folder):
+    first, second = encoded(noise(2, 2, 3)), encoded(noise(2, 2, 3, seed=1))
+    links = [
+        ("d/c.png", "d/a.png", tarfile.LNKTYPE), ("d/c.txt", "d/./b.txt", tarfile.LNKTYPE),
+        ("d/e.png", "./b.png", tarfile.SYMTYPE), ("d/e.txt", "../d/c.txt", tarfile.SYMTYPE),
+        ("d/f.png", "d/gone.png", tarfile.LNKTYPE), ("d/f.txt", "/etc/hostname", tarfile.SYMTYPE),
+        ("d/g.png", "h.png", tarfile.SYMTYPE), ("d/h.png", "g.png", tarfile.SYMTYPE), ("d/all", ".", tarfile.SYMTYPE),
+    ]  # fmt: skip
+    buffer = io.BytesIO(tar_of([("d/a.png", first), ("d/a.txt", "one"), ("d/b.png", second), ("d/b.txt", "two")]))
+    with tarfile.open(fileobj=buffer, mode="a") as tar:
+        member = tarfile.TarInfo("d")
+        member.type = tarfile.DIRTYPE
+        tar.addfile(member)
+        for name, target, kind in links:
+            member = tarfile.TarInfo(name)
+            member.type, member.linkname = kind, target
+            tar.addfile(member)
+    write(folder, {"a.tar": buffer.getvalue()})
+    found = {sample.key.removeprefix("a.tar/d/"): sample for sample in samples(folder)}
+    captions = {key: getattr(sample, "caption", None) or sample.cause for key, sample in found.items()}
+    expected = {"a": "one", "b": "two", "c": "two", "e": "two"} | dict.fromkeys("fgh", "missing file")
+    assert captions == expected
+    for key, seed in {"c": 0, "e": 1}.items():
+        np.testing.assert_array_equal(found[key].image, noise(2, 2, 3, seed=seed))
+
+
+def test_a_json_that_is_nested_too_deep_is_damaged(tmp_path):
+    files = [("a.png", encoded(noise(2, 2, 3))), ("a.txt", "x"), ("a.json", "[" * 100_000)]
+    write(str(tmp_path), {"a.tar": tar_of(files), "a_stats.json": "[" * 100_000})
+    (found,) = samples(str(tmp_path))
+    assert found.cause == "damaged JSON"
+
+
 def test_an_empty_tar_is_whole_and_an_empty_file_is_damaged(tmp_path):
     write(str(tmp_path), {"a.tar": tar_of(laion(2)), "b.tar": tar_of([]), "c.tar": b""})
     found = samples(str(tmp_path))
