@@ -10,11 +10,13 @@ from prepare.listed import Listener, state_of
 from prepare.tiny_experiment import tiny_experiment
 from rich.console import Console
 from streaming.base.format import reader_from_json
+from tiny_runs import TINY
 
+from ddm_lightning.cli.parser import main
 from ddm_lightning.config.experiment import ImagesConfig, PartitionConfig, PluginConfig, ShardsConfig
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import sha256_file
-from ddm_lightning.core.formatting import Bars
+from ddm_lightning.core.formatting import Bars, format_bytes
 from ddm_lightning.core.registry import CAPTION_ENCODERS, FEATURES, IMAGE_ENCODERS, SOURCES
 from ddm_lightning.partition import build
 from ddm_lightning.partition.partition import Partition, Samples
@@ -33,6 +35,31 @@ pytestmark = pytest.mark.usefixtures("quick_prepare")
 def run(experiment, folder):
     listener = Listener()
     return prepare(experiment, folder, listener), listener
+
+
+def test_the_size_of_the_shards_is_that_of_their_files(tmp_path):
+    _, listener = run(tiny_experiment(), tmp_path)
+    files = (tmp_path / "prepared" / "shards").glob("*/*/*/*")
+    size = format_bytes(sum(path.stat().st_size for path in files))
+    (line,) = (line for line in listener.lines if line.startswith("shards: "))
+    assert line.endswith(f"60 samples, {size}")
+
+
+def test_captions_of_damaged_files_are_one_line_and_prepare_repairs_them(tmp_path, capsys):
+    given = ["-c", str(TINY), f"run_dir={tmp_path}"]
+    asked = ["sample", *given, "--captions", "disc"]
+    assert main(["prepare", *given]) == 0
+    for name in ("index.json", "parts.json", "part.json", "texts.npz"):
+        (path,) = (tmp_path / "prepared").rglob(name)
+        whole = path.read_bytes()
+        for content in (b"", b"5", b"[[]]", b"[" * 100_000, whole[: len(whole) // 2]):
+            path.write_bytes(content)
+            capsys.readouterr()
+            assert main(asked) == 2, (name, content[:9])
+            error = capsys.readouterr().err
+            assert error.startswith(f"error: {path}: ") and error.count("\n") == 1 and "run prepare again" in error
+    assert main(["prepare", *given]) == main(asked) == 0
+    assert "red disc" in capsys.readouterr().out
 
 
 def test_manifest_files_and_partition_agree(tmp_path):
