@@ -123,7 +123,7 @@ def test_bad_entries_are_one_line(entry, problem):
 @pytest.mark.parametrize("second", ["shape", "blobs-2"])
 def test_two_sources_of_one_prefix_are_refused(second):
     plain = {**BLOBS, "prefix": ""}
-    with pytest.raises(UserError, match=r"sources.*': another source is called '.*'; give each a prefix"):
+    with pytest.raises(UserError, match=r"sources.*': another source is called '.*'; give each a prefix of its own"):
         build(BLOBS, {**BLOBS, "prefix": second}, plain, plain)
 
 

@@ -13,6 +13,7 @@ from posixpath import normpath, splitext
 from typing import Any
 
 from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.files import parse_json
 from ddm_lightning.core.registry import SOURCES
 from ddm_lightning.prepare.records import BrokenSample, Part, Record, block_size_of
 from ddm_lightning.prepare.sources.decode import caption_in, decode
@@ -113,12 +114,12 @@ class ImageFolder:
                 raise UserError(f"{self.files.shown()}: has both {other} and {file}; keep one")
             for number, row in rows:
                 try:
-                    row = json.loads(row) if isinstance(row, bytes) else row
+                    row = parse_json(row) if isinstance(row, bytes) else row
                     name, caption = self._image_of(folder, row["file_name"]), row.get(self.caption_column)
                     caption = caption_in(caption, name)
                     if name in captions or isinstance(caption, BrokenSample):
                         raise ValueError(f"{self.caption_column!r} is not text, or 'file_name' is not unique")
-                except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                except (ValueError, KeyError, TypeError, AttributeError) as error:
                     raise UserError(
                         f"{self.files.shown(file)}: line {number}: needs JSON with its own 'file_name' ({error!r}); "
                         "fix the line"

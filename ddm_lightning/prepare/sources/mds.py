@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from functools import cached_property
 from io import BytesIO
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.files import parse_json
 from ddm_lightning.core.registry import SOURCES
 from ddm_lightning.prepare.records import BrokenSample, Part, Record, block_of, block_parts
 from ddm_lightning.prepare.sources.decode import one_line
@@ -68,7 +68,7 @@ class Mds(TableSource):
         for index in self.files.ending(_INDEX):
             folder, place = index.removesuffix(_INDEX), self.files.shown(index)
             try:
-                for entry in json.loads(self.files.content(index))["shards"]:
+                for entry in parse_json(self.files.content(index))["shards"]:
                     shards[folder + entry["raw_data"]["basename"]] = {**entry, "folder": folder}
                     encodings = dict(zip(entry["column_names"], entry["column_encodings"], strict=True))
                     if (entry["format"], entry["version"]) != ("mds", 2):
@@ -77,7 +77,7 @@ class Mds(TableSource):
                     for name in self.columns:
                         if encodings[name] == "pkl":  # unpickling can run code
                             raise UserError(f"{place}: column {name!r} is pickled; write the shards again without pkl")
-            except (ValueError, KeyError, TypeError, RecursionError) as error:
+            except (ValueError, KeyError, TypeError) as error:
                 raise UserError(f"{place} is not an index of MDS shards: {error!r}; change the path") from None
         return shards
 

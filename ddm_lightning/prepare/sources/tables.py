@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -15,6 +14,7 @@ from PIL import Image
 
 from ddm_lightning.core import remote
 from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.files import parse_json
 from ddm_lightning.core.registry import SOURCES, require
 from ddm_lightning.prepare.filters import CAPTIONS_KEY
 from ddm_lightning.prepare.records import BrokenSample, Part, Record, block_size_of
@@ -265,9 +265,9 @@ class Parquet(TableSource):
         with self._open(self._names[0]) as reader:
             metadata = _schema(reader).metadata or {}
         try:
-            feature = json.loads(metadata[b"huggingface"])["info"]["features"][self.label_column]
+            feature = parse_json(metadata[b"huggingface"])["info"]["features"][self.label_column]
             return feature["names"] if feature["_type"] == "ClassLabel" else None
-        except (KeyError, ValueError, TypeError, RecursionError):
+        except (KeyError, ValueError, TypeError):
             return None
 
     @contextmanager
@@ -325,15 +325,12 @@ class HuggingFace(Parquet):
             return [name for name in found if name.startswith(folder)]
         # The list, because files of an earlier save may remain.
         try:
-            entries = json.loads(self.files.content(f"{folder}state.json"))["_data_files"]
-            names = [f"{folder}{entry['filename']}" for entry in entries]
-            if lost := sorted({*names} - self.files.states.keys()):
-                raise ValueError(f"{lost[0]} does not exist")
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            entries = parse_json(self.files.content(f"{folder}state.json"))["_data_files"]
+            return [f"{folder}{entry['filename']}" for entry in entries]
+        except (ValueError, KeyError, TypeError) as error:
             raise UserError(
                 f"{self.files.shown(f'{folder}state.json')} lists no Arrow files: {error!r}; save the data set again"
             ) from None
-        return names
 
     def _file(self, name: str) -> Any:
         import pyarrow

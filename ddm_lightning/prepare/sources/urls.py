@@ -7,7 +7,7 @@ import io
 import os
 import posixpath
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -58,8 +58,9 @@ class Files:
                     raise
                 self._root, self._pattern = found
                 return
-        # A web server reports everything as a file.
+        # A web server reports everything as a file. A link to one file is what the user has named.
         self._is_folder = info["type"] == "directory" or (str(info["name"]).startswith("http") and path.endswith("/"))
+        self._follow_links = follow_links or not self._is_folder
         if inner.startswith("http"):
             inner, mark, query = inner.partition("?")
             self._query = mark + query
@@ -77,50 +78,43 @@ class Files:
         Raises:
             UserError: the folder cannot be listed, or holds a link that leads out of it.
         """
+        filesystem, inner = self._filesystem()
         states = {}
         with self.reading():
-            for path, info in self._found():
+            if self._pattern:
+                found = filesystem.glob(self._pattern, detail=True).values()
+            else:
+                found = remote.walk(filesystem, inner) if self._is_folder else [filesystem.info(inner)]
+            for path, info in self._targets(found):
                 if info["type"] == "file":
                     state = next((f"{key} {info[key]}" for key in _STATE if info.get(key) is not None), "")
                     states[self._relative(path)] = f"{info.get('size')} bytes, {state}"
         return dict(sorted(states.items()))
 
-    def _found(self) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _targets(
+        self, infos: Iterable[dict[str, Any]], folders: tuple[str, ...] = ()
+    ) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield path and information of each file that is not hidden; for a link, the information of its target."""
-        filesystem, inner = self._filesystem()
-        if self._pattern:
-            yield from self._targets(filesystem.glob(self._pattern, detail=True).values())
-        elif self._is_folder:
-            yield from self._targets(remote.walk(filesystem, inner))
-        else:
-            yield inner, filesystem.info(inner)
-
-    def _targets(self, infos: Iterable[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
-        filesystem, root, folders = self._filesystem()[0], os.path.realpath(self._root), set[str]()
-        left = [iter(infos)]
-        while left:
-            for info in left.pop():
-                path, parts = info["name"], self._relative(info["name"]).split("/")
-                if any(part.startswith(".") or part in ("__MACOSX", "Thumbs.db") for part in parts):
-                    continue
-                if not info.get("islink") and info["type"] != "link":  # SFTP has only the type
-                    yield path, info
-                    continue
-                try:
-                    target = filesystem.info(path)
-                except OSError:  # a dead or circular link, found broken later
-                    target = {**info, "type": "file"}
+        filesystem, root = self._filesystem()[0], os.path.realpath(self._root)
+        for info in infos:
+            path, parts = info["name"], self._relative(info["name"]).split("/")
+            if any(part.startswith(".") or part in ("__MACOSX", "Thumbs.db") for part in parts):
+                continue
+            if info.get("islink") or info["type"] == "link":  # SFTP has only the type
                 real = os.path.realpath(path)
-                if self.is_local and not _is_below(root, real):
-                    if not self._follow_links:
-                        raise UserError(
-                            f"{self._key}: {path} is a link out of this folder, to {real}; remove it, or set "
-                            f"{PARAMS}.follow_links=true"
-                        )
-                    if target["type"] == "directory" and real not in folders:
-                        folders.add(real)
-                        left.append(remote.walk(filesystem, path))
-                yield path, target
+                is_outside = self.is_local and not _is_below(root, real)
+                if is_outside and not self._follow_links:
+                    raise UserError(
+                        f"{self._key}: {path} is a link out of this folder, to {real}; remove it, or set "
+                        f"{PARAMS}.follow_links=true"
+                    )
+                if is_outside and filesystem.isdir(path) and real not in folders:
+                    yield from self._targets(remote.walk(filesystem, path), (*folders, real))
+                try:
+                    info = filesystem.info(path)
+                except OSError:  # a dead or circular link, found broken later
+                    info = {**info, "type": "file"}
+            yield path, info
 
     @property
     def images(self) -> list[str]:
@@ -182,8 +176,16 @@ class Files:
         return path.removeprefix(f"{self._root}/").removesuffix(self._query)
 
     def inner_path(self, relative: str) -> str:
-        """Return the path in the form of the file system."""
-        return f"{self._root}/{relative}{self._query}"
+        """Return the path in the form of the file system.
+
+        Raises:
+            PermissionError: it leads out of the folder.
+        """
+        path = f"{self._root}/{relative}{self._query}"
+        resolved = posixpath.normpath if self._follow_links or not self.is_local else os.path.realpath
+        if not _is_below(resolved(self._root), resolved(path)):
+            raise PermissionError(f"{relative!r} leads out of {self.shown()}")
+        return path
 
     def shown(self, relative: str = "") -> str:
         """Quote the URL for a message, without its password."""
@@ -206,13 +208,13 @@ class Files:
             ) from raised
 
     def _content_or_error(self, relative: str) -> bytes | Exception:
-        resolved = os.path.realpath if self.is_local and not self._follow_links else posixpath.normpath
-        with suppress(ValueError):  # a null byte
-            if not _is_below(resolved(self._root), resolved(self.inner_path(relative))):
-                return PermissionError(f"{relative!r} leads out of {self.shown()}")
+        try:
+            inner = self.inner_path(relative)
+        except (PermissionError, ValueError) as error:  # ValueError: a null byte
+            return error
         with self.reading(relative):
             try:
-                return remote.attempt(self.path, lambda files, _: files.cat_file(self.inner_path(relative)))
+                return remote.attempt(self.path, lambda files, _: files.cat_file(inner))
             except OSError as error:
                 if self.is_local or isinstance(error, FileNotFoundError):
                     return error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 import tarfile
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from typing import Any, TypeAlias
 
 from ddm_lightning.core.checks import is_int
 from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.files import parse_json
 from ddm_lightning.core.registry import SOURCES
 from ddm_lightning.prepare.records import BrokenSample, Part, Record
 from ddm_lightning.prepare.sources.tables import CAPTION_KEY, TableSource
@@ -70,7 +70,7 @@ class WebDataset(TableSource):
             with suppress(
                 ValueError, TypeError, KeyError, RecursionError
             ):  # unreadable, damaged, or of another program
-                found = json.loads(content if isinstance(content, bytes) else b"")
+                found = parse_json(content if isinstance(content, bytes) else b"")
                 if is_int(found["successes"], 0):
                     sizes[name] = found["successes"]
         return sizes
@@ -114,8 +114,8 @@ class WebDataset(TableSource):
 def _cells(members: _Members) -> dict[str, Any]:
     """Join a sample's files, by extension, and the keys of its JSON; ``json`` is an error if the JSON is damaged."""
     try:
-        about = json.loads(members.get("json", b"{}"))  # type: ignore[arg-type]
-    except (ValueError, TypeError, RecursionError) as error:
+        about = parse_json(members.get("json", b"{}"))  # type: ignore[arg-type]
+    except (ValueError, TypeError) as error:
         return {**members, "json": error}
     return {**members, **(about if isinstance(about, dict) else {}), **members}
 
