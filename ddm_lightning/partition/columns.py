@@ -97,9 +97,10 @@ def opened(path: Path) -> Iterator[Mapping[str, np.ndarray]]:
         UserError: the block fails, because the file is missing or damaged.
     """
     try:
-        with np.load(path) as arrays:
+        # Opened here, because NumPy leaves a damaged file open.
+        with path.open("rb") as stream, np.load(stream) as arrays:
             yield arrays
-    except (OSError, ValueError, KeyError, IndexError, EOFError, BadZipFile, zlib.error) as error:
+    except (OSError, ValueError, TypeError, KeyError, IndexError, EOFError, BadZipFile, zlib.error) as error:
         raise UserError(
             f"{path}: is damaged or missing ({first_line(error)}); delete it and run prepare again"
         ) from None

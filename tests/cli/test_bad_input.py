@@ -335,5 +335,5 @@ def test_memory_that_is_full_is_one_line(refuse: Refuse, tiny_run: Path, monkeyp
     line = refuse("fit", *settings(tiny_run), "member=expert-0")
     assert line.startswith("out of memory (") and "set island.micro_batch_size" in line
     monkeypatch.setattr("ddm_lightning.prepare.stages.fit_partition", lambda *_, **__: torch.empty(1 << 50))
-    line = refuse("prepare", *settings(tiny_run), "prepare.partition.num_fine_centroids=13")
+    line = refuse("prepare", *settings(tiny_run.with_name("new")))
     assert line.startswith("out of memory (") and "lower prepare.num_processes or prepare.partition.fit" in line

@@ -49,15 +49,20 @@ def test_captions_of_damaged_files_are_one_line_and_prepare_repairs_them(tmp_pat
     given = ["-c", str(TINY), f"run_dir={tmp_path}"]
     asked = ["sample", *given, "--captions", "disc"]
     assert main(["prepare", *given]) == 0
-    for name in ("index.json", "parts.json", "part.json", "texts.npz"):
-        (path,) = (tmp_path / "prepared").rglob(name)
-        whole = path.read_bytes()
-        for content in (b"", b"5", b"[[]]", b"[" * 100_000, whole[: len(whole) // 2]):
+    names = ("index.json", "parts.json", "parts/*/part.json", "parts/*/texts.npz")
+    paths = [path for name in names for path in (tmp_path / "prepared").glob(name)]
+    whole = {path: path.read_bytes() for path in paths}
+    assert len(paths) == 4
+    for path in paths:
+        for content in (b"", b"5", b"[[]]", b"[" * 100_000, whole[path][:100]):
             path.write_bytes(content)
             capsys.readouterr()
-            assert main(asked) == 2, (name, content[:9])
+            assert main(asked) == 2, (path, content[:9])
             error = capsys.readouterr().err
             assert error.startswith(f"error: {path}: ") and error.count("\n") == 1 and "run prepare again" in error
+        path.write_bytes(whole[path])
+    for path in paths:
+        path.write_bytes(whole[path][:100])
     assert main(["prepare", *given]) == main(asked) == 0
     assert "red disc" in capsys.readouterr().out
 

@@ -127,10 +127,10 @@ class ImageFolder:
                 captions[name] = caption
                 columns.update(row)
         if self.caption_column not in columns and (folders or self.caption_column != _CAPTION):
-            place = self.files.shown(next(iter(folders.values()))) if folders else "without a caption file, the folder"
             raise UserError(
-                f"key '{PARAMS}.caption_column': {place} has no column {self.caption_column!r}; "
-                f"it has: {', '.join(sorted(columns)) or 'none'}; or set it to null"
+                f"key '{PARAMS}.caption_column': the caption files in {self.files.shown()} "
+                f"({', '.join(folders.values()) or 'none'}) have no column {self.caption_column!r}; "
+                f"they have: {', '.join(sorted(columns)) or 'none'}; or set it to null"
             )
         return captions
 

@@ -151,16 +151,15 @@ class Files:
         with self.open(relative) as file:
             return file.read()
 
-    def piece(self, relative: str, start: int, stop: int) -> bytes:
-        """Read a range of a file.
+    def piece(self, relative: str, start: int, size: int) -> bytes:
+        """Read ``size`` bytes of a file from ``start`` on.
 
         Raises:
             UserError: the file cannot be read.
         """
         with self.reading(relative):
-            return remote.attempt(
-                self.path, lambda files, _: files.cat_file(self.inner_path(relative), start=start, end=stop)
-            )
+            inner = self.inner_path(relative)
+            return remote.attempt(self.path, lambda files, _: files.cat_file(inner, start=start, end=start + size))
 
     def contents(self, paths: Sequence[str]) -> Iterator[bytes | Exception]:
         """Yield each file's content, or the error of a file that is damaged or gone; several are read at a time.

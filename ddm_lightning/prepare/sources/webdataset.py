@@ -153,8 +153,12 @@ def samples_of(files: Files, name: str) -> Iterator[tuple[str, _Members | Broken
                 if target is member:
                     content = tar.extractfile(member)
                     members[extension] = content.read() if content else b""
-                else:
-                    members[extension] = _linked(files, name, member, target)
+                elif target is None:
+                    members[extension] = FileNotFoundError(
+                        f"link to {member.linkname!r}, of which there is no file before"
+                    )
+                else:  # the one pass over the tar has left it behind
+                    members[extension] = files.piece(name, target.offset_data, target.size)
     except (tarfile.TarError, EOFError, UnicodeDecodeError) as error:
         if members:
             yield key, BrokenSample(key, "damaged tar", "the damage is in or after this sample")
@@ -170,15 +174,6 @@ def samples_of(files: Files, name: str) -> Iterator[tuple[str, _Members | Broken
 def _target_of(link: tarfile.TarInfo) -> str:
     """Return the name to which a link leads; a soft one is relative to its folder."""
     return normpath(f"{link.name}/../{link.linkname}" if link.issym() else link.linkname)
-
-
-def _linked(files: Files, name: str, link: tarfile.TarInfo, target: tarfile.TarInfo | None) -> bytes | Exception:
-    """Read the file behind a link, which the one pass over the tar has left behind."""
-    if target is None:
-        return FileNotFoundError(f"link to {link.linkname!r}, which is not in front of it in the tar")
-    content = files.piece(name, target.offset_data, target.offset_data + target.size)
-    # Some servers send the whole file.
-    return content if len(content) == target.size else OSError(f"link to {link.linkname!r}: cannot be read alone")
 
 
 class _Member(tarfile.TarInfo):
