@@ -72,10 +72,14 @@ class Steps(Aimed):
         return super().forward(x_t, t, condition)
 
 
-@pytest.mark.parametrize(("threshold", "num_calls"), [(0.0, 1), (0.6, 8), (0.8, 8)])
+SURE = torch.tensor([0.7, 0.3]).log().softmax(0)[0].numpy()
+
+
+@pytest.mark.parametrize(("threshold", "num_calls"), [(0.0, 1), (0.6, 8), (SURE, 8), (np.nextafter(SURE, 1), 8)])
 def test_a_sure_router_is_not_asked_to_draw_again(threshold, num_calls):
     router = FixedRouter([0.7, 0.3])
     router.logits = router.logits.log()
+    threshold = float(threshold)
     expert = Steps(5.0)
     ensemble = Ensemble([expert, Steps(-5.0)], router, [0.5, 0.5])
     settings = {"num_steps": 8, "shift": 1.0, "seed": 0, "batch_size": 400}
@@ -83,7 +87,7 @@ def test_a_sure_router_is_not_asked_to_draw_again(threshold, num_calls):
     got = sample(ensemble, condition, 400, SHAPE, **following(threshold), **settings)
     assert sum(ensemble.work.expert_rows) == 400 * 8 and len(router.conditions) == num_calls
     changes = len(set(expert.rows.values())) > 1
-    assert changes == (threshold > 0.7)
+    assert changes == (threshold > SURE)
     assert (got.mean((1, 2, 3)) > 0).float().mean().item() == pytest.approx(0.7, abs=4 * (0.21 / 400) ** 0.5)
 
 
