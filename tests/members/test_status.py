@@ -6,9 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from artifact_files import put
+from tiny_runs import TINY
 
+from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.processes import start_time
+from ddm_lightning.members.run import Run
 from ddm_lightning.members.status import MemberStatus
 
 
@@ -132,3 +136,15 @@ def test_status_of_another_machine_shows_its_age(tmp_path, monkeypatch):
     status.updated -= 180
     assert status.shown_state() == "seen 3 min ago"
     assert not status.runs()
+
+
+@pytest.mark.parametrize(("step", "is_done"), [(6, True), (7, True), (8, False)])
+def test_an_artifact_counts_unless_training_has_gone_beyond_it(tmp_path, step, is_done):
+    """A process may be killed between its artifact and its last status."""
+    run = Run(load_experiment(TINY, [f"run_dir={tmp_path}"]))
+    put(run.folder.artifact("expert-0"), step=7)
+    status = MemberStatus("expert-0", 60, state="training", step=step, metrics={"validation_loss": 2.0})
+    status.write(run.folder.member("expert-0"))
+    found = run.status("expert-0")
+    wanted = ("done", 7, 0.5) if is_done else ("training", 8, 2.0)
+    assert (found.state, found.step, found.metrics["validation_loss"]) == wanted
