@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from threading import get_ident
 from types import SimpleNamespace
 from typing import Any
+from uuid import uuid4
 
 import lightning as L
 import numpy as np
@@ -21,6 +23,7 @@ from torch import Tensor
 
 from ddm_lightning.config.experiment import SampleConfig
 from ddm_lightning.core.errors import UserError, first_line, line_of
+from ddm_lightning.core.files import create_file
 from ddm_lightning.core.grids import heat_map, labelled_grid, scale_of
 from ddm_lightning.core.registry import IMAGE_ENCODERS
 from ddm_lightning.flow.condition import Condition
@@ -88,9 +91,20 @@ def build_loggers(names: list[str], folder: Path, project: str, resumed_step: in
         "tensorboard": lambda: GroupingLogger(folder, name="", version="tensorboard", purge_step=purge_step),
         # A file per start: the logger would overwrite that of an earlier one.
         "csv": lambda: CSVLogger(folder / "csv", "", f"from-step-{resumed_step:08d}", flush_logs_every_n_steps=1),
-        "wandb": lambda: WandbLogger(folder.name, folder, project=project, group=folder.name),
+        # All starts of a member are one run, on whatever machine.
+        "wandb": lambda: WandbLogger(
+            folder.name, folder, project=project, group=folder.name, id=_wandb_id(folder), resume="allow"
+        ),
     }
     return [builders[name]() for name in names]
+
+
+def _wandb_id(folder: Path) -> str:
+    """The member's name in Weights & Biases, made at its first start."""
+    path = folder / "wandb.txt"  # published with the curves
+    with suppress(FileExistsError):
+        create_file(path, f"{folder.name}-{uuid4().hex[:12]}".encode())
+    return path.read_text(encoding="utf-8")
 
 
 def log_image(trainer: L.Trainer, name: str, image: np.ndarray[Any, Any] | Figure) -> None:

@@ -20,6 +20,8 @@ from ddm_lightning.core.errors import UserError
 from ddm_lightning.encoders import images as encoders
 from ddm_lightning.encoders.interfaces import StoredForm
 from ddm_lightning.flow.randomness import keyed_generator
+from ddm_lightning.islands.publish import _is_shared
+from ddm_lightning.training import previews
 from ddm_lightning.training.callbacks import RollingCheckpoints, StopOnRequest
 from ddm_lightning.training.module import MemberModule
 from ddm_lightning.training.parallel import choose_strategy
@@ -34,6 +36,17 @@ def test_samples_from_a_stored_posterior_have_the_channels_of_an_image():
     found = sample_like(objective, objective.network, given, SampleConfig())
     assert found.shape == objective.x_0(given).shape == (6, 4, 4, 4)
     assert all(x_t.shape == found.shape for x_t, *_ in objective.network.calls)
+
+
+def test_all_starts_of_a_member_are_one_run_of_weights_and_biases(tmp_path, monkeypatch):
+    monkeypatch.setattr(previews, "WandbLogger", lambda *_, **settings: settings)
+    for name in ("a", "b"):
+        (tmp_path / name / "expert-0").mkdir(parents=True)
+    (first,), (again,) = (build_loggers(["wandb"], tmp_path / "a/expert-0", "faces", step) for step in (0, 20))
+    (other,) = build_loggers(["wandb"], tmp_path / "b/expert-0", "faces", 0)
+    assert first == again and first["resume"] == "allow"
+    assert first["id"] != other["id"] and re.fullmatch(r"expert-0-[0-9a-f]{12}", first["id"])
+    assert _is_shared("wandb.txt")  # another machine goes on with the same
 
 
 def test_samples_are_guided():
