@@ -15,6 +15,9 @@ DOWNLOADS: dict[str, str] = {}
 _LOGIN = r"://([^/:@\s]*):([^/\s]*)@([^/:\s]*)"
 
 
+_OF_PATHLIB = ("Could not determine home directory", "Symlink loop from")
+
+
 class UserError(Exception):
     """Bad input, such as a config, shard, checkpoint, artifact or prompt.
 
@@ -30,18 +33,31 @@ def line_of(error: BaseException) -> str | None:
     """One-line message for an error the user can fix; None for a possible bug."""
     if isinstance(error, UserError):
         return str(error)
-    names_path = isinstance(error, (PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError))
-    if isinstance(error, OSError) and (names_path or error.errno in (errno.EROFS, errno.ENAMETOOLONG)):
-        return f"{error.filename}: {error.strerror}; check its permissions, or give another folder (run_dir, --out)"
+    if isinstance(error, OSError):
+        return _line_of_file(error)
     if isinstance(error, MemoryError) or "to allocate" in str(error):  # torch: "tried to allocate 2.00 GiB"
         return (
             f"out of memory ({str(error).partition(chr(10))[0]}); "
             "set island.micro_batch_size to train with less, sample.resident_experts to sample, or lower "
             "prepare.num_processes or prepare.partition.fit_fraction to prepare"
         )
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        place = error.filename or "the disk of the run folder"  # unknown if writing to an open file failed
-        return f"{place}: is full; free some space, then run the same command again"
+    if isinstance(error, RuntimeError) and str(error).startswith(_OF_PATHLIB):
+        return f"{first_line(error)}; write the path in full"
+    return None
+
+
+def _line_of_file(error: OSError) -> str | None:
+    # TensorBoard's names are bytes; there is none if writing to an open file failed.
+    place = error.filename.decode(errors="replace") if isinstance(error.filename, bytes) else error.filename
+    names_path = isinstance(error, (PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError))
+    if names_path or error.errno in (errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP):
+        return f"{place}: {error.strerror}; check its permissions, or give another folder (run_dir, --out)"
+    if isinstance(error, FileNotFoundError):
+        return f"{place or error}: cannot be found or made; check its folder, then run the same command again"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{place or 'the disk of the run folder'}: is full; free some space, then run the same command again"
+    if error.errno == errno.EFBIG:
+        return f"{place or 'a file'}: exceeds the size that files may have here (ulimit -f); raise it"
     return None
 
 

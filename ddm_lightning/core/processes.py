@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from ddm_lightning.core.errors import line_of, note
+
 _WHILE_IMPORTING = (100_000, 50, 100)
 # glibc's mallopt: M_MMAP_THRESHOLD (older versions refuse more than 32 MB), M_TRIM_THRESHOLD and M_TOP_PAD.
 _KEPT_HEAP = ((-3, 2**25), (-3, 2**30), (-1, 2**31 - 1), (-2, 2**26))
@@ -46,8 +48,15 @@ def begin() -> None:
     if parent := os.environ.get(FITTED_BY):
         os.environ[FITTED_BY] = ""  # children of this process have another parent
         on_orphaned(int(parent), _stop_orphan)
+    threading.excepthook = _report
     gc.set_threshold(*_WHILE_IMPORTING)
     atexit.register(gc.freeze)
+
+
+def _report(failed: threading.ExceptHookArgs) -> None:
+    """Report the error of a thread, one that the user can fix in a line: TensorBoard's meets a full disk."""
+    line = line_of(failed.exc_value) if failed.exc_value else None
+    note(line) if line else threading.__excepthook__(failed)
 
 
 def on_orphaned(parent: int, react: Callable[[], object] | None = None, over: threading.Event | None = None) -> None:

@@ -117,3 +117,23 @@ glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc's
 def test_a_heap_that_is_kept_is_not_faulted_in_again():
     assert faults("kept") < 100
     assert faults("given back") > 10_000
+
+
+THREAD = """
+import errno, sys, threading
+from ddm_lightning.core import processes
+processes.begin()
+def fail(error):
+    raise error
+for error in (OSError(errno.ENOSPC, "No space left", "curves"), ValueError("a bug")):
+    thread = threading.Thread(target=fail, args=(error,))
+    thread.start()
+    thread.join()
+"""
+
+
+def test_a_thread_that_meets_a_full_disk_says_so_in_one_line():
+    said = subprocess.run([sys.executable, "-c", THREAD], capture_output=True, text=True, check=True).stderr
+    first, *rest = said.splitlines()
+    assert first == "note: curves: is full; free some space, then run the same command again"
+    assert rest[0].startswith("Exception in thread") and rest[-1] == "ValueError: a bug"
