@@ -199,7 +199,7 @@ def check(value: Any, kind: Any, key: str, source: str, references: bool = True)
 
     Args:
         value: parsed YAML: dicts, lists, text, numbers, booleans, None.
-        kind: a dataclass, ``int``, ``float``, ``bool``, ``str``, ``list[...]``, ``dict[str, Any]``, ``Any``,
+        kind: a dataclass, ``int``, ``float``, ``bool``, ``str``, ``list[...]``, ``dict[str, ...]``, ``Any``,
             or a union of one of these and None.
         key: dotted key of ``value``, empty at the top.
         source: begins the error line, such as the file's name.
@@ -218,11 +218,13 @@ def check(value: Any, kind: Any, key: str, source: str, references: bool = True)
     is_right, wanted, remedy = _KINDS[origin]
     if not is_right(value):
         _refuse(source, key, wanted, value, remedy)
-    if origin is list:
+    inner = (*typing.get_args(kind), Any)
+    if origin in (list, Sequence):
         for index, item in enumerate(value):
-            check(item, typing.get_args(kind)[0], f"{key}[{index}]", source, references)
-    else:
-        _check_plain(value, key, source)
+            check(item, inner[0], f"{key}[{index}]", source, references)
+    elif origin in (dict, Mapping):
+        for name, item in value.items():
+            check(item, inner[1], f"{key}.{name}", source, references)
 
 
 # Of each kind: whether a value is one, its name, and the remedy for any other value.
@@ -243,6 +245,13 @@ _KINDS: dict[Any, tuple[Callable[[Any], bool], str, str]] = {
     dict: (lambda value: isinstance(value, dict), "a mapping", "write it as {name: value}"),
     Any: (lambda _: True, "", ""),
 }
+_KINDS |= {Sequence: _KINDS[list], Mapping: _KINDS[dict]}
+
+
+def can_check(kind: Any) -> bool:
+    """Whether ``check`` knows a type, and all types within it."""
+    kind, _ = without_none(kind)
+    return (typing.get_origin(kind) or kind) in _KINDS and all(map(can_check, typing.get_args(kind)))
 
 
 def kept(record: Any, kind: Any) -> Any:
@@ -255,9 +264,9 @@ def kept(record: Any, kind: Any) -> Any:
 
 def without_none(kind: Any) -> tuple[Any, bool]:
     """A type without its option None, and whether it has that option."""
-    if not isinstance(kind, types.UnionType) and typing.get_origin(kind) is not typing.Union:
-        return kind, False
-    return next(inner for inner in typing.get_args(kind) if inner is not type(None)), True
+    options = [inner for inner in typing.get_args(kind) if inner is not type(None)]
+    is_union = isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union
+    return (options[0], True) if is_union and len(options) == 1 else (kind, False)
 
 
 def _is_open(value: Any, references: bool) -> bool:
@@ -282,10 +291,12 @@ def _check_section(value: Any, kind: Any, key: str, source: str, references: boo
             is_right, wanted = limits(kind)[name]
             if not is_right(inner):
                 raise UserError(f"{source}: key {below!r} = {inner!r}: must be {wanted}")
+        if not is_dataclass(without_none(kinds[name])[0]):
+            _check_plain(inner, below, source)
 
 
 def _check_plain(value: Any, key: str, source: str) -> None:
-    """Check parameters of plug-ins, which are stored as JSON."""
+    """Check that a value, such as parameters of plug-ins, can be stored as JSON."""
     if isinstance(value, dict):
         for name, inner in value.items():
             if not isinstance(name, str):
@@ -294,7 +305,7 @@ def _check_plain(value: Any, key: str, source: str) -> None:
     elif isinstance(value, list):
         for index, item in enumerate(value):
             _check_plain(item, f"{key}[{index}]", source)
-    elif value is not None and type(value) not in (str, bool, int) and not is_number(value):
+    elif value is not None and type(value) not in (str, bool) and not is_number(value):
         _refuse(source, key, "text, a finite number, true, false or null", value, "change the value")
 
 

@@ -112,8 +112,9 @@ class Registry:
     def check(self, name: str, params: dict[str, Any], **context: Any) -> None:
         """Check ``params`` against the signature of the factory ``name``, without calling it.
 
-        Only the keys of ``context`` matter. Only plain annotations (bool, int, float, str) are checked. A factory with
-        ``**params`` may name the dataclass of these in its attribute ``params``, and limit them by ``checks.option``.
+        Only the keys of ``context`` matter. Only annotations that ``checks.can_check`` knows are checked. A factory
+        with ``**params`` may name the dataclass of these in its attribute ``params``. This one, or a factory that is a
+        dataclass, may limit them by ``checks.option``.
 
         Raises:
             UserError: unknown name; unknown, missing or wrongly typed parameter, or one outside its choices or range.
@@ -131,16 +132,16 @@ class Registry:
         for key, parameter in named.items():
             if parameter.default is inspect.Parameter.empty and key not in params and key not in context:
                 raise UserError(f"{self.kind} {name!r} needs the parameter {key!r}; add it to its params")
-            if key in params and parameter.annotation in _PLAIN:
+            if key in params and checks.can_check(parameter.annotation):
                 checks.check(params[key], parameter.annotation, f"params.{key}", f"{self.kind} {name!r}")
-        options = getattr(self.get(name), "params", None)
-        limits = checks.limits(options) if isinstance(options, type) and is_dataclass(options) else {}
+        limits: dict[str, checks.Check] = {}
+        for options in (self.get(name), getattr(self.get(name), "params", None)):
+            limits |= checks.limits(options) if isinstance(options, type) and is_dataclass(options) else {}
         for key, (is_right, wanted) in limits.items():
             if params.get(key) is not None and not is_right(params[key]):
                 raise UserError(f"{self.kind} {name!r}: key 'params.{key}' = {params[key]!r}: must be {wanted}")
 
 
-_PLAIN = [option for kind in (bool, int, float, str) for option in (kind, kind | None)]
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 

@@ -68,7 +68,7 @@ class Architecture(Recipe):
     """``S``, ``B``, ``L`` or ``XL`` (``SIZES``), instead of the next three."""
     width: int | None = None
     """Features of a token."""
-    depth: int | None = None
+    depth: int | None = option(None, low=1, high=10_000)
     """Number of blocks."""
     num_heads: int | None = None
     """Attention heads of a block."""

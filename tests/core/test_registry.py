@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from ddm_lightning.core import registry
+from ddm_lightning.core.checks import option
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import Registry
 
@@ -93,6 +96,35 @@ def test_what_a_plug_in_does_not_take_is_one_line(
         experts.build(name, params, x_shape=(1, 2, 3))
     assert str(caught.value).startswith(line)
     assert "\n" not in str(caught.value)
+
+
+@dataclass
+class Rented:
+    kinds: list[str] = field(default_factory=list)
+    hosts: dict[str, str] | None = None
+    sizes: Sequence[int] = ()
+    name: str | list[str] | None = None
+    minutes: int = option(60, low=1)
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        ({"kinds": "H100"}, "key 'params.kinds': must be a list, is 'H100'"),
+        ({"kinds": ["H100", 1]}, "key 'params.kinds[1]': must be a string, is 1"),
+        ({"hosts": {"a": 3}}, "key 'params.hosts.a': must be a string, is 3"),
+        ({"hosts": ["a"]}, "key 'params.hosts': must be a mapping"),
+        ({"sizes": [1, 2.5]}, "key 'params.sizes[1]': must be a whole number, is 2.5"),
+        ({"minutes": -3}, "key 'params.minutes' = -3: must be at least 1"),
+    ],
+)
+def test_lists_mappings_and_limits_are_checked(experts: Registry, params: dict[str, Any], words: str) -> None:
+    experts.register("rented")(Rented)
+    with pytest.raises(UserError) as caught:
+        experts.check("rented", params)
+    assert words in str(caught.value)
+    experts.check("rented", {"kinds": ["H100"], "hosts": {"a": "b"}, "sizes": [1, 2], "name": ["a"], "minutes": 1})
+    experts.check("rented", {"hosts": None, "name": "a"})
 
 
 def test_a_check_calls_no_factory(experts: Registry) -> None:

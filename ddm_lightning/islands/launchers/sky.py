@@ -19,6 +19,7 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
+from ddm_lightning.core import checks
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write_text
 from ddm_lightning.core.processes import STOPPED
@@ -28,6 +29,7 @@ from ddm_lightning.islands.job import Job, Launcher, ask
 _RECOVERY = {"strategy": "EAGER_NEXT_REGION", "max_restarts_on_errors": 3, "recover_on_exit_codes": [STOPPED]}
 _ENDED = ("SUCCEEDED", "FAILED", "CANCELLED")
 _NONE = "No in-progress managed jobs"
+_NAMES = checks.list_of(checks.matching(r"[A-Za-z_]\w*", "the name of a variable"))
 _SETUP = (
     "python3 -m venv --system-site-packages .venv && "
     ".venv/bin/pip install -c <(grep -v ^torch constraints.txt) -e '.[latents]'"
@@ -52,7 +54,7 @@ class SkyLauncher(Launcher):
     """Commands that install it there."""
     python: str = ".venv/bin/python"
     """Interpreter there, relative to the clone."""
-    secrets: list[str] = field(default_factory=list)
+    secrets: list[str] = field(default_factory=list, metadata={"check": _NAMES})
     """Variables of this shell to hand on, such as ``[AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY]``; names only."""
     more: dict[str, Any] = field(default_factory=dict)
     """Further keys of each task, such as ``{resources: {disk_size: 512}}``."""

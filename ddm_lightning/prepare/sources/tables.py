@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from PIL import Image
 
 from ddm_lightning.core import remote
+from ddm_lightning.core.checks import option
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import parse_json
 from ddm_lightning.core.registry import SOURCES, require
@@ -54,7 +55,7 @@ class TableSource:
     label_column: str | None = None
     key_column: str | None = None
     group_column: str | None = None
-    num_classes: int | None = None
+    num_classes: int | None = option(None, low=1)
     class_names: list[str] | None = None
     image_root: str | None = None
     follow_links: bool = False
