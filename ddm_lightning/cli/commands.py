@@ -256,7 +256,7 @@ def _evaluate(experiment: Experiment, options: argparse.Namespace) -> None:
 
     from ddm_lightning.evaluation.evaluate import evaluate
 
-    images, out = (None if path is None else Path(path).expanduser() for path in (options.images, options.out))
+    images, out = (None if path is None else Path(path) for path in (options.images, options.out))
     if found := evaluate(Run(experiment), images, out, show_progress=True):
         path, table = found
         Console().print(table)

@@ -313,13 +313,19 @@ def _run(options: argparse.Namespace) -> int:
     return run_command(experiment, options)
 
 
+def _at_home(word: str) -> str:
+    """A word with its ``~`` expanded: a shell does not in ``--out=~/images``, other programs never do."""
+    option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+    return option + equals + os.path.expanduser(value)  # noqa: PTH111 (pathlib would change URLs)
+
+
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = build_parser()
     if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions
         import argcomplete
 
         argcomplete.autocomplete(parser)
-    arguments = [hide_passwords(text) for text in (sys.argv[1:] if arguments is None else arguments)]
+    arguments = [_at_home(hide_passwords(text)) for text in (sys.argv[1:] if arguments is None else arguments)]
     if not arguments:
         parser.print_help(sys.stderr)
         raise SystemExit(2)

@@ -44,7 +44,7 @@ class NetworkConfig(PluginConfig):
 class ImagesConfig:
     """Resizing of images of any size to the squares that encoders and feature networks take."""
 
-    size: int | None = option(None, low=8)
+    size: int | None = option(None, low=8, high=8192)
     """Height and width in pixels; null keeps images as they are and refuses a source with several sizes."""
     aspect: str = option("crop", choices=("crop", "pad", "stretch"))
     """How to make an image square: ``crop`` (keep the centre), ``pad`` (with white) or ``stretch``."""
@@ -172,7 +172,7 @@ class TrainConfig:
 
     max_steps: int = option(MISSING, low=0)
     """Optimizer steps; 0 hands over the initial weights."""
-    global_batch_size: int = option(MISSING, low=1)
+    global_batch_size: int = option(MISSING, low=1, high=1 << 24)
     """Samples per step. For experts, the monolith's batch; each of M experts takes 1/M of it."""
     optimizer: str = option("adamw", choices=("adamw", "muon"))
     """``adamw``, or ``muon`` for the blocks' matrices (AdamW for adaLN and the rest); ``muon`` not with FSDP2."""
@@ -263,7 +263,7 @@ class DistillConfig:
     """``owner`` (the expert of the sample's cluster; no router needed) or a routing strategy, such as ``full``."""
     max_steps: int | None = option(None, low=1)
     """Optimizer steps; null for as many as an expert takes."""
-    global_batch_size: int | None = option(None, low=1)
+    global_batch_size: int | None = option(None, low=1, high=1 << 24)
     """Samples per step; null for ``expert.train.global_batch_size``. The paper takes a quarter of it."""
 
 
@@ -406,7 +406,7 @@ class Experiment:
     name: str = MISSING
     """Name of the experiment and, by default, of its run folder."""
     run_dir: str = field(default="runs/${name}", metadata=CHANGEABLE)
-    """Run folder: everything that the experiment produces."""
+    """Run folder: everything that the experiment produces; ``~`` is your home, ``$HOME`` has no meaning."""
     seed: int = option(0, low=0, high=2**63 - 1)
     """Seed of the partition, the initial weights, the sample order, noise and timesteps."""
     remote: str | None = field(default=None, metadata=CHANGEABLE)

@@ -24,12 +24,15 @@ from ddm_lightning.core import checks
 from ddm_lightning.core.errors import UserError, first_line, hide_passwords
 from ddm_lightning.core.files import sha256_json
 
+RECORD = "experiment.yaml"
+"""File of a run folder with its experiment."""
+
 
 def load_experiment(path: str | Path, overrides: Sequence[str] = (), record: Path | None = None) -> Experiment:
     """Read, merge and check an experiment file.
 
     Args:
-        path: the YAML file.
+        path: the YAML file, or a run folder. The run folder of a record is where the record is: it may have moved.
         overrides: ``key=value`` pairs in OmegaConf's dot-list form; they win over the file. Mappings merge, but a
             plug-in with another ``name`` keeps none of the previous params.
         record: a resolved experiment to start from; only ``island``, ``sample``, ``evaluate`` of ``path`` then count.
@@ -41,6 +44,8 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = (), record: Pat
         UserError: missing file, YAML syntax, unknown key, wrong type, missing value or contradiction.
     """
     path = Path(path)
+    if is_record(path / RECORD):
+        path = path / RECORD
     changes = [(str(path), _read_record(path) if is_record(path) else read_yaml(path))]
     if record is not None:
         free = OmegaConf.masked_copy(changes[0][1], ["island", "sample", "evaluate"])
@@ -65,12 +70,14 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = (), record: Pat
     _refuse_resolvers(resolved, str(path))
     experiment: Experiment = OmegaConf.to_object(merged)  # type: ignore[assignment]  # may be of any dataclass
     check_experiment(experiment, path, overrides)
+    if is_record(path) and not any(text.startswith("run_dir=") for text in overrides):
+        experiment.run_dir = str(path.parent)
     return experiment
 
 
 def is_record(path: Path) -> bool:
     """Whether a run folder records its experiment in this file."""
-    return path.name == "experiment.yaml" and (path.parent / "prepared").is_dir()
+    return path.name == RECORD and (path.parent / "prepared").is_dir()
 
 
 def _read_record(path: Path) -> DictConfig:
@@ -117,12 +124,28 @@ def read_override(override: str, source: str) -> DictConfig:
         raise UserError(f"{source}: override {override!r} is not key=value; write for example seed=1")
     key, _, text = override.partition("=")
     try:
+        if "#" in text:
+            override = f"{key}={_with_comment(text)}"
         parsed = OmegaConf.from_dotlist([override])
         _refuse_other_bases(parsed, text, key, f"{source} with {override!r}")
         return parsed
     except (ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
         problem = getattr(error, "problem", None) or first_line(error)
         raise UserError(f"{source}: override {override!r}: its value is not YAML: {problem}; quote it") from None
+
+
+def _with_comment(text: str) -> str:
+    """A value in which YAML would take the end for a comment, such as ``runs/take #2``, as a string in quotes.
+
+    Raises:
+        ValueError: it is not plain text.
+    """
+    node = yaml.compose(text)
+    if node is not None and not text[node.end_mark.index :].strip():
+        return text
+    if node is not None and (not isinstance(node, yaml.ScalarNode) or node.style is not None):
+        raise ValueError("it has a comment behind it")
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _refuse_other_bases(loaded: DictConfig, text: str, key: str, source: str) -> None:

@@ -14,7 +14,7 @@ from ddm_lightning.config.experiment import Experiment, ExpertConfig, InitConfig
 from ddm_lightning.config.merge import expert_clusters, expert_section, init_keys, init_of, island_of
 from ddm_lightning.core import checks
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.core.registry import SOLVERS, STRATEGIES
+from ddm_lightning.core.registry import LAUNCHERS, SOLVERS, STRATEGIES
 
 Rule: TypeAlias = tuple[bool, str, str]
 """Whether the rule is broken, the key to blame, and the problem."""
@@ -124,6 +124,8 @@ def _rules(experiment: Experiment) -> Iterator[Rule]:
             "lower it",
         ),
     ]
+    if experiment.launch and (unknown := {*experiment.launch} - {*LAUNCHERS.names()}):
+        yield True, "launch", f"there is no launcher {min(unknown)!r}; {LAUNCHERS.known()}"
     for name in ("expert", *experiment.expert.overrides):
         yield from _rules_of_expert(name, expert_section(name, experiment), experiment)
     held: dict[int, list[list[float]]] = {cluster: [] for cluster in range(partition.num_clusters)}

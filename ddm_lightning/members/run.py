@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cached_property
+from pathlib import Path
 
 from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.config.load import to_yaml
+from ddm_lightning.core import remote
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write_text
 from ddm_lightning.members.artifact import read_meta
@@ -95,10 +97,12 @@ class Run:
     @property
     def shards(self) -> str:
         """Folder or URL of the shards: ``island.shards``, else this machine's, else those at ``remote``."""
-        here = self.folder.shards
+        here, own = self.folder.shards, self.experiment.island.shards
+        if own is not None:
+            return own if remote.is_url(own) else str(Path(own).expanduser())
         if self.url is not None and not here.is_dir():
-            return self.experiment.island.shards or f"{self.url}/{here.relative_to(self.folder.root).as_posix()}"
-        return self.experiment.island.shards or str(here)
+            return f"{self.url}/{here.relative_to(self.folder.root).as_posix()}"
+        return str(here)
 
     @property
     def names(self) -> list[str]:

@@ -14,7 +14,7 @@ from filelock import Timeout
 from omegaconf import OmegaConf
 
 from ddm_lightning.config.experiment import Experiment
-from ddm_lightning.config.load import changeable_keys, is_record, leaves, load_experiment, read_yaml
+from ddm_lightning.config.load import changeable_keys, leaves, load_experiment, read_yaml
 from ddm_lightning.core.checks import Check, kept, problem_with
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import locked, read_json
@@ -49,7 +49,7 @@ class RunFolder:
     @classmethod
     def of(cls, experiment: Experiment) -> RunFolder:
         """The experiment's run folder, unchecked."""
-        return cls(Path(experiment.run_dir))
+        return cls(Path(experiment.run_dir).expanduser())
 
     def member(self, name: str) -> Path:
         """Everything one member writes; no other member uses it during training."""
@@ -130,8 +130,6 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> Experiment:
     """
     path = Path(path)
     experiment = load_experiment(path, overrides)
-    if is_record(path) and not any(text.startswith("run_dir=") for text in overrides):
-        experiment.run_dir = str(path.parent)
     run = RunFolder.of(experiment)
     if run.experiment.exists() and run.experiment.resolve() != path.resolve():
         recorded = load_experiment(path, overrides, record=run.experiment)

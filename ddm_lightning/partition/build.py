@@ -308,7 +308,7 @@ def _rule(samples: Samples, config: PartitionConfig, seed: int, features: str) -
 def _existing(config: PartitionConfig, rows: Rows, features: str) -> Rule:
     """Read the rule of another run's partition."""
     assert config.path is not None, "check_experiment requires it"
-    found = Partition.load(Path(config.path))
+    found = Partition.load(Path(config.path).expanduser())
     if found.num_clusters != config.num_clusters:
         raise _refusal(config, "path", f"has {found.num_clusters} clusters; set prepare.partition.num_clusters to that")
     if isinstance(found.rule, NearestCentroid | PricedCentroid):

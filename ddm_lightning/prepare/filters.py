@@ -75,7 +75,7 @@ class Filters:
         """What the filters are made from, as JSON; the file by its hash."""
         self._dropped = frozenset[str]()
         if config.drop_keys is not None:
-            path = Path(config.drop_keys)
+            path = Path(config.drop_keys).expanduser()
             try:
                 self._dropped = frozenset(path.read_text(encoding="utf-8-sig").splitlines())
             except (OSError, UnicodeDecodeError) as error:

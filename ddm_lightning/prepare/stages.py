@@ -161,7 +161,7 @@ class Preparation:
     def _stages(self) -> list[Stage]:
         config, seed, files, columns = self.config, self.experiment.seed, self.ledger.files, self.columns
         parts = [asdict(part) for part in self.parts]
-        other = Path(config.partition.path or "")  # the partition of another run, which may have changed
+        other = Path(config.partition.path or "").expanduser()  # the partition of another run, which may have changed
         fit = [asdict(config.partition), asdict(config.features), sha256_file(other) if other.is_file() else None]
         limits = [config.max_bad_fraction] + ([] if config.near_duplicates is None else [config.near_duplicates])
         # The engine and the number of processes change no byte.
@@ -235,13 +235,13 @@ class Preparation:
             if not any(RECORDS in ledger.entries for ledger in self.prepared.ledgers):
                 self._check_condition()
         check_partition(self.config.partition, count_samples(self.parts))
-        if (path := self.config.partition.path) is not None:
-            if not Path(path).is_file():
+        if self.config.partition.path is not None:
+            if not (path := Path(self.config.partition.path).expanduser()).is_file():
                 raise UserError(
                     f"key 'prepare.partition.path': {path} is no file; give another run's "
                     "prepared/partition.safetensors"
                 )
-            Partition.load(Path(path))
+            Partition.load(path)
         if check is not None:
             check(self.plugins.sizes())
 

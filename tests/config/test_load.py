@@ -3,9 +3,13 @@
 from pathlib import Path
 
 import pytest
+from tiny_runs import TINY
 
 from ddm_lightning.config import load
+from ddm_lightning.config.load import load_experiment, to_yaml
 from ddm_lightning.core.errors import UserError
+from ddm_lightning.members.run import Run
+from ddm_lightning.members.run_folder import RunFolder
 
 
 @pytest.mark.parametrize(
@@ -86,3 +90,65 @@ def test_an_empty_file_is_an_empty_mapping(tmp_path):
     path = tmp_path / "e.yaml"
     path.write_text("# only a comment\n")
     assert load.read_yaml(path) == {}
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("run_dir=runs/take #2", "runs/take #2"),
+        ("run_dir=runs/a#b", "runs/a#b"),
+        ("run_dir=#2", "#2"),
+        ("run_dir='a #2'", "a #2"),
+        ('run_dir="a: #2"', "a: #2"),
+        ("run_dir=größe #2", "größe #2"),
+    ],
+)
+def test_a_sharp_does_not_cut_an_override(override, expected):
+    assert load.read_override(override, "e.yaml") == {"run_dir": expected}
+
+
+@pytest.mark.parametrize("override", ["sample.prompts=[a, b] # c", "run_dir='a' # c", "a={b: 1} #"])
+def test_a_comment_behind_an_override_is_refused(override):
+    with pytest.raises(UserError, match="has a comment behind it; quote it"):
+        load.read_override(override, "e.yaml")
+
+
+def test_a_run_folder_stands_for_its_record_and_may_have_moved(tmp_path):
+    place = tmp_path / "copy"
+    (place / "prepared").mkdir(parents=True)
+    experiment = load_experiment(TINY, [f"run_dir={tmp_path / 'first'}", "seed=7"])
+    (place / "experiment.yaml").write_text(to_yaml(experiment), encoding="utf-8")
+    for path in (place, place / "experiment.yaml"):
+        found = load_experiment(path)
+        assert (found.run_dir, found.seed) == (str(place), 7)
+        assert load_experiment(path, ["run_dir=other"]).run_dir == "other"
+    (place / "prepared").rmdir()  # a file like any other
+    assert load_experiment(place / "experiment.yaml").run_dir == str(tmp_path / "first")
+    with pytest.raises(UserError, match="Is a directory; give a YAML file"):
+        load_experiment(place)
+
+
+def test_a_home_is_expanded_where_a_path_is_used(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    experiment = load_experiment(TINY, ["run_dir=~/runs/a", "island.shards=~/shards"])
+    assert experiment.run_dir == "~/runs/a"  # of whoever reads it
+    assert RunFolder.of(experiment).root == tmp_path / "runs/a"
+    assert Run(experiment).shards == str(tmp_path / "shards")
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "expert.train.max_steps=1000000000000000000000000000000",
+        "expert.train.max_steps=9223372036854775808",
+        "router.train.global_batch_size=1099511627776",
+        "prepare.images.size=100000",
+        "launch={slrm: {}}",
+        "launch={slurm: 3}",
+    ],
+)
+def test_what_no_machine_can_do_is_refused(override):
+    with pytest.raises(UserError) as caught:
+        load_experiment(TINY, [override])
+    key = override.partition("=")[0]
+    assert str(caught.value).startswith(f"{TINY} with {override!r}: key '{key}")
