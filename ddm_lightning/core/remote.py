@@ -227,7 +227,7 @@ def files(url: str, recursive: bool = True) -> dict[str, int]:
         except FileNotFoundError:
             return {}
         # An object store may hold what no folder can, such as "a//b" and "a/../b".
-        names = {name for name in found if os.path.normpath(f"/x/{name}") == f"/x/{name}"}
+        names = [name for name in found if os.path.normpath(f"/x/{name}") == f"/x/{name}"]
         return {name: found[name] for name in names if not name.endswith(_PARTIAL)}
 
     return attempt(url, listed)

@@ -11,11 +11,9 @@ from __future__ import annotations
 import json
 import os
 import platform
-import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +39,7 @@ _CHECKS: dict[str, checks.Check] = {
 }
 
 
-class LostLeaseError(UserError):
+class LostLeaseError(Exception):
     """Another process has taken the member over."""
 
 
@@ -87,31 +85,6 @@ class Lease:
             return
         if other or newest_generation(self.url) > self.generation:
             raise LostLeaseError(f"a process on {other.get('host') or 'another machine'} has taken it over")
-
-
-@contextmanager
-def held(name: str, url: str, say: Callable[[str], object]) -> Iterator[Lease]:
-    """Claim something other than a member, and keep the claim until the block ends.
-
-    Raises:
-        UserError: as ``claim``.
-        OSError: as ``claim``.
-    """
-    own, over = claim(name, url, say), threading.Event()
-
-    def beat() -> None:
-        while not over.wait(HEARTBEAT_SECONDS):
-            with suppress(OSError):  # tried again
-                own.beat({})
-
-    thread = threading.Thread(target=beat, daemon=True)
-    thread.start()
-    try:
-        yield own
-    finally:
-        over.set()
-        thread.join()
-        own.beat({}, released=True)
 
 
 def claim(member: str, url: str, say: Callable[[str], object]) -> Lease:

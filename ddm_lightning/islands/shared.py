@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,11 +14,10 @@ from omegaconf import OmegaConf
 
 from ddm_lightning.config.load import read_yaml, to_yaml
 from ddm_lightning.core import remote
-from ddm_lightning.core.errors import DOWNLOADS, UserError, note
+from ddm_lightning.core.errors import DOWNLOADS, UserError
 from ddm_lightning.core.files import atomic_folder, atomic_write_text, parse_json, sha256_file, sha256_json
 from ddm_lightning.core.weights import check_recorded
 from ddm_lightning.ensemble.manifest import assemble
-from ddm_lightning.islands import lease
 from ddm_lightning.members.artifact import REMEDY, WEIGHTS_FILE, base_file, read_meta
 from ddm_lightning.members.member import ROUTER
 from ddm_lightning.members.run import Run
@@ -28,6 +27,8 @@ from ddm_lightning.prepare.ledger import Published, publish_shards
 from ddm_lightning.shards.manifest import Manifest, manifest_path
 
 _MANIFEST = "prepared/manifest.json"
+# The same manifest, before the shards are sent: one preparation at a time may publish.
+_CLAIM = "publishing.json"
 # In a member's folder: hash of the description that was published or fetched last, and of where.
 _MARK = ".published"
 
@@ -75,35 +76,32 @@ def publish_prepared(run: Run, tick: Callable[[int, int], None]) -> None:
         tick: called with the groups of parts done and in total.
 
     Raises:
-        UserError: the URL cannot be written or holds other data, or another process is publishing there.
+        UserError: the URL cannot be written, or holds other data, perhaps not all yet.
     """
     if run.url is None:
         return
     manifest, folder = manifest_path(run.folder.root), run.folder
     target, root = f"{run.url}/{_MANIFEST}", f"{run.url}/{folder.prepared.name}"
+    is_there = False
     with remote.reaching():
-        own = nullcontext() if _is_there(run) else lease.held(root, f"{root}/lease", note)
-        with own as held:
-            is_there = _is_there(run)  # another may have published meanwhile
-            if signature_of(manifest).exists():
-                remote.put(signature_of(manifest), f"{target}.sig")
-            if held is not None and not is_there:
-                _publish_initial(run)
-                published = Published(root, run.manifest.versions)
-                publish_shards(folder.prepared, published, run.manifest.index_sha256, tick)
-                held.check()
-                experiment = replace(run.experiment, remote=None)
-                remote.write(f"{run.url}/{folder.experiment.name}", to_yaml(experiment).encode())
-                remote.put(manifest, target)
-
-
-def _is_there(run: Run) -> bool:
-    """Whether the run's manifest is at its URL; raises ``UserError`` if another one is."""
-    with suppress(FileNotFoundError):
-        if remote.read(f"{run.url}/{_MANIFEST}") == manifest_path(run.folder.root).read_bytes():
-            return True
-        raise UserError(f"key 'remote': {run.url}: holds a run prepared from other data; set another address")
-    return False
+        with suppress(FileNotFoundError):
+            is_there = remote.read(target) == manifest.read_bytes()
+            if not is_there:
+                raise UserError(f"key 'remote': {run.url}: holds a run prepared from other data; set another address")
+        if not (is_there or remote.create(f"{root}/{_CLAIM}", manifest.read_bytes())):
+            raise UserError(
+                f"{root}/{_CLAIM}: other data are being published here, or were in part; set another address, or "
+                "remove this file if that was given up"
+            )
+        if signature_of(manifest).exists():
+            remote.put(signature_of(manifest), f"{target}.sig")
+        if not is_there:
+            _publish_initial(run)
+            published = Published(root, run.manifest.versions)
+            publish_shards(folder.prepared, published, run.manifest.index_sha256, tick)
+            experiment = replace(run.experiment, remote=None)
+            remote.write(f"{run.url}/{folder.experiment.name}", to_yaml(experiment).encode())
+            remote.put(manifest, target)
 
 
 def _publish_initial(run: Run) -> None:

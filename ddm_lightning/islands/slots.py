@@ -49,16 +49,14 @@ def _lent_until(path: Path) -> float:
         text = path.expanduser().read_text(encoding="utf-8", errors="replace").strip()
     except FileNotFoundError:
         return math.inf
-    try:
+    with suppress(ValueError, OverflowError):
         end = datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp() if "-" in text else float(text)
-    except (ValueError, OverflowError):
-        end = math.nan
-    if not math.isfinite(end):
-        raise UserError(
-            f"key 'island.lease_file': {path}: holds {text[:40]!r}, which is no time; write the end of the slot as "
-            "2026-11-25T18:30:00+01:00, or in seconds since 1970"
-        )
-    return end
+        if math.isfinite(end):
+            return end
+    raise UserError(
+        f"key 'island.lease_file': {path}: holds {text[:40]!r}, which is no time; write the end of the slot as "
+        "2026-11-25T18:30:00+01:00, or in seconds since 1970"
+    )
 
 
 class Slot:

@@ -126,13 +126,3 @@ def test_a_page_instead_of_a_lease_takes_nobody_over(url, monkeypatch):
     read = remote.read
     monkeypatch.setattr(remote, "read", lambda path: b"<html></html>" if path.endswith("2.json") else read(path))
     own.check()
-
-
-def test_a_claim_is_kept_alive_and_released_by_its_block(url, monkeypatch):
-    monkeypatch.setattr(lease, "HEARTBEAT_SECONDS", 0.02)
-    with lease.held("prepare", url, print) as own, pytest.raises(UserError, match=r"^prepare: is in use by process"):
-        end = time.monotonic() + 20
-        while lease.read_lease(url, own.generation).get("beat", 0) < 2:
-            assert time.monotonic() < end
-        lease.claim("prepare", url, print)
-    assert lease.claim("prepare", url, print).generation == 2
