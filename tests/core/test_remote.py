@@ -121,8 +121,9 @@ def test_a_store_that_takes_a_file_and_does_not_hold_it_is_an_error(tmp_path, mo
     (tmp_path / "there").mkdir()
     with servers.s3(tmp_path / "there", tmp_path, monkeypatch) as (url, line):
         line.fail(0, answer=page)
-        with pytest.raises(ConnectionError, match="the store does not hold what was sent"):
-            remote.put(sources / "a.txt", f"{url}/a.txt")
+        for name in ("a.txt", "sub/deep/c.bin"):
+            with pytest.raises(ConnectionError, match="the store does not hold what was sent"):
+                remote.put(sources / name, f"{url}/{name}")
         with suppress(OSError):
             assert not remote.create(f"{url}/b.json", b"mine")
         line.fail(0, times=0)
