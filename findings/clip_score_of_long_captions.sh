@@ -5,8 +5,8 @@
 # What happens      the metric cuts the ids itself (with a warning), and the end token goes. CLIP takes the text vector at the
 #                   end token, finds none, and takes the one at position 0, the start token, which is the same for all texts.
 # Seen              2026-11-27, torchmetrics 1.9.0, transformers 4.57.6, torch 2.13.0 (CPU), Python 3.11; a small random CLIP:
-#                     a b c …    metric   19.13, cut by the tokenizer  -20.40
-#                     z y x …    metric   19.13, cut by the tokenizer   42.43
+#                     a b c …    metric   19.13, cut by the tokenizer    6.52
+#                     z y x …    metric   19.13, cut by the tokenizer   39.51
 #                     m m m …    metric   19.13, cut by the tokenizer   -5.54
 set -euo pipefail
 folder=$(mktemp -d)
