@@ -3,8 +3,8 @@
 #
 # One would expect  an injected LoRA layer to act in every forward pass, or peft to refuse the layer.
 # What happens      in eval mode nn.TransformerEncoderLayer calls a fused operator with `self.linear1.weight`. peft's layer
-#                   answers with the weight of its base, so the adapter is skipped, without a word. Its loss falls in training
-#                   and its validation loss never moves.
+#                   returns the weight of its base there, so the adapter is skipped, without a warning. The training loss falls,
+#                   and the validation loss never moves.
 # Seen              2026-11-27, peft 0.21.2, torch 2.13.0 (CPU), transformers 4.57.6, Python 3.11; largest change by the adapter:
 #                     train 0.4495
 #                     eval 0.0000

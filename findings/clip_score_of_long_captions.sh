@@ -2,8 +2,8 @@
 # torchmetrics, CLIPScore: every caption of more than 77 tokens has the same text vector.
 #
 # One would expect  a long caption to be cut as CLIP's tokenizer does it: 76 tokens and the end token.
-# What happens      the metric cuts the ids itself (with a warning), and the end token goes. CLIP takes the text vector at the
-#                   end token, finds none, and takes the one at position 0, the start token, which is the same for all texts.
+# What happens      the metric cuts the ids itself (with a warning) and loses the end token. CLIP takes the text vector at the
+#                   end token. Without one it takes position 0, the start token, whose vector is the same for all texts.
 # Seen              2026-11-27, torchmetrics 1.9.0, transformers 4.57.6, torch 2.13.0 (CPU), Python 3.11; a small random CLIP:
 #                     a b c …    metric   19.13, cut by the tokenizer    6.52
 #                     z y x …    metric   19.13, cut by the tokenizer   39.51

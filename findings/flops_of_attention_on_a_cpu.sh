@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# torch.utils.flop_counter: attention on a CPU counts as zero, and an encoder layer in eval mode, too.
+# torch.utils.flop_counter: attention on a CPU counts as zero, and so does an encoder layer in eval mode.
 #
 # One would expect  FlopCounterMode to count scaled_dot_product_attention alike on every device: it does on CUDA.
 # What happens      on a CPU, torch takes its flash kernel for CPUs, for which the counter has no formula: 0, forward and

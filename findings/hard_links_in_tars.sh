@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# webdataset: members of a tar that are hard links are skipped, without a word.
+# webdataset: members of a tar that are hard links are skipped, without a warning.
 #
 # One would expect  a tar to give every file that `tar -x` would write. GNU tar stores the second of two hard-linked files
 #                   as a link; data sets deduplicated by links, and copies made by `cp -l`, are full of them.

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # OmegaConf's dot-list: the value of an override is YAML, so ` #` begins a comment.
 #
-# One would expect  key=value to take everything behind the first "=", as shells, argparse and Hydra do.
+# One would expect  key=value to take everything after the first "=", as shells, argparse and Hydra do.
 # What happens      `run_dir=runs/take #2` gives "runs/take", without a warning. `seed=012` is octal (10), and
 #                   `time=12:30` counts minutes in base 60 (750).
 # Seen              2026-11-27, omegaconf 2.4.0, PyYAML 6.0.4, Python 3.11:
