@@ -25,9 +25,9 @@ def test_overlapping_clusters_are_counted_without_bias(shares):
     assert 0.75 < estimator.accuracy < 0.9
 
 
-def test_shares_depend_on_no_offset_of_the_features_and_are_never_negative():
+def test_shares_depend_on_no_offset_or_unit_of_a_feature_and_are_never_negative():
     def moved(samples):
-        return samples[0] * 3 + 500, samples[1]
+        return samples[0] * torch.logspace(-1, 2, samples[0].shape[1]) + 500, samples[1]
 
     plain = ClusterShares(*clusters_of([0.8, 0.2], 0), *clusters_of([0.8, 0.2], 1), 2)
     other = ClusterShares(*moved(clusters_of([0.8, 0.2], 0)), *moved(clusters_of([0.8, 0.2], 1)), 2)

@@ -52,3 +52,10 @@ def test_the_longest_training_is_that_of_most_parameters_times_samples():
         member = run.resolve(name, sizes)
         num = sum(parameter.numel() for parameter in member.build_network().parameters())
         assert (member.batch_size, cost.relative_cost(member)) == (batch_size, num * batch_size * steps)
+
+
+@pytest.mark.parametrize(("size", "expected"), [(None, (3, 1)), (3, (3, 1)), (2, (2, 2)), (1, (1, 3))])
+def test_a_device_computes_its_share_of_all_nodes_in_parts_of_about_one_size(size, expected):
+    """Of 16 samples on 6 devices, three at most."""
+    island = IslandConfig("gpu", 2, nodes=3, micro_batch_size=size)
+    assert cost.micro_batch_of(SimpleNamespace(batch_size=16), island) == expected
