@@ -61,13 +61,7 @@ class _BeforeTorchvision:
 
 def hush_xformers() -> None:
     """Let xformers, which diffusers imports, not warn in six lines that a torch without CUDA cannot use it."""
-
-    def is_of_interest(_: logging.LogRecord) -> bool:
-        import torch
-
-        return torch.version.cuda is not None
-
-    logging.getLogger("xformers").addFilter(is_of_interest)
+    logging.getLogger("xformers").addFilter(lambda _: sys.modules["torch"].version.cuda is not None)
 
 
 class _DeferredPackage(ModuleType):

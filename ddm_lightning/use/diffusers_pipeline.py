@@ -34,30 +34,25 @@ class DecentralizedPipeline(DiffusionPipeline):  # type: ignore[misc]  # diffuse
             self.config["_name_or_path"], str(self._place), allow_paths=self._allow_paths
         )
 
-    def to(
-        self,
-        device: torch.device | str | torch.dtype | None = None,
-        dtype: torch.dtype | None = None,
-        silence_dtype_warnings: bool = False,
-    ) -> DecentralizedPipeline:
+    def to(self, *places: torch.device | str | torch.dtype, **named: Any) -> DecentralizedPipeline:
         """Choose the device, where the ensemble is loaded at the next use, and the precision of later calls.
 
         Args:
-            device: the device, or a dtype.
-            dtype: float32 or bfloat16, as ``sample.precision``; weights stay in float32.
+            places: a device, a dtype or both; float32 and bfloat16 are as in ``sample.precision``.
+            named: ``device``, ``dtype`` and ``silence_dtype_warnings``, of which there are none.
 
         Raises:
             UserError: torch cannot use the device, or another dtype.
         """
-        if isinstance(device, torch.dtype):
-            device, dtype = None, device
-        if dtype is not None and dtype not in _PRECISIONS:
-            raise UserError(f"dtype {dtype}: must be one of {', '.join(map(str, _PRECISIONS))}")
-        if device is not None:
-            self._place = usable_device(device)
-            self.__dict__.pop("ensemble", None)
-        if dtype is not None:
-            self._precision = _PRECISIONS[dtype]
+        named.pop("silence_dtype_warnings", None)
+        for place in (*places, *named.values()):
+            if place in _PRECISIONS:
+                self._precision = _PRECISIONS[place]
+            elif isinstance(place, torch.dtype):
+                raise UserError(f"dtype {place}: must be one of {', '.join(map(str, _PRECISIONS))}")
+            elif place is not None:
+                self._place = usable_device(place)
+                self.__dict__.pop("ensemble", None)
         return self
 
     def save_pretrained(self, save_directory: str | Path, **_: Any) -> None:

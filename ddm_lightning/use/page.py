@@ -134,12 +134,9 @@ def page(ensemble: DecentralizedEnsemble, captions: Sequence[str] = ()) -> gr.Bl
 
     def check(prompt: str) -> None:
         """Refuse a prompt before the images of an earlier one are cleared."""
-        if kind in ("class", "none"):
-            return
-        if not (prompt or "").strip():
-            raise gr.Error("the prompt is empty; describe an image", print_exception=False)
-        if len(prompt) > _MAX_PROMPT:
-            problem = f"the prompt has {len(prompt):,} characters; describe an image in 1 to {_MAX_PROMPT:,}"
+        length = len((prompt or "").strip())
+        if kind not in ("class", "none") and not 0 < length <= _MAX_PROMPT:
+            problem = f"the prompt has {length:,} characters; describe an image in 1 to {_MAX_PROMPT:,}"
             raise gr.Error(problem, print_exception=False)
 
     def generate(

@@ -161,7 +161,7 @@ def test_an_empty_prompt_leaves_the_images(browser: Browser, address: str) -> No
     expect(page.locator("img")).to_have_count(4)
     put(page, "Prompt", " ")
     generate(page)
-    expect(page.get_by_text("the prompt is empty; describe an image")).to_be_visible()
+    expect(page.get_by_text("the prompt has 0 characters; describe an image in 1 to 2,000")).to_be_visible()
     page.wait_for_timeout(1000)
     expect(page.locator("img")).to_have_count(4)
 
@@ -269,7 +269,7 @@ def test_the_page_shows_the_images_of_the_python_api(client: Client, finished_ru
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"prompt": " "}, "the prompt is empty; describe an image"),
+        ({"prompt": " "}, "the prompt has 0 characters; describe an image in 1 to 2,000"),
         ({"prompt": "x" * 2001}, "the prompt has 2,001 characters; describe an image in 1 to 2,000"),
         ({"num_steps": 5000}, "5000 is greater than maximum"),
         ({"seed": None}, "a number is empty"),
