@@ -192,10 +192,17 @@ class TrainConfig:
     """Whether to mirror half of the training samples; not for images with text."""
     ema_decay: float = option(0.9999, low=0, high=0.9999999)
     """Decay per step of the exponential moving average (EMA) of the weights, which the artifact holds."""
+    keep: str = option("last", choices=("best", "last"))
+    """EMA in the artifact: of the ``last`` step, or of the validation with the ``best`` held-out loss (a copy more)."""
     ema_widths: list[float] = field(default_factory=list)
     """Widths (sigma_rel) of additional power-function EMAs, each a copy of the weights; EDM2: 0.05 and 0.1."""
     ema_snapshots: int = option(16, low=1)
     """Snapshots of these EMAs during training; the command ``ema`` reconstructs any width from them."""
+
+    @property
+    def num_copies(self) -> int:
+        """Copies of the weights besides the EMA."""
+        return len(self.ema_widths) + (self.keep == "best")
 
 
 @dataclass

@@ -153,7 +153,7 @@ def state_bytes(num_parameters: int, num_widths: int = 0, num_muon: int = 0) -> 
 
     Args:
         num_parameters: number of the network's parameters.
-        num_widths: number of power-function averages.
+        num_widths: copies of the weights besides the exponential average (``TrainConfig.num_copies``).
         num_muon: number of parameters that Muon trains.
     """
     each = 4 * num_parameters
@@ -228,7 +228,7 @@ class MemberCost:
         self.num_parameters = sum(parameter.numel() for parameter in named.values())
         by_muon = member.train.optimizer == "muon"
         self.num_muon = sum(p.numel() for name, p in named.items() if by_muon and is_muon_matrix(name, p))
-        self.state = state_bytes(self.num_parameters, len(member.train.ema_widths), self.num_muon)
+        self.state = state_bytes(self.num_parameters, member.train.num_copies, self.num_muon)
         self._held: dict[tuple[object, ...], tuple[int, int]] = {}
 
     def flops(self, *, backward: bool = True) -> float:

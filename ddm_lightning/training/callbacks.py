@@ -23,7 +23,8 @@ from torch.distributed import ProcessGroup
 from ddm_lightning.config.experiment import IslandConfig
 from ddm_lightning.core.formatting import Bars
 from ddm_lightning.core.processes import STOPPED
-from ddm_lightning.members.status import MemberStatus
+from ddm_lightning.members.status import KEPT, MemberStatus, loss_of
+from ddm_lightning.training import ema
 from ddm_lightning.training.checkpoint import TEMPORARY, checkpoints_in, read_rest, step_of
 from ddm_lightning.training.guard import skipped_file
 from ddm_lightning.training.module import MemberModule
@@ -138,6 +139,45 @@ class MissedValidation(L.Callback):
         )
         self.status.validated_step = trainer.global_step
         self.status.write(self.folder)
+
+
+class BestWeights(L.Callback):
+    """Keeps the averaged weights of the validation with the lowest held-out loss, for ``train.keep: best``.
+
+    Weights are kept in the optimizer's state, and the rest here, so that checkpoints hold both. A checkpoint is saved
+    before the validation of its step, so a resumed training repeats that one.
+
+    Args:
+        status: has the figures of the newest validation; ``MissedValidation`` comes before.
+    """
+
+    def __init__(self, status: MemberStatus) -> None:
+        self.status = status
+        self.kept: dict[str, Any] = {"validated_step": 0, "loss": math.inf, "figures": {}, "buffers": {}}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is kept besides the weights, and the step of the newest validation."""
+        return self.kept
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take it back; later validations are missed ones."""
+        self.kept = state_dict
+        self.status.validated_step = min(self.status.validated_step, state_dict["validated_step"])
+
+    def on_validation_end(self, trainer: L.Trainer, module: Any) -> None:
+        """Keep the averages if they are the best, unless the validation was cut short."""
+        step = trainer.global_step
+        if self.status.validated_step != step:
+            return
+        self.kept["validated_step"] = step
+        loss = loss_of(self.status.metrics, "held_out")
+        if loss is not None and loss < self.kept["loss"]:
+            figures = {name: value for name, value in self.status.metrics.items() if name.startswith("held_out/")}
+            figures[KEPT] = float(step)
+            self.kept |= {"loss": loss, "figures": figures, "buffers": ema.kept_buffers(module.network)}
+            for state in trainer.optimizers[0].state.values():
+                if ema.KEY in state:
+                    state[ema.BEST] = state[ema.KEY].clone()
 
 
 class RollingCheckpoints(L.Callback):

@@ -34,6 +34,8 @@ from ddm_lightning.core.weights import save_weights
 
 KEY = "ema"
 """Key of the exponential average in a parameter's optimizer state."""
+BEST = "best"
+"""Key of its copy at the best validation (``train.keep``)."""
 STEPS = "ema_steps"
 FOLDER = "ema"
 """Folder of snapshots inside the member's folder."""

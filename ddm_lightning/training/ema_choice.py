@@ -26,7 +26,7 @@ from ddm_lightning.members.load import build_network
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import lock_member
 from ddm_lightning.members.signatures import sign_artifact
-from ddm_lightning.members.status import HELD_OUT_STEP, loss_of
+from ddm_lightning.members.status import HELD_OUT_STEP, KEPT, loss_of
 from ddm_lightning.networks.lora import frozen
 from ddm_lightning.training import ema
 from ddm_lightning.training.fit import build_data
@@ -149,7 +149,9 @@ class EmaWidths:
                 if not self._original.exists():
                     with atomic_folder(self._original) as temporary:
                         shutil.copytree(self.artifact, temporary, dirs_exist_ok=True)
-                self._write(weights, replace(self.meta, metrics={**self.meta.metrics, **found}))
+                metrics = {**self.meta.metrics, **found}
+                metrics.pop(KEPT, None)
+                self._write(weights, replace(self.meta, metrics=metrics))
             elif self._original.exists():
                 meta, weights = read_artifact(self._original)
                 self._write(weights, meta)

@@ -26,7 +26,7 @@ from ddm_lightning.members.member import Member
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import lock_member
 from ddm_lightning.members.signatures import sign_artifact
-from ddm_lightning.members.status import MemberStatus
+from ddm_lightning.members.status import KEPT, MemberStatus
 from ddm_lightning.networks.attention import chosen_kernel
 from ddm_lightning.networks.lora import frozen
 from ddm_lightning.shards.datamodule import ClusterDataModule
@@ -78,12 +78,17 @@ def _train(member: Member, run: Run, status: MemberStatus, console: Console) -> 
     if isinstance(objective, Distillation):
         objective.teach(run)
     module, data = MemberModule(objective, island), build_data(member, run)
+    if member.train.keep == "best" and not data.held_out_clusters:
+        raise UserError(
+            f"key '{member.role.section}.train.keep' = 'best': {member.name} has no held-out samples to choose by; "
+            "set it to last, or prepare anew with held_out_fraction"
+        )
     module.speed.cost = step_cost(member, island, module.network)
 
     num_parameters = sum(parameter.numel() for parameter in module.network.parameters())
-    num_widths = len(member.train.ema_widths)
-    strategy, reason = choose_strategy(island, num_parameters, num_widths, member.train.optimizer)
-    size = format_bytes(state_bytes(num_parameters, num_widths).checkpoint)
+    num_copies = member.train.num_copies
+    strategy, reason = choose_strategy(island, num_parameters, num_copies, member.train.optimizer)
+    size = format_bytes(state_bytes(num_parameters, num_copies).checkpoint)
     num_frozen = sum(weight.numel() for weight in frozen(module.network).values())
     on_base = f" on a frozen base of {num_frozen / 1e6:.2f} M" if num_frozen else ""
     console.print(f"{member.name}: {num_parameters / 1e6:.2f} M parameters{on_base}, {reason}")
@@ -163,9 +168,16 @@ def _checkpoint_of(member: Member, run: Run, console: Console) -> Path | None:
 def _hand_over(objective: Objective, trainer: L.Trainer, run: Run, status: MemberStatus) -> None:
     """Write the artifact, on rank zero; a collective of all ranks."""
     member = objective.member
-    weights = ema.unsharded_ema(objective.network, trainer.optimizers[0], keeps=trainer.is_global_zero)
+    own: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # a connector sets it
+    # No figures: every held-out loss was infinite or NaN.
+    best = next((one.kept for one in own if isinstance(one, callbacks.BestWeights) and one.kept["figures"]), None)
+    key = ema.BEST if best else ema.KEY
+    weights = ema.unsharded_ema(objective.network, trainer.optimizers[0], key, keeps=trainer.is_global_zero)
     if trainer.is_global_zero:
-        weights |= ema.kept_buffers(objective.network)
+        weights |= best["buffers"] if best else ema.kept_buffers(objective.network)
+        if best:
+            status.metrics |= best["figures"]
+            status.validated_step = int(best["figures"][KEPT])
         # The one that ``ema`` replaced has fewer steps.
         shutil.rmtree(run.folder.member(member.name) / ema.FOLDER / "artifact", ignore_errors=True)
         hand_over(
@@ -227,6 +239,7 @@ def build_trainer(
     all_callbacks: list[L.Callback] = [
         callbacks.Reporter(folder, status),
         callbacks.MissedValidation(folder, status, island.validate_every_n_steps),
+        *([callbacks.BestWeights(status)] if member.train.keep == "best" else []),
         *([ema.EmaSnapshots(folder, member.train)] if member.train.ema_widths else []),
         checkpoints,
         stop,

@@ -197,7 +197,7 @@ def choose_strategy(
     Args:
         island: its devices and settings.
         num_parameters: number of the network's parameters.
-        num_widths: number of power-function averages besides the EMA.
+        num_widths: copies of the weights besides the EMA.
         optimizer: ``train.optimizer``.
 
     Returns:
