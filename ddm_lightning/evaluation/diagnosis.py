@@ -44,6 +44,8 @@ MAX_HELD_OUT, MAX_TRAIN = 2048, 20_000
 # A smaller set is repeated with other noise.
 MIN_ROWS, MAX_DRAWS = 512, 8
 BATCH_SIZE = 64
+# Share of the priors' NLL from which on a router tells nothing; above this t it need not.
+MOST_UNTOLD, HIGHEST_BLIND = 0.98, 0.85
 # Side of the images whose pixels the classifier of clusters sees.
 CLASSIFIER_SIDE = 12
 
@@ -114,6 +116,7 @@ def diagnose(
         noisy = held_out.rows(torch.arange(len(held_out.x_0)).repeat(draws)).to(device)
         figures: Figures = {
             "num_held_out": len(held_out.x_0),
+            "num_judged": int((~is_fitted(held_out.sample_ids)).sum()),
             "num_train": sum(cluster.train for cluster in run.manifest.clusters),
             "num_images": num,
             "seed": experiment.seed,
@@ -145,9 +148,11 @@ def diagnose(
                 "shares": own.tolist(),
                 "total_variation": total_variation(own, shares),
             }
+    by_chance = classifier.by_chance(num, experiment.seed)
     figures["shares"] = {
         "expected": shares.tolist(),
-        "by_chance": float((shares * (1 - shares) / num).sqrt().sum() * (2 / torch.pi) ** 0.5 / 2),
+        "by_chance": float(by_chance.mean()),
+        "by_chance_95": float(by_chance.quantile(0.95)),
         "classifier_accuracy": classifier.accuracy,
         "strategies": found,
     }
@@ -208,8 +213,9 @@ def router_figures(ensemble: Ensemble, held_out: Samples, seed: int) -> Figures:
 
     Returns:
         For each branch and time: ``accuracy``; ``nll`` and ``calibration_error`` (ECE), as trained and ``_calibrated``,
-        of the samples that did not fit the temperatures; ``calibration_error_by_chance``, the ECE of a perfectly
-        calibrated router on as many samples, which is large on few. Empty without a router.
+        of the samples that did not fit the temperatures; ``nll_of_priors``, the NLL of a router that always answers the
+        priors; ``calibration_error_by_chance``, the ECE of a perfectly calibrated router on as many samples, which is
+        large on few. Empty without a router.
     """
     if ensemble.router is None:
         return {}
@@ -237,6 +243,7 @@ def router_figures(ensemble: Ensemble, held_out: Samples, seed: int) -> Figures:
                 half = found[suffix][judged].double()
                 own[f"nll{suffix}"].append(-float(half.gather(1, clusters[:, None]).mean()))
                 own[f"calibration_error{suffix}"].append(float(calibration_error(reliability(half, clusters))))
+            own["nll_of_priors"].append(-float(ensemble.priors.to(clusters.device)[clusters].log().mean()))
             own["accuracy"].append(float((found[""].argmax(1) == held_out.clusters).double().mean()))
             perfect = found["_calibrated"][judged]
             sums = reliability(perfect.double(), choose(perfect.exp(), uniform[first][judged]))
@@ -299,22 +306,35 @@ def diagnosis_table(figures: Mapping[str, Any]) -> Table:
 
 
 def diagnosis_lines(figures: Mapping[str, Any]) -> list[str]:
-    """One line for each branch of the router and for each strategy."""
+    """One line for each branch of the router and for each strategy, and a warning for what they lack."""
     lines = []
     for branch, scores in figures["router"].items():
         accuracy, nll = (float(np.mean(scores[name])) for name in ("accuracy", "nll_calibrated"))
         before, after = (max(scores[f"calibration_error{suffix}"]) for suffix in ("", "_calibrated"))
         lines.append(
-            f"router, {branch}: accuracy {accuracy:.3f}, NLL {nll:.3f}, largest ECE {before:.3f}, "
-            f"calibrated {after:.3f}, by chance {max(scores['calibration_error_by_chance']):.3f}"
+            f"router, {branch}, {figures['num_judged']:,} images: accuracy {accuracy:.3f}, NLL {nll:.3f}, largest ECE "
+            f"{before:.3f}, calibrated {after:.3f}, by chance {max(scores['calibration_error_by_chance']):.3f}"
         )
+        is_blind = np.array(scores["nll_calibrated"]) > MOST_UNTOLD * np.array(scores["nll_of_priors"])
+        blind = [t for t, found in zip(figures["times"], is_blind, strict=True) if found]
+        if blind and blind[0] < HIGHEST_BLIND:
+            lines.append(
+                f"warning: at t = {', '.join(f'{t:.2f}' for t in blind)} this router tells no more than the priors. If "
+                "clusters differ there, rare ones lose images under every strategy that asks it there; train it "
+                "longer, or at more noise (router.timesteps)"
+            )
     shares = figures["shares"]
     expected = ", ".join(f"{share:.3f}" for share in shares["expected"])
     lines.append(f"shares by a classifier of accuracy {shares['classifier_accuracy']:.3f}; expected {expected}:")
     for name, found in shares["strategies"].items():
         own = ", ".join(f"{share:.3f}" for share in found["shares"])
-        lines.append(f"{name} ({found['solver']}): {own}; total variation {found['total_variation']:.3f}")
-    return [*lines, f"total variation expected by chance alone: {shares['by_chance']:.3f}"]
+        verdict = "by chance" if found["total_variation"] <= shares["by_chance_95"] else "more than chance"
+        lines.append(f"{name} ({found['solver']}): {own}; total variation {found['total_variation']:.3f}, {verdict}")
+    return [
+        *lines,
+        f"{figures['num_images']:,} real images have a total variation of {shares['by_chance']:.3f} by chance, below "
+        f"{shares['by_chance_95']:.3f} in 19 of 20 cases; --num takes more",
+    ]
 
 
 def _experts(figures: Mapping[str, Any]) -> Figure:

@@ -8,8 +8,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
+from ddm_lightning.flow.randomness import keyed_generator
+
 WEIGHT_DECAYS = (1e-3, 1e-2, 1e-1)
 """Weight decays that the classifier tries."""
+ROUNDS = 200
+"""Of ``ClusterShares.by_chance``."""
 
 
 class ClusterShares:
@@ -39,18 +43,28 @@ class ClusterShares:
         fits = [self._fit(train, clusters, num_clusters, decay) for decay in WEIGHT_DECAYS]
         losses = [float(F.cross_entropy(self._inputs(held_out) @ fit, held_out_clusters)) for fit in fits]
         self._weights = fits[int(np.argmin(losses))]
-        probabilities = self._probabilities(held_out)
-        self.accuracy = float((probabilities.argmax(1) == held_out_clusters).float().mean())
+        self._held_out, self._clusters = self._probabilities(held_out), held_out_clusters
+        self.accuracy = float((self._held_out.argmax(1) == held_out_clusters).float().mean())
         """On held-out samples."""
-        self._confusion = torch.stack(
-            [probabilities[held_out_clusters == k].mean(0) for k in range(num_clusters)]
-        ).nan_to_num(0.0)
 
     def shares(self, features: Float[Tensor, "n d"]) -> Float[Tensor, " K"]:
         """Estimate the clusters' shares among images by their features; they sum to 1."""
-        seen = self._probabilities(features).mean(0)
-        shares = torch.linalg.lstsq(self._confusion.T, seen[:, None]).solution[:, 0].clamp(min=0)
-        return shares / shares.sum()
+        return _solved(self._probabilities(features), self._held_out, self._clusters)
+
+    def by_chance(self, num: int, seed: int) -> Float[Tensor, " rounds"]:
+        """Total variations of the shares estimated for ``num`` real images from their true ones.
+
+        Each of ``ROUNDS`` draws held-out images with replacement, both to judge and for the confusion (a bootstrap).
+        """
+        generator, held_out = keyed_generator(seed, "shares by chance"), len(self._clusters)
+        true = self._clusters.bincount(minlength=self._held_out.shape[1]) / held_out
+        found = []
+        for _ in range(ROUNDS):
+            drawn = torch.randint(held_out, (num,), generator=generator)
+            known = torch.randint(held_out, (held_out,), generator=generator)
+            estimated = _solved(self._held_out[drawn], self._held_out[known], self._clusters[known])
+            found.append(total_variation(estimated, true))
+        return torch.tensor(found)
 
     def _fit(
         self, train: Float[Tensor, "n d"], clusters: Int[Tensor, " n"], num_clusters: int, decay: float
@@ -74,6 +88,15 @@ class ClusterShares:
 
     def _probabilities(self, features: Float[Tensor, "n d"]) -> Float[Tensor, "n K"]:
         return (self._inputs(features) @ self._weights).softmax(1)
+
+
+def _solved(
+    probabilities: Float[Tensor, "n K"], known: Float[Tensor, "m K"], clusters: Int[Tensor, " m"]
+) -> Float[Tensor, " K"]:
+    """Shares that imply the mean of ``probabilities``, given those of images of ``known`` clusters."""
+    confusion = torch.stack([known[clusters == k].mean(0) for k in range(known.shape[1])]).nan_to_num(0.0)
+    shares = torch.linalg.lstsq(confusion.T, probabilities.mean(0)[:, None]).solution[:, 0].clamp(min=0)
+    return shares / shares.sum()
 
 
 def total_variation(p: Float[Tensor, "*b K"], q: Float[Tensor, "*b K"]) -> float:

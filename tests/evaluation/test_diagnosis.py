@@ -13,7 +13,7 @@ from torch import nn
 
 from ddm_lightning.cli.parser import main
 from ddm_lightning.ensemble.velocity import Ensemble
-from ddm_lightning.evaluation.diagnosis import Samples, expert_figures, router_figures
+from ddm_lightning.evaluation.diagnosis import Samples, diagnosis_lines, expert_figures, router_figures
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.members.member import Member
 from ddm_lightning.shards.manifest import Manifest
@@ -39,9 +39,21 @@ class Sharpened(nn.Module):
         return 2 * self.exact(x_t, t, condition).clamp_min(-80)
 
 
-def ensemble(points, *, sharpened=False):
+class Blind(nn.Module):
+    """An exact router up to t = ``above``, which answers the priors beyond."""
+
+    def __init__(self, oracle, above):
+        super().__init__()
+        self.exact, self.above = ExactRouter(oracle), above
+
+    def forward(self, x_t, t, condition):
+        priors = torch.tensor(PRIORS).log().expand(len(x_t), -1)
+        return torch.where((t > self.above)[:, None], priors, self.exact(x_t, t, condition))
+
+
+def ensemble(points, *, sharpened=False, blind_above=1.0):
     oracle = FiniteSetOracle(points.x_0, points.clusters, 3)
-    router = Sharpened(oracle) if sharpened else ExactRouter(oracle)
+    router = Sharpened(oracle) if sharpened else Blind(oracle, blind_above)
     temperatures = ([2.0], [2.0]) if sharpened else ((), ())
     return Ensemble([ExactExpert(oracle, k) for k in range(3)], router, PRIORS, temperatures=temperatures)
 
@@ -100,6 +112,19 @@ def test_calibration_is_judged_before_and_after():
     assert worst > 0.1 > max(sharp["calibration_error_calibrated"])
 
 
+@pytest.mark.parametrize(("above", "times"), [(0.5, "0.56, 0.69, 0.81, 0.94"), (0.8, "0.81, 0.94"), (0.9, ""), (1, "")])
+def test_a_router_that_answers_the_priors_at_high_noise_is_named(above, times):
+    points = samples()
+    scores = router_figures(ensemble(points, blind_above=above), repeated(points), seed=0)
+    judged = points.clusters[(points.sample_ids * 2654435761 >> 16) % 2 == 1]
+    expected = -np.log(np.array(PRIORS)[judged]).mean()
+    assert scores["unconditional"]["nll_of_priors"] == pytest.approx([expected] * 8)
+    shares = {"expected": [], "by_chance": 0.1, "by_chance_95": 0.2, "classifier_accuracy": 1.0, "strategies": {}}
+    figures = {"router": scores, "times": [(i + 0.5) / 8 for i in range(8)], "num_judged": 90, "shares": shares}
+    found = [line for line in diagnosis_lines({**figures, "num_images": 64}) if "warning" in line]
+    assert [line.split("t = ")[1].split(" this router tells no more")[0] for line in found] == [times] * bool(times)
+
+
 def test_the_command_writes_figures_and_charts(capsys, finished_run, tmp_path, monkeypatch):
     sizes, condition = [], Objective.condition
 
@@ -121,10 +146,11 @@ def test_the_command_writes_figures_and_charts(capsys, finished_run, tmp_path, m
     for found in figures["shares"]["strategies"].values():
         assert sum(found["shares"]) == pytest.approx(1, abs=1e-5) and "total variation" in out
     assert set(figures["router"]) and len(figures["experts"]["loss"]) == 2
-    expected = np.array(figures["shares"]["expected"])
-    drawn = np.random.default_rng(0).multinomial(12, expected, 4000) / 12
-    by_chance = np.abs(drawn - expected).sum(1).mean() / 2
-    assert figures["shares"]["by_chance"] == pytest.approx(by_chance, rel=0.15)
+    assert 0 < figures["shares"]["by_chance"] < figures["shares"]["by_chance_95"]
+    for name, found in figures["shares"]["strategies"].items():
+        line = next(line for line in out.splitlines() if line.startswith(f"{name} ("))
+        assert line.endswith("chance")
+        assert ("more than" in line) == (found["total_variation"] > figures["shares"]["by_chance_95"])
     for name in ("experts", "router", "shares"):
         with Image.open(run / "diagnosis" / f"{name}.png") as chart:
             assert chart.width > 500

@@ -1,5 +1,6 @@
 """Shares of clusters among images, on Gaussian clusters with known shares."""
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional
@@ -23,6 +24,28 @@ def test_overlapping_clusters_are_counted_without_bias(shares):
     assert found.tolist() == pytest.approx(shares, abs=0.03)
     assert total_variation(found, torch.tensor([0.8, 0.2])) == pytest.approx(abs(0.8 - shares[0]), abs=0.03)
     assert 0.75 < estimator.accuracy < 0.9
+
+
+@pytest.mark.parametrize(("distance", "over_multinomial"), [(1.0, (1.5, 4)), (8.0, (0.9, 1.1))])
+def test_chance_is_that_of_new_samples(distance, over_multinomial, monkeypatch):
+    """Of 64 samples whose clusters a classifier learned from 300 others can hardly, or easily, tell apart."""
+    monkeypatch.setattr(shares, "WEIGHT_DECAYS", (1e-2,))
+    monkeypatch.setattr(shares, "ROUNDS", 20)
+
+    def drawn(seed, num):
+        features, clusters = clusters_of([0.5, 0.5], seed, num)
+        return features + (distance - 1) * clusters[:, None], clusters
+
+    train = drawn(1000, 300)
+    errors, found = [], []
+    for seed in range(120):
+        estimator = ClusterShares(*train, *drawn(2 * seed, 300), 2)
+        errors.append(total_variation(estimator.shares(drawn(2 * seed + 1, 64)[0]), torch.tensor([0.5, 0.5])))
+        found += estimator.by_chance(64, seed).tolist()
+    assert np.mean(found) == pytest.approx(np.mean(errors), rel=0.15)
+    assert np.quantile(found, 0.95) == pytest.approx(np.quantile(errors, 0.95), rel=0.25)
+    low, high = over_multinomial
+    assert low < np.mean(found) / np.sqrt(2 / np.pi * 0.25 / 64) < high
 
 
 def test_shares_depend_on_no_offset_or_unit_of_a_feature_and_are_never_negative():
