@@ -116,7 +116,7 @@ def ends(
     ensemble: Ensemble, num: int, shape: tuple[int, int, int], strategy: str, num_steps: int, temperature: float = 1.0
 ) -> Tensor:
     """x_0 of ``num`` samples by Euler steps."""
-    settings = SampleConfig(strategy=strategy, num_steps=num_steps, router_temperature=temperature)
+    settings = SampleConfig(strategy=strategy, solver="euler", num_steps=num_steps, router_temperature=temperature)
     return sample(ensemble, None, num, shape, settings, shift=1.0, seed=0, batch_size=num)
 
 

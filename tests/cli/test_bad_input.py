@@ -79,7 +79,10 @@ BAD_SETTINGS: dict[str, tuple[str, list[str]]] = {
     "patches that do not fit": ("expert.network.params.patch_size=3", ["'expert.network'", "patch_size", "8"]),
     "strategy with another solver": ("sample.strategy=bayes", ["'sample.strategy' = 'bayes'", "add sample.solver="]),
     "unknown solver": ("sample.solver=rk4", ["'sample.solver' = 'rk4'", "check the spelling", "dpm++2m"]),
-    "param of another solver": ("sample.solver_params={rtol: 1}", ["'sample.solver' = 'euler'", "no parameter 'rtol'"]),
+    "param of another solver": (
+        "sample.solver_params={rtol: 1}",
+        ["'sample.solver' = 'dpm++2m'", "no parameter 'rtol'"],
+    ),
     "param of another strategy": ("sample.strategy_params={k: 1}", ["'sample.strategy' = 'top-1'", "no parameter 'k'"]),
     "initial weights that are not there": (
         "expert.init_from=nothing",

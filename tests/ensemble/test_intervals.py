@@ -65,6 +65,9 @@ def test_exact_experts_of_intervals_are_the_exact_mixture_at_every_t(oracle: Fin
         torch.testing.assert_close(found[:, k], oracle.velocity(x_t, t, k))
 
 
+OWN_SOLVERS = {"bayes": "ancestral", "sample-each-step": "euler"}
+
+
 @pytest.mark.parametrize("strategy", ["full", "top-1", "top-p", "sample-1", "sample-each-step", "oracle", "bayes"])
 def test_every_strategy_makes_the_images_of_experts_for_all_noise_levels(
     oracle: FiniteSetOracle, strategy: str
@@ -73,7 +76,7 @@ def test_every_strategy_makes_the_images_of_experts_for_all_noise_levels(
     condition = Condition.of(torch.zeros(6, 1))
     for guidance in ("expert", "mixture"):
         given = {"strategy": strategy, "guidance": guidance, "guidance_scale": 2.0, "num_steps": 12}
-        given |= {"solver": "ancestral"} if strategy == "bayes" else {}
+        given |= {"solver": OWN_SOLVERS[strategy]} if strategy in OWN_SOLVERS else {}
         images = [
             sample(one, condition, 6, (1, 1, 3), SampleConfig(**given), shift=2.0, seed=0, batch_size=4)
             for one in (plain, by_noise(oracle))

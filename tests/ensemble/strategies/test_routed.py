@@ -102,7 +102,15 @@ class ConstantRouter(nn.Module):
 def generate(strategy, router, **params):
     ensemble = Ensemble([Point(0.0), Point(1.0), Point(2.0)], router, PRIORS)
     x_0 = sample(
-        ensemble, None, 1000, (1, 1, 1), strategy=strategy, strategy_params=params, num_steps=8, batch_size=500
+        ensemble,
+        None,
+        1000,
+        (1, 1, 1),
+        strategy=strategy,
+        strategy_params=params,
+        solver="euler",
+        num_steps=8,
+        batch_size=500,
     )
     return x_0.flatten(), ensemble
 
