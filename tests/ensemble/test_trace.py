@@ -42,7 +42,7 @@ def test_every_strategy_and_solver_tells_its_way(strategy: str, solver: str) -> 
 
 
 def test_eulers_steps_lead_from_one_recorded_state_to_the_next() -> None:
-    trace, _ = traced()
+    trace, _ = traced(solver="euler")
     for key in KEYS[1:]:
         x_t, x_0, times = trace.x_t[key], trace.x_0[key], trace.times
         for i, (t, s) in enumerate(pairwise(times)):
