@@ -60,6 +60,12 @@ def test_hours_price_and_traffic_follow_by_division(tmp_path):
     assert found.totals["dollars"] == expert.dollars + router.dollars
     again = planner(*settings, "island.activation_checkpointing=true", mfu="0.5").on("L4")
     assert again.members[0].device_hours == pytest.approx(expert.device_hours * 312 / 121)
+    # What checkpointing computes twice counts on top of an MFU that is assumed, not of one that was measured so.
+    plain, twice = (planner(*settings, f"island.activation_checkpointing={on}") for on in (False, True))
+    cost = MemberCost(plain.members[0])
+    more = 1 + cost.flops(backward=False) / cost.flops()
+    first, second = (made.on("L4").members[0].device_hours for made in (plain, twice))
+    assert second == pytest.approx(more * first) and 1.2 < more < 1.5
 
 
 def test_what_is_known_before_prepare_is_what_it_writes(tiny_run):
