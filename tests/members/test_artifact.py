@@ -11,7 +11,7 @@ from deadline import within
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import sha256_file
 from ddm_lightning.flow.condition import Condition
-from ddm_lightning.members.artifact import read_artifact, read_meta, write_artifact
+from ddm_lightning.members.artifact import read_artifact, read_meta, temperatures_of, write_artifact
 from ddm_lightning.members.load import build_network
 
 
@@ -150,3 +150,8 @@ def test_weights_of_a_terabyte_that_take_no_room(tmp_path):
         stream.truncate(1 << 40)
     with within(10):
         refused(lambda: read_artifact(tmp_path / "a"), path, "not a whole safetensors file")
+
+
+def test_temperatures_are_by_time_whatever_the_order_of_the_metrics():
+    metrics = {f"held_out/temperature{branch}_t{t}": t for t in (0.9, 0.1, 0.5) for branch in ("", "_conditional")}
+    assert temperatures_of(replace(make_meta("router"), metrics=metrics)) == ([0.1, 0.5, 0.9], [0.1, 0.5, 0.9])

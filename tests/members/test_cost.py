@@ -18,7 +18,7 @@ from ddm_lightning.shards.manifest import DataSizes
     [
         (IslandConfig("cpu", 2), None, "the peak of this CPU is not known, so no MFU is shown"),
         (
-            IslandConfig("gpu", 8, precision="bf16-mixed"),
+            IslandConfig("gpu", 4, nodes=2, precision="bf16-mixed"),
             8 * 989.4e12,
             "MFU against 8 x 989.4 TFLOP/s of NVIDIA H200 in bf16-mixed",
         ),

@@ -145,7 +145,7 @@ def _diverged(folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (_diverged, "/weights.safetensors: weight 'weight' is not finite; give other weights"),
+        (_diverged, "/weights.safetensors: weight 'weight' is not finite in float32; give other weights"),
         (_pickle, "is no artifact, no run whose monolith is finished"),
         (_disguised, "not a whole safetensors file"),
         (_replaced, "was recorded: the file is damaged or replaced"),
