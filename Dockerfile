@@ -5,10 +5,10 @@
 # --init passes signals on and reaps children; --ipc=host, as 64 MB of shared memory are too few for several members.
 FROM python:3.12-slim
 
-# torch.compile calls a C compiler.
+# torch.compile calls a C compiler on a GPU and a C++ compiler on a CPU.
 # hadolint ignore=DL3008
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends gcc libc6-dev \
+    && apt-get install --yes --no-install-recommends g++ libc6-dev \
     && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /app

@@ -22,7 +22,7 @@ class SshLauncher(Launcher):
     handles = r"[^-\s]\S* \d+"
     hosts: dict[str, str] = field(default_factory=dict)
     """Host of each member, as ``ssh`` takes it: ``{expert-0: alice@node-1, …}``."""
-    folder: str = "ddm_lightning"
+    folder: str = "ddm"
     """Clone of the repository on each host, with its set-up."""
     python: str = ".venv/bin/python"
     """Interpreter there, relative to ``folder``."""
