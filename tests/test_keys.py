@@ -180,6 +180,10 @@ def test_features_are_kept_by_images_and_network(finished_run: Path, tmp_path: P
     changes = [{"side": HELD_OUT}, {"max_num": 20}, {"max_num": 10}, {"manifest": other}, {"manifest": elsewhere}]
     all_differ(key, given, *changes)
 
+    whole, some = (ShardImages(shards, manifest, Pixels(), TRAIN, num) for num in (None, 20))
+    ids = whole.column(range(whole.num), "sample_id")
+    assert some.column(range(20), "sample_id") == [ids[row * whole.num // 20] for row in range(20)], "evenly spaced"
+
     def of_files(names: tuple[str, ...], value: int) -> Hashable:
         folder = tmp_path / "-".join((*names, str(value)))
         folder.mkdir(exist_ok=True)
