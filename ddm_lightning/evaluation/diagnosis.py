@@ -328,7 +328,7 @@ def diagnosis_lines(figures: Mapping[str, Any]) -> list[str]:
     lines.append(f"shares by a classifier of accuracy {shares['classifier_accuracy']:.3f}; expected {expected}:")
     for name, found in shares["strategies"].items():
         own = ", ".join(f"{share:.3f}" for share in found["shares"])
-        verdict = "by chance" if found["total_variation"] <= shares["by_chance_95"] else "more than chance"
+        verdict = "within chance" if found["total_variation"] <= shares["by_chance_95"] else "more than chance"
         lines.append(f"{name} ({found['solver']}): {own}; total variation {found['total_variation']:.3f}, {verdict}")
     return [
         *lines,
