@@ -220,7 +220,8 @@ def test_ranks_share_the_gpus(monkeypatch, rank, count, expected):
     """Without a rank it is the current one, whichever that is."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     if rank:
-        monkeypatch.setenv("LOCAL_RANK", rank)
+        for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "4"}.items():
+            monkeypatch.setenv(name, value)
     assert device_of("gpu") == torch.device(expected)
     assert device_of("cpu") == torch.device("cpu")
 
