@@ -213,7 +213,7 @@ def refuse_sample(refuse: Refuse, copied: Path) -> Refuse:
 
 
 def test_an_experiment_with_texts_takes_no_class(refuse_sample: Refuse) -> None:
-    assert refuse_sample("--class", "3").startswith("--class: tiny_2x is conditioned on 'text', not on class")
+    assert refuse_sample("--class", "3").startswith("tiny_2x is conditioned on 'text', not on class; leave classes out")
 
 
 @pytest.mark.parametrize("prompt", ["", "  "])
