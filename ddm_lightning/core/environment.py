@@ -1,4 +1,4 @@
-"""The caller's environment, read here for everybody: ranks and nodes, matplotlib's backend, terminals.
+"""The caller's environment, read here for everybody: ranks and nodes, matplotlib's backend, a terminal's width.
 
 Operators of clusters, notebooks and shells set variables that are not meant for this program, but that it or one of its
 libraries would follow. ``enter`` removes those, so that libraries and child processes do not see them either.
@@ -37,18 +37,12 @@ class Ranks:
     """Number of this node."""
     launched: bool = False
     """Whether a launcher such as torchrun started this process."""
-    agent: str | None = None
-    """Name of torchrun's job, whose agent takes an exit code other than 0 for a failure; None without an agent."""
-    error_file: str | None = None
-    """File in which the agent expects the error of this process."""
 
     @classmethod
     def read(cls) -> Ranks:
         """Read the variables of a launcher; unless they are whole and fit together, this process is alone."""
-        if None in (numbers := [_number(name) for name in _NUMBERS]):
-            return cls()
-        rank, local_rank, world_size = (number or 0 for number in numbers)
-        if not local_rank <= rank < world_size:
+        rank, local_rank, world_size = (_number(name) for name in _NUMBERS)
+        if rank is None or local_rank is None or world_size is None or not local_rank <= rank < world_size:
             return cls()
         return cls(
             rank,
@@ -57,8 +51,6 @@ class Ranks:
             local_world_size=_number("LOCAL_WORLD_SIZE"),
             node=_number("GROUP_RANK") or 0,
             launched=True,
-            agent=os.environ.get("TORCHELASTIC_RUN_ID"),
-            error_file=os.environ.get("TORCHELASTIC_ERROR_FILE"),
         )
 
 
@@ -137,8 +129,3 @@ def import_matplotlib() -> None:
         os.environ["MPLBACKEND"] = backend
         with suppress(ValueError):
             matplotlib.rcParams["backend"] = backend
-
-
-def forces_terminal() -> bool:
-    """Whether variables let rich take every file for a terminal."""
-    return any(os.environ.get(name) for name in ("FORCE_COLOR", "TTY_COMPATIBLE"))

@@ -20,8 +20,6 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from ddm_lightning.core.environment import forces_terminal
-
 LINE_SECONDS = 30.0
 """Interval of the lines that are printed instead of bars when there is no terminal."""
 
@@ -68,11 +66,9 @@ class Bars(Progress):
     def __init__(self, console: Console | None = None, *, show: bool = True, transient: bool = False) -> None:
         console = console or Console(stderr=True)
         # Colours that a variable forces into a file do not make it a screen.
-        is_screen = console.is_interactive and (console.file.isatty() or not forces_terminal())
-        self._lines: threading.Thread | None = None
-        if show and not is_screen:
-            self._lines = threading.Thread(target=self._print_lines, name="progress", daemon=True)
-        self._over = threading.Event()
+        is_screen = console.is_interactive and (console.file.isatty() or console.is_jupyter)
+        self._shows_lines, self._over = show and not is_screen, threading.Event()
+        self._lines = threading.Thread(target=self._print_lines, name="progress", daemon=True)
         super().__init__(
             TextColumn("{task.description:<10}"),
             BarColumn(),
@@ -87,14 +83,14 @@ class Bars(Progress):
     def start(self) -> None:
         """Show the bars, or begin to print lines."""
         super().start()
-        if self._lines is not None:
+        if self._shows_lines:
             self._lines.start()
 
     def stop(self) -> None:
         """End the bars or the lines."""
         super().stop()
         self._over.set()
-        if self._lines is not None and self._lines.is_alive():
+        if self._lines.is_alive():
             self._lines.join()
 
     def add_task(self, description: str, *options: Any, **fields: Any) -> TaskID:

@@ -50,6 +50,8 @@ _OWN = "ddm-lightning-fit-"
 _POLL_SECONDS = 0.1
 POLL_STEPS = 10
 """Steps after which ranks ask one another whether one was told to stop."""
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""Variable of a rank that an agent of torchrun started: where it expects the rank's error."""
 _STATE = "state"
 """File beside that of an error; see ``tell_state``."""
 
@@ -61,7 +63,7 @@ def is_rank() -> bool:
 
 def is_own_rank() -> bool:
     """Whether ``fit_on_ranks`` of another ``fit`` started this process."""
-    return (Ranks.read().agent or "").startswith(_OWN)
+    return os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(_OWN)
 
 
 def is_rank_zero() -> bool:
@@ -71,7 +73,7 @@ def is_rank_zero() -> bool:
 
 def has_agent() -> bool:
     """Whether an agent of torchrun started this process and takes an exit code other than 0 for a failure."""
-    return Ranks.read().agent is not None
+    return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def check_ranks(island: IslandConfig) -> None:
@@ -85,7 +87,7 @@ def check_ranks(island: IslandConfig) -> None:
     if not mine.launched or (number, of_node) == (island.num_ranks, island.devices):
         if number > 1 and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
             raise UserError("RANK and WORLD_SIZE are set, but not MASTER_ADDR and MASTER_PORT; start fit by torchrun")
-    elif number > 1 or mine.agent is not None:
+    elif number > 1 or has_agent():
         raise UserError(
             f"{number} processes of fit were started, as by torchrun, but island.devices = {island.devices} "
             f"and island.nodes = {island.nodes}; start fit only once on each node, and it starts one process per "
@@ -116,9 +118,8 @@ def told_by_rank_zero(key: str, value: str | bool | None) -> Any:
 
 def tell_state(state: str) -> None:
     """Tell the process that started the ranks of this node how far they are: ``training``, ``stopped`` or ``done``."""
-    mine = Ranks.read()
-    if mine.error_file is not None and mine.local_rank == 0:
-        Path(mine.error_file).with_name(_STATE).write_text(state, encoding="utf-8")
+    if _ERROR_FILE in os.environ and Ranks.read().local_rank == 0:
+        Path(os.environ[_ERROR_FILE]).with_name(_STATE).write_text(state, encoding="utf-8")
 
 
 def fit_on_ranks(run: Run) -> str:
@@ -271,7 +272,7 @@ def recorded() -> Iterator[None]:
 
     As torch's ``@record`` does, but without a traceback on stderr.
     """
-    if Ranks.read().error_file is None:
+    if _ERROR_FILE not in os.environ:
         yield
         return
     on_orphaned(os.getppid())  # otherwise it would wait in a collective forever

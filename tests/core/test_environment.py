@@ -30,9 +30,9 @@ def variables(monkeypatch):
 
 
 def test_torchrun_numbers_ranks(variables):
-    variables(**TORCHRUN, TORCHELASTIC_RUN_ID="job", TORCHELASTIC_ERROR_FILE="file")
+    variables(**TORCHRUN)
     enter()
-    assert Ranks.read() == Ranks(5, 1, 8, 4, 1, True, "job", "file")
+    assert Ranks.read() == Ranks(5, 1, 8, 4, 1, True)
     assert all(os.environ[name] == value for name, value in TORCHRUN.items())
 
 

@@ -81,7 +81,8 @@ def test_a_terminal_gets_bars_and_no_lines(monkeypatch):
     monkeypatch.setattr(formatting, "LINE_SECONDS", 0.01)
     for show in (True, False):
         out = io.StringIO()
-        with Bars(Console(file=out, force_terminal=True, width=100), show=show) as bars:
+        out.isatty = lambda: True
+        with Bars(Console(file=out, width=100), show=show) as bars:
             bars.add_task("experts", total=8)
             time.sleep(0.1)
         assert "0 of 8" not in out.getvalue() and bool(out.getvalue()) == ("0/8" in out.getvalue()) == show

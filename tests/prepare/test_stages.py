@@ -311,7 +311,8 @@ def test_the_image_of_the_clusters_credits_the_source(tmp_path):
 
 def test_progress_bars_and_lines_reach_the_terminal(tmp_path):
     output = io.StringIO()
-    with Bars(Console(file=output, force_terminal=True, width=100)) as bars:
+    output.isatty = lambda: True
+    with Bars(Console(file=output, width=100)) as bars:
         prepare(tiny_experiment(), tmp_path, Reporter(bars))
     text = output.getvalue()
     assert "60/60" in text and "0:00:00" in text
