@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
+from unittest import mock
 
 import jaxtyping
 import numpy as np
@@ -207,21 +208,10 @@ def _check_outputs(
             "a network rebuilt from its state_dict answers differently: some state is not in it"
         )
     if whole:
-        with _unchecked():
-            _check_on_island(rebuilt, partial(forward, condition=condition))
-
-
-@contextmanager
-def _unchecked() -> Iterator[None]:
-    """Switch off warnings, and run-time checks of shapes, which a compiler cannot trace."""
-    was = jaxtyping.config.jaxtyping_disable
-    jaxtyping.config.update("jaxtyping_disable", True)
-    try:
-        with warnings.catch_warnings():
+        # A compiler cannot trace run-time checks of shapes.
+        with mock.patch.object(jaxtyping.config, "jaxtyping_disable", True), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            yield
-    finally:
-        jaxtyping.config.update("jaxtyping_disable", was)
+            _check_on_island(rebuilt, partial(forward, condition=condition))
 
 
 def _check_on_island(rebuilt: Callable[[], nn.Module], run: Callable[[nn.Module], Tensor]) -> None:

@@ -17,7 +17,6 @@ from ddm_lightning.core.errors import UserError
 
 _NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 """A launcher of ranks, such as torchrun, sets all of them; operators of clusters set some, to number their pods."""
-_NODES = ("NODE_RANK", "PET_NODE_RANK", "GROUP_RANK")
 _OF_RANKS = (*_NUMBERS, "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE")
 
 
@@ -97,9 +96,10 @@ def place_of(nodes: int) -> Place:
     """
     if nodes == 1:
         return Place(0, "")
-    # Kubeflow's Trainer sets PET_…; a user's torchrun sets GROUP_RANK.
-    node = next((found for name in _NODES if (found := _number(name)) is not None), None)
-    address, port = (os.environ.get(name) or os.environ.get(f"PET_{name}") for name in ("MASTER_ADDR", "MASTER_PORT"))
+    node = _number("NODE_RANK")
+    if node is None:
+        node = _number("GROUP_RANK")  # of a user's torchrun
+    address, port = (os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT"))
     tasks = _number("SLURM_STEP_NUM_TASKS")
     if tasks is not None and (node is None or not address):
         if tasks != nodes:

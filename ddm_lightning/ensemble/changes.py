@@ -31,7 +31,7 @@ def removed(ensemble: EnsembleManifest, name: str) -> EnsembleManifest:
     counts = _counts(ensemble)
     if name not in ensemble.lost:
         _require(ensemble, name)
-        own = dict(zip(ensemble.experts, ensemble.expert_clusters, strict=True))
+        own = ensemble.places
         counts = {other: images for other, images in counts.items() if own[other] != own[name]}
     if not counts:
         raise UserError(f"{name}: is the only expert; an ensemble needs one")
@@ -86,7 +86,7 @@ def _with_artifact(
         raise UserError(f"{folder / MEMBER_FILE}: is the {meta.role}; give the artifact of an expert")
     # Refuses weights that no sampling could load.
     load_network(folder, mapped=True, bases=Bases([folder, *ensemble.folders.values()]))
-    own = dict(zip(ensemble.experts, ensemble.expert_clusters, strict=True))
+    own = ensemble.places
     changed = {name, *(key for key in own if own[key] == own.get(name))}  # experts of one cluster
     counts = {**_counts(ensemble), **dict.fromkeys(changed, num_images)}
     order = sorted(counts, key=expert_number)
@@ -98,7 +98,7 @@ def _with_artifact(
 
 
 def _changed(ensemble: EnsembleManifest, folders: dict[str, Path], counts: dict[str, int]) -> EnsembleManifest:
-    own = dict(zip(ensemble.experts, ensemble.expert_clusters, strict=True))
+    own = ensemble.places
     images = {own.get(name, name): count for name, count in counts.items()}  # by cluster
     total, about = sum(images.values()), ensemble.description
     sample = SampleConfig(**about.sample)

@@ -104,25 +104,32 @@ class EnsembleManifest:
         return [name for name in self.folders if name != ROUTER]
 
     @property
+    def places(self) -> dict[str, int]:
+        """Place of each expert's cluster in ``priors``."""
+        return dict(zip(self.experts, self.expert_clusters, strict=True))
+
+    @property
     def shares(self) -> dict[str, float]:
         """Prior of each expert's cluster."""
-        return {name: self.priors[k] for name, k in zip(self.experts, self.expert_clusters, strict=True)}
+        return {name: self.priors[k] for name, k in self.places.items()}
+
+    @property
+    def one_per_cluster(self) -> list[str]:
+        """Name of one expert of each cluster, [K]."""
+        of_cluster = {k: name for name, k in self.places.items()}
+        return [of_cluster[k] for k in sorted(of_cluster)]
 
     @property
     def logits(self) -> list[int]:
         """Which of the router's logits stands for each cluster, [K]; empty for a single monolith or student."""
         if self.meta.role != EXPERT:
             return []
-        of_cluster = {k: name for name, k in zip(self.experts, self.expert_clusters, strict=True)}
-        return [logit_of(name, self.metas[name]) for _, name in sorted(of_cluster.items())]
+        return [logit_of(name, self.metas[name]) for name in self.one_per_cluster]
 
     @property
     def class_counts(self) -> list[list[int]]:
         """Images of each class in each cluster, [K][num_classes]; empty rows where an artifact has no counts."""
-        of_cluster = {
-            k: self.metas[name].class_counts for name, k in zip(self.experts, self.expert_clusters, strict=True)
-        }
-        return [counts for _, counts in sorted(of_cluster.items())]
+        return [self.metas[name].class_counts for name in self.one_per_cluster]
 
     @property
     def meta(self) -> ArtifactMeta:
@@ -162,11 +169,8 @@ def write_ensemble(
         expert_clusters: cluster of each expert, missing ones included; None for one expert per cluster.
 
     Raises:
-        UserError: a folder is outside ``run_dir``, a ``member.json`` is bad, an expert is missing, or members do not
-            belong together.
+        UserError: a ``member.json`` is bad, an expert is missing, or members do not belong together.
     """
-    if outside := [folder for folder in folders if not folder.absolute().is_relative_to(run_dir.absolute())]:
-        raise UserError(f"{outside[0]}: lies outside {run_dir}; copy the artifact folder into it")
     present = {read_meta(folder).member: folder for folder in folders}
     clusters = tuple(range(len(priors)) if expert_clusters is None else expert_clusters)
     manifest = checked(

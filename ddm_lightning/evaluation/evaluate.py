@@ -252,22 +252,21 @@ def evaluate(
 ) -> tuple[Path, Table] | None:
     """Generate and compare; see ``Evaluation``. Every rank of torchrun calls it; only rank zero gets a result."""
     mine = Ranks.read()
-    rank, world = mine.rank, mine.world_size
-    if world == 1:
+    if mine.world_size == 1:
         evaluation = Evaluation(run, images, out)
         evaluation.compute_parts(0, 1, show_progress)
         return evaluation.write()
     # On CPUs, because ranks only wait for each other's files.
     distributed.init_process_group("gloo", timeout=timedelta(days=7))
     try:
-        if rank:
+        if mine.rank:
             distributed.barrier()  # rank zero makes the folder, or says why not
         evaluation = Evaluation(run, images, out)
-        if not rank:
+        if not mine.rank:
             distributed.barrier()
-        evaluation.compute_parts(rank, world, show_progress and not rank)
+        evaluation.compute_parts(mine.rank, mine.world_size, show_progress and not mine.rank)
         distributed.barrier()
     finally:
         distributed.destroy_process_group()
     # After leaving the group: within it, metrics would synchronise with the other ranks.
-    return evaluation.write() if not rank else None
+    return evaluation.write() if not mine.rank else None

@@ -124,13 +124,13 @@ class FileImages:
         self.num = len(self._source)
         if not self.num:
             raise UserError(f"{path}: holds no images; give a folder or an .npz file with some")
-        self.sha256 = self._hash(self._files.images) if self._files else sha256_file(path)
+        if self._files is None:
+            self.sha256 = sha256_file(path)
+        else:
+            hashes = {name: hashlib.sha256(data).hexdigest() for name, data in self._contents(self._files.images)}
+            # With the decoder's, because features are kept under this hash.
+            self.sha256 = sha256_json([sha256_file(Path(decode.__file__)), hashes])
         self.shape = self.images(range(1)).shape[1:]
-
-    def _hash(self, names: Sequence[str]) -> str:
-        hashes = {name: hashlib.sha256(data).hexdigest() for name, data in self._contents(names)}
-        # With the decoder's, because features are kept under this hash.
-        return sha256_json([sha256_file(Path(decode.__file__)), hashes])
 
     def _contents(self, names: Sequence[str]) -> Iterator[tuple[str, bytes]]:
         assert self._files is not None

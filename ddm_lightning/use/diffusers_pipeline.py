@@ -111,14 +111,12 @@ class DecentralizedPipeline(DiffusionPipeline):  # type: ignore[misc]  # diffuse
             all_rows = [] if rows is None else listed(rows)
             if rows is None and self.ensemble.meta.condition["kind"] == "none":
                 all_rows = [None]
-            each, generators = [row for row in all_rows for _ in range(num_images_per_prompt)], listed(generator)
-            if len(each) != len(generators) or not all(isinstance(own, torch.Generator) for own in generators):
-                raise UserError(
-                    f"generator: {len(generators)} for {len(each)} images; give one torch.Generator, or one per image"
-                )
+            each = [row for row in all_rows for _ in range(num_images_per_prompt)]
+            if len(each) != len(generator):
+                raise UserError(f"generator: {len(generator)} for {len(each)} images; give one, or one per image")
             images = [
                 self.ensemble.sample(**settings | {kind: row, "num": 1, "seed": _seed(own)})[0]
-                for row, own in zip(each, generators, strict=True)
+                for row, own in zip(each, generator, strict=True)
             ]
         if output_type != "pil":
             images = VaeImageProcessor.pil_to_numpy(images)

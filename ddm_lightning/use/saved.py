@@ -106,7 +106,8 @@ def fetched(address: str | Path) -> Path:
             fetch(*(folder / file for file in _FILES))
             if (folder / MEMBER_FILE).exists() and (meta := read_meta(folder)).base_sha256 is not None:
                 base = base_file(run.root, meta)
-                fetch(*([] if base.exists() else [base]))
+                if not base.exists():
+                    fetch(base)
         if document["about"] is None:
             manifest = manifest_path(run.root)
             fetch(run.experiment, manifest, signature_of(manifest))

@@ -13,7 +13,7 @@ from ddm_lightning.core.errors import UserError
 
 MEETING = {"MASTER_ADDR": "node-0", "MASTER_PORT": "23456"}
 TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1", **MEETING}
-NAMES = (*TORCHRUN, "NODE_RANK", "PET_NODE_RANK", "PET_MASTER_ADDR", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
+NAMES = (*TORCHRUN, "NODE_RANK", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
 
 
 @pytest.fixture
@@ -66,7 +66,6 @@ def test_what_is_no_whole_set_does_not_count_and_is_not_handed_on(variables, fou
         ({"NODE_RANK": "0", "MASTER_ADDR": "node-0"}, (0, "node-0:29500")),
         (TORCHRUN, (1, "node-0:23456")),
         ({"RANK": "1", "WORLD_SIZE": "2", **MEETING}, (1, "node-0:23456")),  # a pod of an operator's
-        ({"PET_NODE_RANK": "1", "PET_MASTER_ADDR": "node-0"}, (1, "node-0:29500")),
         # Given by hand within an allocation of another size.
         ({"NODE_RANK": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", **MEETING}, (1, "node-0:23456")),
         (

@@ -359,8 +359,7 @@ def test_the_pipeline_of_ensembles_without_prompts(tmp_path: Path, kind: str, si
     [
         ({"negative_prompt": "dog"}, "negative_prompt: is not supported"),
         ({"output_type": "latent"}, "output_type = 'latent': must be pil, np or pt"),
-        ({"generator": [torch.Generator()] * 2}, "generator: 2 for 1 images; give one torch.Generator"),
-        ({"generator": 3}, "give one torch.Generator"),
+        ({"generator": [torch.Generator()] * 2}, "generator: 2 for 1 images; give one, or one per image"),
         ({"class_labels": 1}, "prompt and class_labels: give one of them"),
         ({"height": 512}, "no setting 'height'"),
     ],
