@@ -251,12 +251,12 @@ class DecentralizedEnsemble:
         """Decode samples to images."""
         return built_encoder(IMAGE_ENCODERS, self.experiment.prepare.image_encoder).decode(x_0)
 
-    def rows(self, prompts: Sequence[str] = (), classes: Sequence[str] = ()) -> list[Row]:
+    def rows(self, prompts: Sequence[str] = (), classes: Sequence[str | int] = ()) -> list[Row]:
         """Condition the rows of a grid: one per prompt or class; by default the first classes or one row without.
 
         Args:
             prompts: texts.
-            classes: names or, where none has that name, numbers.
+            classes: numbers, and names or, where none has that name, numbers as text.
 
         Raises:
             UserError: not this ensemble's kind of condition, an empty prompt, or a class that does not exist.
@@ -279,7 +279,8 @@ class DecentralizedEnsemble:
             return [("no condition", "no condition", None)]
         all_classes = range(self.meta.condition["size"])
         names = self.about.class_names or [f"class {c}" for c in all_classes]
-        numbers = {str(c): c for c in all_classes} | {name: c for c, name in enumerate(names)}
+        numbers: dict[str | int, int] = {str(c): c for c in all_classes} | {name: c for c, name in enumerate(names)}
+        numbers |= {c: c for c in all_classes}
         for given in classes:
             if given not in numbers or names.count(given) > 1:
                 problem = "several classes have this name" if given in numbers else "no such class"
@@ -357,7 +358,11 @@ class DecentralizedEnsemble:
             UserError: an empty prompt or list, an unknown class, strategy or setting, or a value out of range.
         """
         given = None if prompts is None else listed(prompts)
-        shown = None if classes is None else list(map(str, listed(classes)))
+        shown = (
+            None
+            if classes is None
+            else [one if isinstance(one, int | np.integer) else str(one) for one in listed(classes)]
+        )
         if [] in (given, shown) or not all(isinstance(prompt, str) for prompt in given or ()):
             raise UserError("sample: give prompts (strings) or classes, or leave both out for the experiment's")
         settings = {"num_per_prompt": num, **settings}

@@ -256,6 +256,20 @@ def test_names_of_other_classes_than_the_experts_know(three: Path) -> None:
     refused(lambda: load(three), manifest, "2 class_names for 3 classes")
 
 
+def test_a_number_is_no_name_of_a_class(tmp_path: Path) -> None:
+    folder = saved(tmp_path, (100,), condition={"kind": "class", "size": 3}, caption_encoder=None)
+    about = json.loads((folder / "ensemble.json").read_text())["about"]
+    names = ["1", "10", "2"]  # folders named by numbers, as the alphabet sorts them
+    edit(folder / "ensemble.json", about={**about, "class_names": names})
+    ensemble = load(folder)
+
+    def made(one: str | int) -> bytes:
+        return ensemble.sample(classes=one, num=1)[0].tobytes()
+
+    assert made(2) == made("2") != made(1) == made("10") != made("1") == made(0)
+    refused(lambda: ensemble.sample(classes=10), "class 10: no such class; give a number from 0 to 2")
+
+
 @pytest.mark.slow
 def test_export_loads_in_diffusers_with_the_same_images(
     finished_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
