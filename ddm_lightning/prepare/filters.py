@@ -99,14 +99,15 @@ def _holds(condition: str, value: Any) -> bool | None:
     """Whether a value fulfils a condition; None if there is no such value to compare."""
     found = re.fullmatch(r"([<>=!]=?)\s*(.*)", condition)
     assert found is not None  # checked with the experiment
-    compare, limit = _OPERATORS[found[1]], number_in(found[2])
+    compare, word = _OPERATORS[found[1]], found[2].strip("\"' ")
+    limit = number_in(word)
     if not math.isnan(limit):
         number = number_in(value)
         return None if math.isnan(number) else compare(number, limit)
     if value is None:
         return None
     text = value.decode(errors="replace").strip() if isinstance(value, bytes) else str(value)
-    return compare(text.lower() if isinstance(value, bool) else text, found[2])
+    return compare(*(one.lower() for one in (text, word))) if isinstance(value, bool) else compare(text, word)
 
 
 def filter_table(num_read: int, filtered: Mapping[str, int], num_broken: int, title: str) -> Table:

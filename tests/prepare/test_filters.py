@@ -12,11 +12,11 @@ from prepare.tiny_experiment import tiny_experiment
 from rich.console import Console
 from source_files import encoded, noise, tar_of
 
-from ddm_lightning.config.experiment import ImagesConfig, PluginConfig
+from ddm_lightning.config.experiment import ImagesConfig, PluginConfig, PrepareConfig
 from ddm_lightning.config.validate import check_experiment
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.prepare.dry_run import dry_run, dry_run_table
-from ddm_lightning.prepare.filters import filter_table
+from ddm_lightning.prepare.filters import Filters, filter_table
 from ddm_lightning.prepare.stages import prepare
 from ddm_lightning.shards.manifest import HELD_OUT, TRAIN, Manifest, shard_name
 from ddm_lightning.shards.mds import open_shards
@@ -191,6 +191,18 @@ def test_a_column_that_no_sample_has_is_refused(tmp_path, write):
     if write is write_table:
         with pytest.raises(UserError, match=r"has b'.* in column 'image'; remove it from prepare\.keep"):
             prepare(experiment_of(source, keep=["image"], filters={}), tmp_path / "run")
+
+
+@pytest.mark.parametrize("condition", ["!= True", "!= true", "!= 1", "== False", "== 'False' "])
+def test_truth_is_compared_however_it_is_written(condition):
+    filters = Filters(PrepareConfig(filters={"nsfw": condition}))
+    assert filters.cause("a", {"nsfw": True}) and filters.cause("b", {"nsfw": False}) is None
+
+
+@pytest.mark.parametrize("condition", ["!= NSFW", "!= NSFW ", "!= 'NSFW'", '!= "NSFW"'])
+def test_quotes_and_spaces_around_a_word_are_not_of_it(condition):
+    filters = Filters(PrepareConfig(filters={"nsfw": condition}))
+    assert filters.cause("a", {"nsfw": "NSFW"}) and filters.cause("b", {"nsfw": "nsfw"}) is None
 
 
 def test_what_filters_leave_nothing_of_is_told(tmp_path):
