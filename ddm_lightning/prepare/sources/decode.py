@@ -82,7 +82,7 @@ def _rgb(image: Image.Image, key: str, max_pixels: int) -> UInt8[np.ndarray, "h 
 
 
 def caption_in(value: Any, key: str) -> str | BrokenSample:
-    """Return the caption of a cell: its text, the first entry of a list, or the empty string for null.
+    """Return the caption of a cell: its text, the first non-empty entry of a list, or the empty string for null.
 
     Bytes are UTF-8; a byte-order mark and surrounding white space are removed. An exception stands for a caption that
     could not be read.
@@ -90,14 +90,14 @@ def caption_in(value: Any, key: str) -> str | BrokenSample:
     if isinstance(value, Exception):
         return _unread(value, key)
     if isinstance(value, list):
-        value = value[0] if value else None
+        value = next(filter(None, value), None)
     if isinstance(value, bytes):
         try:
             return value.decode("utf-8-sig").strip()
         except UnicodeDecodeError as error:
             return BrokenSample(key, "caption is not UTF-8", str(error))
     if value is None or isinstance(value, str):
-        return value or ""
+        return value if value and value.strip() else ""
     return BrokenSample(key, "caption is not text", f"a {type(value).__name__}")
 
 

@@ -22,6 +22,7 @@ from ddm_lightning.prepare.sources.urls import PARAMS, Files
 _CAPTION_FILES = ("captions.jsonl", "metadata.jsonl", "captions.csv", "metadata.csv")
 _TEXTS = (".caption", ".txt")
 _CAPTION = "caption"
+_REST = ""
 
 
 @SOURCES.register("imagefolder")
@@ -115,6 +116,8 @@ class ImageFolder:
             for number, row in rows:
                 try:
                     row = parse_json(row) if isinstance(row, bytes) else row
+                    if isinstance(row.get(_REST), list):  # of CSV
+                        raise ValueError("it has more cells than the first line: put text with commas in quotes")
                     name, caption = self._image_of(folder, row["file_name"]), row.get(self.caption_column)
                     caption = caption_in(caption, name)
                     if name in captions or isinstance(caption, BrokenSample):
@@ -140,7 +143,7 @@ class ImageFolder:
         if not file.lower().endswith(".csv"):
             return ((number, line) for number, line in enumerate(content.split(b"\n"), 1) if line.strip())
         try:
-            reader = csv.DictReader(StringIO(content.decode("utf-8-sig"), newline=""), restkey="")
+            reader = csv.DictReader(StringIO(content.decode("utf-8-sig"), newline=""), restkey=_REST)
             reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
             rows = [(reader.line_num, row) for row in reader]
         except (UnicodeDecodeError, csv.Error) as error:

@@ -38,7 +38,7 @@ class TableSource:
     Args:
         path: a folder, one file, or a pattern such as ``hf://datasets/name/data/train-*.parquet``; local or a URL.
         image_column: encoded images as bytes, as Hugging Face's ``{bytes, path}``, or as paths and URLs.
-        caption_column: text, or a list of texts whose first entry is used. Of several columns the first non-empty
+        caption_column: text, or a list of texts of which the first is used. Of several columns the first non-empty
             one is used. Null for none.
         label_column: class; null for none.
         key_column: unique name of a sample; null for ``<file>:<row>``.
@@ -139,7 +139,8 @@ class TableSource:
             return BrokenSample(key, "no group")
         label = 0 if self.label_column is None else self._label(row[self.label_column], key)
         image = self._image(row[self.image_column], key)
-        caption = caption_in(next((row[name] for name in self.captions if row[name]), None), key)
+        captions = (caption_in(row[name], key) for name in self.captions)
+        caption = next(filter(None, captions), "")
         bad = next((one for one in (image, label, caption) if isinstance(one, BrokenSample)), None)
         values = {name: row[name] for name in self.extra_columns}
         return bad or Record(key, image, caption, label, group, values=values)  # type: ignore[arg-type]

@@ -28,6 +28,9 @@ _STATE += ["LastModified", "last_modified", "mtime", "updated", "created"]
 _READ_AT_ONCE = 32
 # Files that are no images. All others count as images, so that those of an unknown format are reported as broken.
 _NO_IMAGES = (".txt", ".caption", ".json", ".jsonl", ".csv", ".tsv", ".md", ".parquet", ".html", ".py", ".zip", ".tar")
+_NO_IMAGES += (".npz", ".safetensors")  # caches of trainers
+# Made by file managers and file servers, with thumbnails.
+_NOT_OF_THE_USER = ("__MACOSX", "@eaDir", "Thumbs.db", "desktop.ini")
 
 
 class Files:
@@ -98,7 +101,7 @@ class Files:
         filesystem, root = self._filesystem()[0], os.path.realpath(self._root)
         for info in infos:
             path, parts = info["name"], self._relative(info["name"]).split("/")
-            if any(part.startswith(".") or part in ("__MACOSX", "Thumbs.db") for part in parts):
+            if any(part.startswith(".") or part in _NOT_OF_THE_USER for part in parts):
                 continue
             if info.get("islink") or info["type"] == "link":  # SFTP has only the type
                 real = os.path.realpath(path)

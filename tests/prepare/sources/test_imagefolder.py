@@ -50,6 +50,12 @@ def test_without_folders_there_are_no_classes(folder):
     assert build(folder).num_classes == 1 and {record.label for record in samples(folder).values()} == {0}
 
 
+def test_files_of_servers_and_trainers_are_no_images(folder):
+    image = encoded(noise(2, 2, 3))
+    write(folder, {"a.png": image, "@eaDir/a.png/SYNOPHOTO_THUMB_M.jpg": image, "a.npz": b"PK", "desktop.ini": b"[x]"})
+    assert list(samples(folder, labels=False)) == ["a.png"]
+
+
 def test_a_image_outside_the_class_folders_is_counted(folder):
     write(folder, {"a.png": encoded(noise(2, 2, 3)), "x/b.png": encoded(noise(2, 2, 3))})
     found = samples(folder)
@@ -141,6 +147,7 @@ def test_captions_from_jsonl_arrive_unchanged(folder, name):
             "metadata.csv': line 2: needs JSON with its own 'file_name'",
         ),
         ({"captions.jsonl": "[" * 100_000}, "captions.jsonl': line 1: needs JSON"),
+        ({"metadata.csv": "file_name,caption\na.png,a cat, asleep\n"}, "line 2: needs JSON with its own 'file_name'"),
         ({"metadata.csv": b"file_name,caption\na.png,caf\xe9\n"}, "metadata.csv': is no CSV file in UTF-8"),
     ],
 )

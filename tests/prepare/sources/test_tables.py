@@ -169,10 +169,11 @@ def test_several_captions(tmp_path):
         {"image": image, "long": None, "short": ["one", "two"]},
         {"image": image, "long": "", "short": []},
         {"image": image, "long": None, "short": None},
+        {"image": image, "long": " \n", "short": ["", "two"]},
     ]
     write_parquet(tmp_path, "a.parquet", table)
     found = samples("parquet", tmp_path, caption_column=["long", "short"])
-    assert [record.caption for record in found] == ["a long one", "one", "", ""]
+    assert [record.caption for record in found] == ["a long one", "one", "", "", "two"]
 
 
 def test_null_cells_are_counted(tmp_path):
