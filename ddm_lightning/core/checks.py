@@ -6,7 +6,6 @@ import difflib
 import functools
 import math
 import re
-import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -199,8 +198,8 @@ def check(value: Any, kind: Any, key: str, source: str, references: bool = True)
 
     Args:
         value: parsed YAML: dicts, lists, text, numbers, booleans, None.
-        kind: a dataclass, ``int``, ``float``, ``bool``, ``str``, ``list[...]``, ``dict[str, ...]``, ``Any``,
-            or a union of one of these and None.
+        kind: a dataclass, ``int``, ``float``, ``bool``, ``str``, ``list[...]``, ``dict[str, ...]``, or a union of one
+            of these and None. Any other kind, such as a plug-in's, takes what can be stored as JSON.
         key: dotted key of ``value``, empty at the top.
         source: begins the error line, such as the file's name.
         references: whether a reference ``${…}`` passes for any kind.
@@ -215,16 +214,19 @@ def check(value: Any, kind: Any, key: str, source: str, references: bool = True)
         _check_section(value, kind, key, source, references)
         return
     origin = typing.get_origin(kind) or kind
-    is_right, wanted, remedy = _KINDS[origin]
+    inner = typing.get_args(kind)[-1] if origin in _CONTAINERS and typing.get_args(kind) else Any
+    is_right, wanted, remedy = _KINDS.get(_CONTAINERS.get(origin, origin), _KINDS[Any])
     if not is_right(value):
         _refuse(source, key, wanted, value, remedy)
-    inner = (*typing.get_args(kind), Any)
-    if origin in (list, Sequence):
+    if isinstance(value, list):
         for index, item in enumerate(value):
-            check(item, inner[0], f"{key}[{index}]", source, references)
-    elif origin in (dict, Mapping):
+            check(item, inner, f"{key}[{index}]", source, references)
+    elif isinstance(value, dict):
         for name, item in value.items():
-            check(item, inner[1], f"{key}.{name}", source, references)
+            below = f"{key}.{name}"
+            if not isinstance(name, str):
+                _refuse(source, below, "a string as a key", name, "put the key into quotes")
+            check(item, inner, below, source, references)
 
 
 # Of each kind: whether a value is one, its name, and the remedy for any other value.
@@ -235,23 +237,21 @@ _KINDS: dict[Any, tuple[Callable[[Any], bool], str, str]] = {
         "a string",
         "put it into quotes (YAML reads yes, no and 1e3 as other types)",
     ),
-    int: (lambda value: type(value) is int, "a whole number", "give digits only, without quotes"),
-    float: (
-        lambda value: type(value) in (int, float) and abs(value) <= sys.float_info.max,
-        "a finite number",
-        "give a number, without quotes",
+    int: (
+        lambda value: is_int(value, -(1 << 63)),
+        "a whole number",
+        "give digits only, without quotes, for a number below 2^63",
     ),
+    float: (is_number, "a finite number", "give a number, without quotes"),
     list: (lambda value: isinstance(value, list), "a list", "write it as [a, b]"),
     dict: (lambda value: isinstance(value, dict), "a mapping", "write it as {name: value}"),
-    Any: (lambda _: True, "", ""),
+    Any: (
+        lambda value: value is None or isinstance(value, (str, bool, list, dict)) or is_number(value),
+        "text, a finite number, true, false or null",
+        "change the value",
+    ),
 }
-_KINDS |= {Sequence: _KINDS[list], Mapping: _KINDS[dict]}
-
-
-def can_check(kind: Any) -> bool:
-    """Whether ``check`` knows a type, and all types within it."""
-    kind, _ = without_none(kind)
-    return (typing.get_origin(kind) or kind) in _KINDS and all(map(can_check, typing.get_args(kind)))
+_CONTAINERS: dict[Any, Any] = {list: list, Sequence: list, dict: dict, Mapping: dict}
 
 
 def kept(record: Any, kind: Any) -> Any:
@@ -291,22 +291,6 @@ def _check_section(value: Any, kind: Any, key: str, source: str, references: boo
             is_right, wanted = limits(kind)[name]
             if not is_right(inner):
                 raise UserError(f"{source}: key {below!r} = {inner!r}: must be {wanted}")
-        if not is_dataclass(without_none(kinds[name])[0]):
-            _check_plain(inner, below, source)
-
-
-def _check_plain(value: Any, key: str, source: str) -> None:
-    """Check that a value, such as parameters of plug-ins, can be stored as JSON."""
-    if isinstance(value, dict):
-        for name, inner in value.items():
-            if not isinstance(name, str):
-                _refuse(source, f"{key}.{name}", "a string as a key", name, "put the key into quotes")
-            _check_plain(inner, f"{key}.{name}", source)
-    elif isinstance(value, list):
-        for index, item in enumerate(value):
-            _check_plain(item, f"{key}[{index}]", source)
-    elif value is not None and type(value) not in (str, bool) and not is_number(value):
-        _refuse(source, key, "text, a finite number, true, false or null", value, "change the value")
 
 
 def _refuse(source: str, key: str, wanted: str, value: Any, remedy: str) -> NoReturn:

@@ -112,9 +112,8 @@ class Registry:
     def check(self, name: str, params: dict[str, Any], **context: Any) -> None:
         """Check ``params`` against the signature of the factory ``name``, without calling it.
 
-        Only the keys of ``context`` matter. Only annotations that ``checks.can_check`` knows are checked. A factory
-        with ``**params`` may name the dataclass of these in its attribute ``params``. This one, or a factory that is a
-        dataclass, may limit them by ``checks.option``.
+        Only the keys of ``context`` matter. A factory with ``**params`` may name the dataclass of these in its
+        attribute ``params``. This one, or a factory that is a dataclass, may limit them by ``checks.option``.
 
         Raises:
             UserError: unknown name; unknown, missing or wrongly typed parameter, or one outside its choices or range.
@@ -132,7 +131,7 @@ class Registry:
         for key, parameter in named.items():
             if parameter.default is inspect.Parameter.empty and key not in params and key not in context:
                 raise UserError(f"{self.kind} {name!r} needs the parameter {key!r}; add it to its params")
-            if key in params and checks.can_check(parameter.annotation):
+            if key in params:
                 checks.check(params[key], parameter.annotation, f"params.{key}", f"{self.kind} {name!r}")
         limits: dict[str, checks.Check] = {}
         for options in (self.get(name), getattr(self.get(name), "params", None)):

@@ -89,7 +89,7 @@ class Watch:
             return waiting if name in self.run.names else None
         content = lease.read_lease(url, generation)
         status = MemberStatus(name, self.run.max_steps(name), state="starting", host=content.get("host", ""))
-        fields = {"device": "", **content.get("status", {})}
+        fields = content.get("status", {})
         if checks.problem_with(fields, checks.field_checks(MemberStatus)) is None and fields["member"] == name:
             status = MemberStatus(**fields)
             if status.state == "waiting":  # before its first own status

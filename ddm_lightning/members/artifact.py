@@ -112,7 +112,7 @@ class ArtifactMeta:
     metrics: Annotated[dict[str, float], checks.NUMBERS]
     """Final figures such as the held-out loss; those of a router also hold its temperatures (``temperatures_of``)."""
     class_counts: Annotated[list[int], checks.list_of(checks.integer(0))] = field(default_factory=list)
-    """Images of each class in the member's clusters; empty for other conditions, and in older artifacts."""
+    """Images of each class in the member's clusters; empty for other conditions."""
     model_sha256: Annotated[str, checks.SHA256] = ""
     """SHA-256 of ``model.safetensors``; set by ``write_artifact``."""
 
@@ -127,24 +127,11 @@ class ArtifactMeta:
 
 
 _CHECKS = checks.field_checks(ArtifactMeta)
-# Keys that artifacts of earlier releases lack.
-_DEFAULTS: dict[str, Any] = {
-    "path": "linear",
-    "lora": None,
-    "clusters": [],
-    "class_counts": [],
-    "cluster": None,
-    "interval": [0.0, 1.0],
-    "init_from": None,
-    "init_sha256": None,
-}
 
 
 def _contradiction(document: Mapping[str, Any]) -> str | None:
     """Describe fields of a ``member.json`` that contradict each other."""
     role, num_clusters, cluster = role_of(document["member"]), document["num_clusters"], document["cluster"]
-    if cluster is None and role.name == EXPERT:
-        cluster = expert_number(document["member"])
     counts, condition = document["class_counts"], document["condition"]
     temperatures = (value for key, value in document["metrics"].items() if key.startswith(TEMPERATURE))
     rules = (
@@ -156,7 +143,7 @@ def _contradiction(document: Mapping[str, Any]) -> str | None:
             (cluster or 0) >= num_clusters,
             f"key 'cluster' is {cluster}, but key 'num_clusters' is {num_clusters}",
         ),
-        (cluster is not None and role.name != EXPERT, "key 'cluster' must be null for all but experts"),
+        ((cluster is None) != (role.name != EXPERT), "key 'cluster' must be a number for experts, null for others"),
         (
             (document["prediction"] is None) != role.classifies,
             "key 'prediction' must be null for a router and only there",
@@ -214,7 +201,7 @@ def read_meta(folder: Path) -> ArtifactMeta:
         UserError: it is missing or not JSON, has a wrong, missing or unknown key, or another format version.
     """
     path = folder / MEMBER_FILE
-    document = read_record(path, _CHECKS, "the artifact's description", REMEDY, _DEFAULTS)
+    document = read_record(path, _CHECKS, "the artifact's description", REMEDY)
     if problem := _contradiction(document):
         raise UserError(f"{path}: {problem}; {REMEDY}")
     return ArtifactMeta(**{**document, "x_shape": tuple(document["x_shape"])})

@@ -123,10 +123,10 @@ def check_networks(
 
 
 def _check_samples(experiment: Experiment, manifest: Manifest) -> None:
-    kind, labels = experiment.condition.kind, [sum(counts) > 0 for counts in zip(*manifest.class_counts, strict=True)]
+    kind = experiment.condition.kind
     is_missing = manifest.num_without_caption == manifest.num_samples
     if kind == "class":
-        is_missing = len(labels) > 0 and sum(labels) < 2
+        is_missing = sum(map(any, zip(*manifest.class_counts, strict=True))) == 1
     if kind != "none" and is_missing:
         raise missing_condition(kind, manifest.num_samples)
     for name in ensemble_members(experiment):

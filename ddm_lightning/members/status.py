@@ -84,15 +84,8 @@ class MemberStatus:
         path = folder / "status.json"
         if not path.exists():
             return cls(member, max_steps)
-        return cls(
-            **read_record(
-                path,
-                checks.field_checks(cls),
-                "the member's status",
-                "delete it; training rewrites it",
-                {"device": ""},  # of an earlier release
-            )
-        )
+        found = read_record(path, checks.field_checks(cls), "the member's status", "delete it; training rewrites it")
+        return cls(**found)
 
     def shown_state(self) -> str:
         """The state; ``killed`` if the process is gone, and the age of the status if it ran on another machine."""

@@ -22,9 +22,8 @@ from ddm_lightning.core.files import atomic_write_json, inside, parse_json, sha2
 POLL_SECONDS = 5.0
 PATIENCE_SECONDS = 600.0
 """Time for which an unreachable URL is tried again; work of days goes on when the network does."""
-_SHA256 = checks.matching("[0-9a-f]{64}", "a SHA-256")
 _FILES = checks.values_of(
-    checks.object_of({"bytes": checks.integer(0), "sha256": _SHA256}), "files with sizes and hashes"
+    checks.object_of({"bytes": checks.integer(0), "sha256": checks.SHA256}), "files with sizes and hashes"
 )
 _ENTRY = {"key": checks.TEXT, "files": _FILES}
 

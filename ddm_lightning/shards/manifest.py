@@ -105,9 +105,9 @@ class Manifest:
     class_names: list[str] | None
     """Name of each of the ``num_classes`` classes; None if the source has none."""
     class_counts: Annotated[list[list[int]], checks.list_of(checks.list_of(_COUNT))] = field(default_factory=list)
-    """Samples of each class in each cluster, held-out ones included, [K][num_classes]; empty in older manifests."""
+    """Samples of each class in each cluster, held-out ones included, [K][num_classes]."""
     filtered: dict[str, int] = field(default_factory=dict)
-    """Samples taken out by each filter; empty in older manifests."""
+    """Samples taken out by each filter."""
     captions: Annotated[list[dict[str, Any]], _CAPTIONS] = field(default_factory=list)
     """Column and weight of each of several captions; empty if the source itself names the caption."""
     format_version: int = FORMAT_VERSION
@@ -130,9 +130,6 @@ class Manifest:
         """
         path = manifest_path(run_dir)
         stored = read_json(path, "the manifest of the prepared shards", _REMEDY)
-        if isinstance(stored, dict):
-            # Older manifests lack these.
-            stored = {"class_counts": [], "filtered": {}, "captions": [], **stored}
         if problem := _problem_with(stored):
             raise UserError(f"{path}: {problem}; delete it and {_REMEDY}")
         return cls(

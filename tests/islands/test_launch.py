@@ -360,7 +360,6 @@ def test_forged_handles_reach_no_program(run, tmp_path, capsys, program, text):
             ["--on", "sky", "launch.sky.secrets=[KEY=value]"],
             "key 'params.secrets' = ['KEY=value']: must be a list, each the name of a variable",
         ),
-        (["--on", "slurm", "launch.slurm.minutes=-3"], "key 'params.minutes' = -3: must be at least 1"),
         (["--on", "local", "launch.local.hosts=3"], "launcher 'local' has no parameter 'hosts'; it takes: none"),
         (
             ["--on", "local", "islands.router.nodes=2"],

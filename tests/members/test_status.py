@@ -36,13 +36,6 @@ def test_a_missing_status_is_waiting(tmp_path):
     assert MemberStatus.read(tmp_path, "router", 40) == MemberStatus("router", 40)
 
 
-def test_a_status_of_an_earlier_release_has_no_device(tmp_path):
-    MemberStatus("router", 40).write(tmp_path)
-    path = tmp_path / "status.json"
-    path.write_text(json.dumps({key: value for key, value in json.loads(path.read_text()).items() if key != "device"}))
-    assert MemberStatus.read(tmp_path, "router", 40).device == ""
-
-
 def test_a_damaged_file_is_refused(tmp_path):
     (tmp_path / "status.json").write_text('{"member": "rou')
     with pytest.raises(UserError, match=r"status\.json: .*delete it"):

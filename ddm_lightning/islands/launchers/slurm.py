@@ -8,7 +8,6 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from ddm_lightning.core.checks import option
 from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.processes import start_time
 from ddm_lightning.core.registry import LAUNCHERS, require
@@ -50,13 +49,13 @@ class SlurmLauncher(Launcher):
     handles = r"\d+"
     partition: str | None = None
     """Partition; null for the cluster's default."""
-    minutes: int = option(1440, low=1)
+    minutes: int = 1440
     """Time limit of a slot; the member is requeued and resumes until it is finished."""
-    cpus_per_device: int = option(4, low=1)
+    cpus_per_device: int = 4
     """Cores per device."""
     memory_gb: float | None = None
     """Memory of the node; null for the cluster's default."""
-    notice_seconds: int = option(120, low=0)
+    notice_seconds: int = 120
     """Time before the limit at which the member is told to write its checkpoint and stop."""
     more: dict[str, Any] = field(default_factory=dict)
     """Further options of ``sbatch``, such as ``{account: lab, qos: preemptible}``."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from functools import cached_property
 from io import StringIO
 from itertools import pairwise
-from posixpath import normpath, splitext
+from posixpath import join, normpath, splitext
 from typing import Any
 
 from ddm_lightning.core.errors import UserError
@@ -152,9 +152,9 @@ class ImageFolder:
 
     def _image_of(self, folder: str, given: str) -> str:
         """Return the image that a caption file in ``folder`` names, perhaps as on Windows."""
-        joined = f"{folder}/{given}" if folder else given
-        names = [joined, normpath(joined), normpath(joined.replace("\\", "/"))]
-        name = next((name for name in names if name in self.files.states), names[1])
+        joined = join(folder, given)
+        names = [normpath(joined), normpath(joined.replace("\\", "/"))]
+        name = next((name for name in names if name in self.files.states), names[0])
         if name.startswith(("../", "/")):
             raise ValueError("it leads out of the folder")
         return name

@@ -85,8 +85,6 @@ class TableSource:
                     f"key '{PARAMS}.label_column': the files do not name the classes; add num_classes or class_names"
                 )
             self.num_classes = len(self.class_names)
-        elif self.num_classes < 1:
-            raise ValueError(f"num_classes = {self.num_classes} must be at least 1")
         self.class_names = [str(name) for name in self.class_names or ()]
         self._number_of = {name: number for number, name in enumerate(self.class_names)}
 

@@ -9,6 +9,7 @@ import posixpath
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from fsspec.core import has_magic
@@ -48,18 +49,18 @@ class Files:
         UserError: ``path`` does not exist or cannot be read; its protocol is unknown or needs a package.
     """
 
+    _pattern = ""
+    _query = ""
+    _is_folder = False
+
     def __init__(self, path: str, key: str = f"key '{PARAMS}.path'", follow_links: bool = False) -> None:
         self.path, self._key, self._follow_links = path, key, follow_links
-        self._pattern, self._query, self._is_folder = "", "", False
         filesystem, inner = self._filesystem()
         with self.reading():
             try:
                 info = filesystem.info(inner)
             except FileNotFoundError:
-                found = _split_pattern(filesystem, inner)
-                if found is None:
-                    raise
-                self._root, self._pattern = found
+                self._root, self._pattern = _split_pattern(filesystem, inner)
                 return
         # A web server reports everything as a file. A link to one file is what the user has named.
         self._is_folder = info["type"] == "directory" or (str(info["name"]).startswith("http") and path.endswith("/"))
@@ -105,7 +106,7 @@ class Files:
                 continue
             if info.get("islink") or info["type"] == "link":  # SFTP has only the type
                 real = os.path.realpath(path)
-                is_outside = self.is_local and not _is_below(root, real)
+                is_outside = self.is_local and not PurePosixPath(real).is_relative_to(root)
                 if is_outside and not self._follow_links:
                     raise UserError(
                         f"{self._key}: {path} is a link out of this folder, to {real}; remove it, or set "
@@ -154,16 +155,6 @@ class Files:
         with self.open(relative) as file:
             return file.read()
 
-    def piece(self, relative: str, start: int, size: int) -> bytes:
-        """Read ``size`` bytes of a file from ``start`` on.
-
-        Raises:
-            UserError: the file cannot be read.
-        """
-        with self.reading(relative):
-            inner = self.inner_path(relative)
-            return remote.attempt(self.path, lambda files, _: files.cat_file(inner, start=start, end=start + size))
-
     def contents(self, paths: Sequence[str]) -> Iterator[bytes | Exception]:
         """Yield each file's content, or the error of a file that is damaged or gone; several are read at a time.
 
@@ -185,7 +176,7 @@ class Files:
         """
         path = f"{self._root}/{relative}{self._query}"
         resolved = posixpath.normpath if self._follow_links or not self.is_local else os.path.realpath
-        if not _is_below(resolved(self._root), resolved(path)):
+        if not PurePosixPath(resolved(path)).is_relative_to(resolved(self._root)):
             raise PermissionError(f"{relative!r} leads out of {self.shown()}")
         return path
 
@@ -237,21 +228,18 @@ def content_or_error(url: str) -> bytes | Exception:
         return error
 
 
-def _is_below(root: str, path: str) -> bool:
-    return f"{path}/".startswith(root.rstrip("/") + "/")
-
-
-def _split_pattern(filesystem: AbstractFileSystem, inner: str) -> tuple[str, str] | None:
+def _split_pattern(filesystem: AbstractFileSystem, inner: str) -> tuple[str, str]:
     """Return the folder above a pattern, and the pattern with escaped names of folders that exist as such.
 
-    None if ``inner`` is no pattern.
+    Raises:
+        FileNotFoundError: ``inner`` is no pattern.
     """
     pieces = inner.split("/")
     for number, piece in enumerate(pieces):
         if has_magic(piece) and not filesystem.exists("/".join(pieces[: number + 1])):
             root = "/".join(pieces[:number])
             return root, "/".join([glob.escape(root), *pieces[number:]])
-    return None
+    raise FileNotFoundError(inner)
 
 
 class CheckedFile(io.RawIOBase):

@@ -67,9 +67,7 @@ class WebDataset(TableSource):
         beside = {name: f"{name.removesuffix('.tar')}_stats.json" for name in names}
         listed, sizes = [name for name in names if beside[name] in self.files.states], {}
         for name, content in zip(listed, self.files.contents([beside[name] for name in listed]), strict=True):
-            with suppress(
-                ValueError, TypeError, KeyError, RecursionError
-            ):  # unreadable, damaged, or of another program
+            with suppress(ValueError, TypeError, KeyError):  # unreadable, damaged, or of another program
                 found = parse_json(content if isinstance(content, bytes) else b"")
                 if is_int(found["successes"], 0):
                     sizes[name] = found["successes"]
@@ -158,7 +156,9 @@ def samples_of(files: Files, name: str) -> Iterator[tuple[str, _Members | Broken
                         f"link to {member.linkname!r}, of which there is no file before"
                     )
                 else:  # the one pass over the tar has left it behind
-                    members[extension] = files.piece(name, target.offset_data, target.size)
+                    with files.open(name) as again:
+                        again.seek(target.offset_data)
+                        members[extension] = again.read(target.size)
     except (tarfile.TarError, EOFError, UnicodeDecodeError) as error:
         if members:
             yield key, BrokenSample(key, "damaged tar", "the damage is in or after this sample")

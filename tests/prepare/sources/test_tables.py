@@ -315,7 +315,7 @@ def test_null_for_the_image_column_of_a_table_is_refused(source, tmp_path):
     write_any(source, tmp_path, rows(2))
     with pytest.raises(UserError, match=r"params\.image_column': must be a string, is null"):
         build(source, tmp_path, image_column=None)
-    with pytest.raises(UserError, match="num_classes = -3 must be at least 1"):
+    with pytest.raises(UserError, match="num_classes' = -3: must be at least 1"):
         build(source, tmp_path, label_column="label", num_classes=-3)
 
 
