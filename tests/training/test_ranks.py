@@ -238,7 +238,7 @@ def test_a_mistake_of_the_user_is_one_line_and_ends_both(tiny_run):
     with lock_member(folder):
         said = finish(start(tiny_run, "island.strategy=ddp"), 2, TRAINS_SECONDS)[1]
     (line,) = said.splitlines()
-    assert line.startswith(f"error: {folder}: expert-0 is in use by another process")
+    assert line.startswith(f"error: {folder}/.lock: expert-0 is in use by another process")
 
 
 @pytest.mark.slow
