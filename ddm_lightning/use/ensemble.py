@@ -278,17 +278,17 @@ class DecentralizedEnsemble:
         if kind != "class":
             return [("no condition", "no condition", None)]
         all_classes = range(self.meta.condition["size"])
-        names = self.about.class_names or [f"class {c}" for c in all_classes]
-        numbers: dict[str | int, int] = {str(c): c for c in all_classes} | {name: c for c, name in enumerate(names)}
-        numbers |= {c: c for c in all_classes}
-        for given in classes:
-            if given not in numbers or names.count(given) > 1:
-                problem = "several classes have this name" if given in numbers else "no such class"
+        names: list[Any] = self.about.class_names or [f"class {c}" for c in all_classes]
+        numbers: dict[str | int, int] = {str(c): c for c in all_classes}
+        numbers |= {name: c for c, name in enumerate(names)} | {c: c for c in all_classes}
+        for one in classes:
+            if one not in numbers or names.count(one) > 1:
+                problem = "several classes have this name" if one in numbers else "no such class"
                 raise UserError(
-                    f"class {given!r}: {problem}; give a number from 0 to {len(names) - 1}, or a name such as "
+                    f"class {one!r}: {problem}; give a number from 0 to {len(names) - 1}, or a name such as "
                     f"{', '.join(names[:5])}"
                 )
-        shown = [numbers[given] for given in classes] or all_classes[:MAX_ROWS]
+        shown = [numbers[one] for one in classes] or all_classes[:MAX_ROWS]
         return [(names[c], f"class {c}", Condition.of(torch.tensor([c]))) for c in shown]
 
     def images(
@@ -361,7 +361,7 @@ class DecentralizedEnsemble:
         shown = (
             None
             if classes is None
-            else [one if isinstance(one, int | np.integer) else str(one) for one in listed(classes)]
+            else [int(one) if isinstance(one, int | np.integer) else str(one) for one in listed(classes)]
         )
         if [] in (given, shown) or not all(isinstance(prompt, str) for prompt in given or ()):
             raise UserError("sample: give prompts (strings) or classes, or leave both out for the experiment's")
