@@ -298,7 +298,7 @@ def test_numbers_that_yaml_reads_in_another_base_are_refused(path: Path, text: s
             "'sample.guidance_interval' = [0.5, 0.2]: must be two times, 0 <= low <= high <= 1",
         ),
         (["prepare.shards.compression=gz:3"], "'prepare.shards.compression' = 'gz:3': must be br, bz2"),
-        (["seed=99999999999999999999"], "must be a whole number, is 99999999999999999999"),
+        (["seed=99999999999999999999"], "'seed': must be a whole number, is 99999999999999999999; give"),
         (["name=../elsewhere"], "'name' = '../elsewhere': names a folder"),
         (["name=.."], "'name' = '..': names a folder"),
         (["name=a b"], "'name' = 'a b': names a folder"),

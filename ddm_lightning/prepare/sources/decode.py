@@ -74,6 +74,8 @@ def _rgb(image: Image.Image, key: str, max_pixels: int) -> UInt8[np.ndarray, "h 
         return BrokenSample(key, "unsupported pixels", "floating-point numbers of unknown range")
     if image.palette is not None and not image.palette.palette:  # Streaming's encoding ``pil`` loses it
         return BrokenSample(key, "unsupported pixels", "numbers of a palette that was not stored")
+    if image.mode == "La":  # Pillow converts it to nothing else
+        image = image.convert("LA")
     if image.has_transparency_data:
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
     return np.asarray(image.convert("RGB"))

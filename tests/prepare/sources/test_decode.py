@@ -207,5 +207,10 @@ def test_an_opened_image_is_decoded_alike():
     grey = noise(3, 4, high=4096, dtype=np.uint16)
     np.testing.assert_array_equal(picture(Image.fromarray(grey)), picture(encoded(Image.fromarray(grey))))
     alpha = noise(3, 4, 2)
+    # Premultiplied: grey that is not above its alpha.
+    alpha[..., 0] = alpha[..., 0].astype(int) * alpha[..., 1] // 255
+    premultiplied = Image.frombytes("La", (4, 3), alpha.tobytes())
+    expected = alpha[..., 0].astype(int) + 255 - alpha[..., 1]
+    np.testing.assert_allclose(picture(premultiplied)[..., 0], expected, atol=1)
     for mode in ("P", "PA"):
         assert cause(Image.frombytes(mode, (4, 3), alpha[..., : len(mode)].tobytes())) == "unsupported pixels"
