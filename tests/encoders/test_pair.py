@@ -77,7 +77,7 @@ def test_each_encoder_gives_its_part(plugins, store_vector, store_tokens):
         ({"tokens": {"name": "hashed-words"}}, "'hashed-words' makes no tokens; set its param 'store' or 'max_tokens'"),
         ({"tokens": {"name": "t6-text"}}, "unknown caption encoder 't6-text'"),
         ({"tokens": {"name": "hashed-words", "parms": {}}}, r"unknown key 'params\.tokens\.parms'"),
-        ({"tokens": "t5-text"}, r"key 'params\.tokens': must be a section of keys"),
+        ({"tokens": "t5-text"}, r"key 'params\.tokens': must be a mapping"),
         ({}, "needs the parameter 'tokens'"),
     ],
 )

@@ -105,7 +105,7 @@ class DiffusersTransformer(nn.Module):
     @property
     def blocks(self) -> nn.ModuleList:
         """Blocks to compile and shard."""
-        return getattr(self.model, self.family.blocks)
+        return getattr(self.model, self.family.blocks)[self.family.first_block :]
 
     def forward(self, x_t: Samples, t: Times, condition: Condition | None) -> Samples:
         """The prediction, in the dtype of ``x_t``; ``condition=None`` is null in every row."""

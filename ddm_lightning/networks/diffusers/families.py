@@ -73,6 +73,11 @@ class Family:
     """Setting with the size of the pooled text vector."""
     blocks: str = "transformer_blocks"
     """The model's blocks, to compile and to shard."""
+    first_block: int = 0
+    """The first block to compile and to shard.
+
+    FSDP2 gathers a block's weights for its forward pass only, so a block into which the model reaches is left out.
+    """
     prediction: str = "velocity"
     path: str = "linear"
     time: Callable[[Times], Times] = lambda t: t
@@ -123,7 +128,8 @@ class Family:
 
 
 FAMILIES = {
-    "DiTTransformer2DModel": Family(prediction="epsilon", path="vp", has_one_size=True),
+    # DiT's output layer takes the embedding of the time from within its first block.
+    "DiTTransformer2DModel": Family(prediction="epsilon", path="vp", has_one_size=True, first_block=1),
     "PixArtTransformer2DModel": Family(
         prediction="epsilon",
         path="vp",

@@ -28,8 +28,8 @@ _STATE = ["ETag", "etag", "sha256", "md5Hash", "content_md5"]
 _STATE += ["LastModified", "last_modified", "mtime", "updated", "created"]
 _READ_AT_ONCE = 32
 # Files that are no images. All others count as images, so that those of an unknown format are reported as broken.
-_NO_IMAGES = (".txt", ".caption", ".json", ".jsonl", ".csv", ".tsv", ".md", ".parquet", ".html", ".py", ".zip", ".tar")
-_NO_IMAGES += (".npz", ".safetensors")  # caches of trainers
+_NO_IMAGES = [".txt", ".caption", ".json", ".jsonl", ".csv", ".tsv", ".md", ".parquet", ".html", ".py", ".zip", ".tar"]
+_NO_IMAGES += [".npz", ".safetensors"]  # caches of trainers
 # Made by file managers and file servers, with thumbnails.
 _NOT_OF_THE_USER = ("__MACOSX", "@eaDir", "Thumbs.db", "desktop.ini")
 
@@ -123,7 +123,7 @@ class Files:
     @property
     def images(self) -> list[str]:
         """Relative paths of the files that count as images, sorted."""
-        return [name for name in self.states if not name.lower().endswith(_NO_IMAGES)]
+        return [name for name in self.states if not name.lower().endswith(tuple(_NO_IMAGES))]
 
     def ending(self, *suffixes: str) -> list[str]:
         """List the relative paths with one of ``suffixes``, sorted.
