@@ -284,7 +284,7 @@ def samples(path: Path) -> str:
 def sampled(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     """What ``sample`` prints, after checking its lines of the settings and the cost."""
     *lines, of_settings, cost = called(capsys, "sample", *arguments).splitlines(keepends=True)
-    assert re.fullmatch(r"settings: [\w-]+, \w+, \d+ steps, guidance [\d.]+\n", of_settings)
+    assert re.fullmatch(r"settings: [\w-]+, [\w+]+, \d+ steps, guidance [\d.]+\n", of_settings)
     assert re.fullmatch(r"cost: [\d.e+-]+ GFLOP per image, \d\.\d\d active experts on average\n", cost)
     return "".join(lines)
 
