@@ -105,7 +105,7 @@ def test_files_of_any_size_mix_with_digits(tmp_path, quick_prepare):
 @pytest.mark.parametrize(
     ("entry", "problem"),
     [
-        ("blobs", "sources[0]': must be a section of keys, is 'blobs'; write it as {name: blobs}"),
+        ("blobs", "sources[0]': must be a mapping, is 'blobs'; write it as {name: value}"),
         ({"params": {}}, "sources[0]': needs the name of a source"),
         ({"name": "blobs", "maximum": 3}, "sources[0].maximum'; known there: name, params, prefix, max_samples"),
         ({"name": "blobs", "max_samples": 0}, "sources[0].max_samples' = 0: must be at least 1"),

@@ -115,12 +115,12 @@ def test_it_ends_at_once_and_resumes_to_the_same_bits(undisturbed, tiny_run, mon
     assert "expert-0: stopped at step 8; the same command resumes it" in capsys.readouterr().err
     assert (status(tiny_run)["state"], status(tiny_run)["step"]) == ("stopped", 8)
     assert [path.name for path in (tiny_run / "members/expert-0/checkpoints").iterdir()] == ["step-00000008.ckpt"]
-    assert logged(tiny_run, "Images", "train/samples") == []
+    assert logged(tiny_run, "Images", "validation/samples") == []
     assert logged(tiny_run, "Scalars", "held_out/loss") == []
     assert fit(tiny_run) == 0
     assert weights(tiny_run) == weights(undisturbed)
     # What was cut short is made up for, once, with the figures that it would have had.
-    assert logged(tiny_run, "Images", "train/samples") == [8, 16, 20]
+    assert logged(tiny_run, "Images", "validation/samples") == [8, 16, 20]
     for tag in ("held_out/loss", "held_out/loss_t0.938"):
         assert values(tiny_run, tag) == values(undisturbed, tag)
         assert sorted(values(undisturbed, tag)) == [8, 16, 20]
@@ -200,7 +200,7 @@ def test_the_last_one_is_made_up_for_where_a_kill_ended_it(tiny_run, tmp_path, m
     assert weights(tiny_run) == weights(other)
     assert values(tiny_run, "held_out/loss") == values(other, "held_out/loss")
     assert sorted(values(other, "held_out/loss")) == [8, 16]
-    assert logged(tiny_run, "Images", "train/samples") == [8, 16]
+    assert logged(tiny_run, "Images", "validation/samples") == [8, 16]
     assert status(tiny_run)["samples_per_second"] == speed > 0
     handed_over = [json.loads((run / "members/expert-0/artifact/member.json").read_text()) for run in (tiny_run, other)]
     first, second = ({k: v for k, v in meta["metrics"].items() if k.startswith("held_out/")} for meta in handed_over)

@@ -387,7 +387,7 @@ def test_the_snippet_for_diffusers_runs_in_a_fresh_process(three: Path, tmp_path
     """Which has not yet imported torchvision; the one that pip installs beside a CPU torch may not fit it."""
     export_diffusers(load(three).manifest, tmp_path / "emoji")
     text = (ROOT / "docs" / "sampling.md").read_text(encoding="utf-8")
-    (snippet,) = re.findall(r"\n\n((?:    .*\n|\n)+?)\n(?=It is called)", text)
+    (snippet,) = re.findall(r"\n\n((?:    .*\n|\n)+?)\n(?=You call it)", text)
     code = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{textwrap.dedent(snippet)}\nprint(image.size)"
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, cwd=tmp_path)
     assert done.stdout == "(4, 4)\n", done.stderr

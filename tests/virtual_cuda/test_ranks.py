@@ -43,6 +43,8 @@ def test_a_rank_takes_its_own_device_first(finished_run: Path, tmp_path: Path) -
     given = [*settings(copy_run(finished_run, tmp_path / "run")), "island.accelerator=gpu", "evaluate.num_images=8"]
     student = Command(["fit", *given, "member=student", "island.devices=2"], code=2)
     probe = "virtual_cuda.test_ranks:note_devices"
-    distilled, evaluated = run([student, Command(["evaluate", *given])], probe, {"LOCAL_RANK": "1"})
+    distilled, evaluated = run(
+        [student, Command(["evaluate", *given])], probe, {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}
+    )
     assert distilled.notes == [["cuda:1", 1]]
     assert evaluated.notes[:2] == [["encoder", 1], ["cuda:1", 1]]

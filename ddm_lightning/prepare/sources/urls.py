@@ -59,7 +59,10 @@ class Files:
         with self.reading():
             try:
                 info = filesystem.info(inner)
-            except FileNotFoundError:
+            except FileNotFoundError as error:
+                cause = remote.cause_of(error)
+                if cause is not error:
+                    raise cause from None
                 self._root, self._pattern = _split_pattern(filesystem, inner)
                 return
         # A web server reports everything as a file. A link to one file is what the user has named.
