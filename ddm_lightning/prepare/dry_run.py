@@ -85,7 +85,7 @@ def dry_run(experiment: Experiment, run_dir: Path, check: Callable[[DataSizes], 
     first = next(chunks, None)
     seconds = time.monotonic() - start
     if first is None:
-        causes = sorted({one.cause for one in reading.broken} | reading.filtered.keys())
+        causes = sorted({one.cause for one in reading.broken} | (+reading.filtered).keys())
         raise UserError(
             f"source {plugins.config.source.name!r}: no sample can be read ({', '.join(causes)}); fix prepare.source "
             "or prepare.filters"

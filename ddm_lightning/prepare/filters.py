@@ -22,6 +22,7 @@ from ddm_lightning.core.formatting import table
 PROPERTIES = ("image_height", "image_width", "min_side", "crop_top", "crop_left")
 """Values that every sample has, whatever its source."""
 CAPTIONS_KEY = "prepare.captions"
+IN_DROP_KEYS = "in drop_keys"
 _OPERATORS = {
     "<": operator.lt,
     "<=": operator.le,
@@ -88,7 +89,7 @@ class Filters:
     def cause(self, key: str, values: Mapping[str, Any]) -> str | None:
         """Return the first filter that takes a sample out, in words; None to keep the sample."""
         if key in self._dropped:
-            return "in drop_keys"
+            return IN_DROP_KEYS
         for name, condition in self.conditions.items():
             if (holds := _holds(condition, values[name])) is not True:
                 return f"not {name} {condition}" if holds is False else f"no {name}"

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Int, Shaped, UInt8, UInt64
 
 from ddm_lightning.core import remote
-from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.errors import UserError, note
 from ddm_lightning.core.files import atomic_write_json, atomic_write_text, read_json
 from ddm_lightning.partition.columns import PackedStrings, Rows, StoredArray, opened
 from ddm_lightning.partition.partition import Samples
@@ -33,6 +33,7 @@ from ddm_lightning.prepare.encode import (
     check_broken,
     is_sampled,
 )
+from ddm_lightning.prepare.filters import IN_DROP_KEYS
 from ddm_lightning.prepare.ledger import Ledger, Published
 from ddm_lightning.prepare.near_duplicates import find_near_duplicates
 from ddm_lightning.prepare.records import BrokenSample, Part
@@ -272,6 +273,9 @@ def write_index(
     if num_samples == 0:
         raise UserError(f"the source has no usable samples{of_filters}; fix prepare.source or prepare.filters")
     usable = prepared.without([lost.get(number, ()) for number in prepared.filled_parts])
+    if filtered.get(IN_DROP_KEYS) == 0:
+        key = prepared.texts("keys", usable)[0]
+        note(f"key 'prepare.drop_keys': no sample has one of its keys; the first sample's is {key!r}")
     num_without_caption = int(np.count_nonzero(~prepared.facts("has_caption", usable)))
     index = {
         "num_read": num_read,

@@ -26,7 +26,7 @@ from ddm_lightning.config.experiment import PrepareConfig
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import CAPTION_ENCODERS, FEATURES, IMAGE_ENCODERS, SOURCES
 from ddm_lightning.encoders.interfaces import CaptionEncoder, Features, ImageEncoder
-from ddm_lightning.prepare.filters import PROPERTIES, Filters, extra_columns, number_in, properties
+from ddm_lightning.prepare.filters import IN_DROP_KEYS, PROPERTIES, Filters, extra_columns, number_in, properties
 from ddm_lightning.prepare.records import BrokenSample, Part, Record, Source
 from ddm_lightning.prepare.sources.decode import caption_in
 from ddm_lightning.shards.manifest import DataSizes
@@ -184,7 +184,7 @@ class Reading:
         """Height and width of their images; 0 before the first one."""
         self.broken: list[BrokenSample] = []
         """Broken samples so far."""
-        self.filtered = Counter[str]()
+        self.filtered = Counter({IN_DROP_KEYS: 0} if plugins.config.drop_keys else {})
         """Samples taken out so far, by filter."""
         self.content = hashlib.sha256()
         """Hash of the samples so far, pixels included."""

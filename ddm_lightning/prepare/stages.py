@@ -11,6 +11,7 @@ it.
 
 from __future__ import annotations
 
+import re
 import shutil
 import time
 from collections import Counter
@@ -57,6 +58,7 @@ from ddm_lightning.shards.manifest import DataSizes, Manifest, manifest_path
 
 # Part of every stage's hash. Raise it when the output of a stage changes.
 STAGES_VERSION = 5
+_SPLIT = re.compile("train(ing)?|val(id|idation)?|dev|test(ing)?", re.IGNORECASE)
 
 
 def prepare(
@@ -226,9 +228,13 @@ class Preparation:
             UserError: bad input.
         """
         self.plugins.versions()
-        if self.experiment.condition.kind == "class" and self.plugins.source.num_classes < 2:
+        source = self.plugins.source
+        names = getattr(source, "class_names", None) or ()
+        are_splits = names and all(map(_SPLIT.fullmatch, names))
+        if self.experiment.condition.kind == "class" and (source.num_classes < 2 or are_splits):
             raise UserError(
-                f"key 'condition.kind' = 'class': source {self.config.source.name!r} has no classes; use text or none"
+                f"key 'condition.kind' = 'class': source {self.config.source.name!r} has no classes"
+                f"{f', only {list(names)}' if names else ''}; use text or none, or give the folder of the classes"
             )
         if self.unfinished(self.part_jobs()):
             _ = self.plugins.parts  # refuses a source that is gone, or lacks a column

@@ -119,3 +119,19 @@ def test_shards_without_what_another_condition_or_batch_needs_are_refused_later(
     # The shards are whole.
     assert main(given) == 2
     assert "'condition.kind' = 'text': none of 40 samples has a caption" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("names", [("train", "Val"), ("train",), ("training", "test", "validation")])
+def test_splits_are_no_classes(tmp_path, names):
+    write(str(tmp_path / "in"), {f"{name}/cat/{number}.png": IMAGES[number] for name in names for number in range(18)})
+    source = PluginConfig("imagefolder", {"path": str(tmp_path / "in")})
+    experiment = experiment_of(source, caption_encoder=None, max_bad_fraction=0)
+    experiment.condition = ConditionConfig(kind="class")
+    with pytest.raises(UserError, match=f"has no classes, only .*{names[0]}.*; use text or none, or give the folder"):
+        dry_run(experiment, tmp_path / "run")
+    experiment.condition = ConditionConfig(kind="none")
+    assert dry_run(experiment, tmp_path / "run").num_looked_at == 18 * len(names)
+    if len(names) > 1:
+        write(str(tmp_path / "in"), {"vans/1.png": IMAGES[0]})
+        experiment.condition = ConditionConfig(kind="class")
+        assert dry_run(experiment, tmp_path / "run").num_labels == len(names) + 1

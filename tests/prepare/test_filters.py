@@ -156,6 +156,20 @@ def test_another_list_of_keys_is_applied(tmp_path):
         assert prepare(experiment, tmp_path / "run").filtered == counts(taken_out(keys).values())
 
 
+def test_a_list_of_keys_that_matches_nothing_is_told(tmp_path, capsys):
+    (tmp_path / "drop.txt").write_text("0.parquet:1\n0.parquet:2\n")
+    experiment = experiment_of(write_table(tmp_path / "data"), drop_keys=str(tmp_path / "drop.txt"), filters={})
+    assert dry_run(experiment, tmp_path / "run").filtered == {"in drop_keys": 0}
+    listener = Listener()
+    assert prepare(experiment, tmp_path / "run", listener).filtered == {"in drop_keys": 0}
+    assert any("; taken out by filters: in drop_keys: 0" in line for line in listener.lines)
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("note: "))
+    assert line == "note: key 'prepare.drop_keys': no sample has one of its keys; the first sample's is 'k0'"
+    (tmp_path / "drop.txt").write_text("k1\nother\n")
+    assert prepare(experiment, tmp_path / "run").filtered == {"in drop_keys": 1}
+    assert "note" not in capsys.readouterr().err
+
+
 def test_a_dry_run_estimates_what_filters_take_out(tmp_path):
     experiment = experiment_of(write_table(tmp_path / "data"))
     plan = dry_run(experiment, tmp_path / "run")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from io import StringIO
@@ -12,7 +13,7 @@ from itertools import pairwise
 from posixpath import join, normpath, splitext
 from typing import Any
 
-from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.errors import UserError, note
 from ddm_lightning.core.files import parse_json
 from ddm_lightning.core.registry import SOURCES
 from ddm_lightning.prepare.records import BrokenSample, Part, Record, block_size_of
@@ -20,6 +21,7 @@ from ddm_lightning.prepare.sources.decode import caption_in, decode
 from ddm_lightning.prepare.sources.urls import PARAMS, Files
 
 _CAPTION_FILES = ("captions.jsonl", "metadata.jsonl", "captions.csv", "metadata.csv")
+_UNREAD = re.compile(r"(captions|metadata)\.(json|parquet|tsv|xlsx)")
 _TEXTS = (".caption", ".txt")
 _CAPTION = "caption"
 _REST = ""
@@ -109,6 +111,8 @@ class ImageFolder:
         captions, columns, folders = dict[str, str](), set[str](), dict[str, str]()
         for file in self.files.states:
             folder, _, base = file.rpartition("/")
+            if _UNREAD.fullmatch(base.lower()):
+                note(f"{self.files.shown(file)}: is not read; captions may be in one of {', '.join(_CAPTION_FILES)}")
             if base.lower() not in _CAPTION_FILES or (rows := self._rows(file)) is None:
                 continue
             if (other := folders.setdefault(folder, file)) != file:
@@ -148,7 +152,14 @@ class ImageFolder:
             rows = [(reader.line_num, row) for row in reader]
         except (UnicodeDecodeError, csv.Error) as error:
             raise UserError(f"{self.files.shown(file)}: is no CSV file in UTF-8 ({error}); save it as one") from None
-        return rows if "file_name" in reader.fieldnames else None
+        if "file_name" in reader.fieldnames:
+            return rows
+        if "file_name" in "".join(reader.fieldnames) or "captions" in file.lower():
+            raise UserError(
+                f"{self.files.shown(file)}: its first line {', '.join(reader.fieldnames)!r} has no column file_name; "
+                "separate columns by commas"
+            )
+        return None
 
     def _image_of(self, folder: str, given: str) -> str:
         """Return the image that a caption file in ``folder`` names, perhaps as on Windows."""

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, groupby
+from math import isnan
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from PIL import Image
 
-from ddm_lightning.core import remote
 from ddm_lightning.core.checks import option
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import parse_json
 from ddm_lightning.core.registry import SOURCES, require
-from ddm_lightning.prepare.filters import CAPTIONS_KEY
+from ddm_lightning.prepare.filters import CAPTIONS_KEY, number_in
 from ddm_lightning.prepare.records import BrokenSample, Part, Record, block_size_of
 from ddm_lightning.prepare.sources.decode import caption_in, decode, one_line
 from ddm_lightning.prepare.sources.urls import PARAMS, Files, content_or_error
@@ -29,6 +30,7 @@ CAPTION_KEY = f"{PARAMS}.caption_column"
 _ROWS_AT_ONCE = 32  # rows that are Python objects at a time: images of some megabytes must not pile up
 _FILES_AT_ONCE = 16  # a table of contents at a URL takes some round trips
 _FILE_FORMAT = b"ARROW1"
+_UNCHAINED = re.compile("(https?|s3|sftp|ssh):")  # "::" in such a URL is no chain of file systems
 
 
 @dataclass(eq=False)
@@ -44,8 +46,10 @@ class TableSource:
         key_column: unique name of a sample; null for ``<file>:<row>``.
         group_column: samples of one group are held out together; null for none.
         num_classes: labels are numbers below it.
-        class_names: labels are these words, numbered from 0. A Hugging Face ``ClassLabel`` column needs neither.
-        image_root: folder or URL for relative image paths; null for the folder of the files.
+        class_names: labels are these words or numbers; with words alone also their numbers, from 0. A Hugging Face
+            ``ClassLabel`` column needs neither.
+        image_root: folder or URL for relative image paths; null for the folder of the files. Local paths that lead out
+            of it are refused.
         follow_links: whether to follow links that lead out of the folder.
     """
 
@@ -76,6 +80,7 @@ class TableSource:
         """Complete ``num_classes`` and ``class_names`` from each other, or from the files."""
         if (self.class_names is not None) + (self.num_classes is not None) > (self.label_column is not None):
             raise ValueError("give one of num_classes and class_names, and only with a label_column")
+        self._has_numbers = all(isnan(number_in(name)) for name in self.class_names or ())
         if self.label_column is None:
             self.num_classes = 1
         elif self.num_classes is None:
@@ -87,6 +92,8 @@ class TableSource:
             self.num_classes = len(self.class_names)
         self.class_names = [str(name) for name in self.class_names or ()]
         self._number_of = {name: number for number, name in enumerate(self.class_names)}
+        if len(self._number_of) < len(self.class_names):
+            raise ValueError(f"class_names has {max(self.class_names, key=self.class_names.count)!r} twice")
 
     def stored_class_names(self) -> list[str] | None:
         """Names of the classes in the files; None if the files do not name them."""
@@ -151,10 +158,11 @@ class TableSource:
             value = _text(value)
         if isinstance(value, str) and value in self._number_of:
             return self._number_of[value]
-        with suppress(TypeError, ValueError):
+        with suppress(TypeError, ValueError, OverflowError):
             number = int(value)
-            if 0 <= number < (self.num_classes or 1) and number == float(value):
-                return number
+            label = number if self._has_numbers else self._number_of.get(str(number), -1)
+            if 0 <= label < (self.num_classes or 1) and number == float(value):
+                return label
         return BrokenSample(key, "unknown class", f"{repr(value)[:80]}, of {self.num_classes} classes")
 
     def _image(self, cell: Any, key: str) -> Any:
@@ -169,17 +177,23 @@ class TableSource:
 
     def _fetch(self, path: str) -> bytes | Exception:
         """Read an image file, or return the error."""
-        if not remote.is_url(path) and not path.startswith("/"):
-            root = self.image_root or ""
-            if not root.startswith("http"):
-                return next(self._images.contents([path]))
-            path = f"{root.rstrip('/')}/{path}"  # perhaps a server that lists nothing
-        return content_or_error(path)
+        scheme, mark, inner = path.rpartition("::")[2].partition("://")
+        if _UNCHAINED.match(path) or (mark and scheme not in ("file", "local")):
+            return content_or_error(path)
+        root, path = self.image_root or "", inner if mark else path
+        if path.startswith("/") or not root.startswith("http"):
+            return next(self._images.contents([path]))
+        return content_or_error(f"{root.rstrip('/')}/{path}")  # perhaps a server that lists nothing
 
 
 def _text(cell: Any) -> str | None:
-    """Return a cell as text; None for null."""
-    return cell.decode(errors="replace").strip() if isinstance(cell, bytes) else None if cell is None else str(cell)
+    """Return a cell as text, in hexadecimal if it is binary; None for null."""
+    if not isinstance(cell, bytes):
+        return None if cell is None else str(cell)
+    try:
+        return cell.decode().strip()
+    except UnicodeDecodeError:
+        return cell.hex()
 
 
 @SOURCES.register("parquet")

@@ -177,10 +177,11 @@ class Files:
         Raises:
             PermissionError: it leads out of the folder.
         """
-        path = f"{self._root}/{relative}{self._query}"
+        is_absolute = self.is_local and relative.startswith("/")
+        path = relative if is_absolute else f"{self._root}/{relative}{self._query}"
         resolved = posixpath.normpath if self._follow_links or not self.is_local else os.path.realpath
         if not PurePosixPath(resolved(path)).is_relative_to(resolved(self._root)):
-            raise PermissionError(f"{relative!r} leads out of {self.shown()}")
+            raise PermissionError(f"{relative!r} leads out of {self.shown()}, as {self._key} has it")
         return path
 
     def shown(self, relative: str = "") -> str:

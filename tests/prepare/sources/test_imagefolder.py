@@ -149,6 +149,12 @@ def test_captions_from_jsonl_arrive_unchanged(folder, name):
         ({"captions.jsonl": "[" * 100_000}, "captions.jsonl': line 1: needs JSON"),
         ({"metadata.csv": "file_name,caption\na.png,a cat, asleep\n"}, "line 2: needs JSON with its own 'file_name'"),
         ({"metadata.csv": b"file_name,caption\na.png,caf\xe9\n"}, "metadata.csv': is no CSV file in UTF-8"),
+        (
+            {"metadata.csv": "file_name;text\na.png;x\n"},
+            "its first line 'file_name;text' has no column file_name; separate",
+        ),
+        ({"metadata.csv": "text\tfile_name\nx\ta.png\n"}, "separate columns by commas"),
+        ({"captions.csv": "image,caption\na.png,x\n"}, "its first line 'image, caption' has no column file_name"),
     ],
 )
 def test_a_caption_file_that_cannot_be_used_is_refused(folder, files, problem):
@@ -156,6 +162,15 @@ def test_a_caption_file_that_cannot_be_used_is_refused(folder, files, problem):
     with pytest.raises(UserError, match=re.escape(problem.format(repr(folder)))) as refusal:
         build(folder).parts()
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", ["metadata.json", "Captions.parquet", "captions.tsv"])
+def test_a_caption_file_of_another_format_is_named(folder, name, capsys):
+    write(folder, {"a.png": encoded(noise(2, 2, 3)), f"x/{name}": "{}", "x/scores.json": "{}"})
+    write(folder, {"captions.jsonl": lines({"file_name": "a.png", "caption": "one"})})
+    assert samples(folder)["a.png"].caption == "one"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"x/{name}': is not read; captions may be in one of captions.jsonl, metadata.jsonl, captions.csv" in line
 
 
 def test_bad_images_are_counted_by_cause_and_odd_ones_are_read(folder):

@@ -1,8 +1,10 @@
 """Parquet, Hugging Face and MDS: what their own writers wrote."""
 
 import io
+import math
 import re
 import shutil
+import zipfile
 
 import datasets
 import fsspec
@@ -162,6 +164,45 @@ def test_paths_are_relative_to_the_folder(source, tmp_path):
     fsspec.filesystem("memory").store.clear()
 
 
+def test_numbers_are_the_names_of_classes_that_are_numbers(source, tmp_path):
+    write_any(source, tmp_path, rows(3))  # labels 0, 1, 2
+    for names, expected in {
+        ("2", "1", "0"): [2, 1, 0],
+        ("1", "2", "3"): [None, 0, 1],  # digits from 1 on; 0 is none of them
+        ("cat", "dog", "cow"): [0, 1, 2],
+    }.items():
+        found = samples(source, tmp_path, label_column="label", class_names=list(names))
+        assert [getattr(sample, "label", None) for sample in found] == expected
+        assert {sample.cause for sample in found if isinstance(sample, BrokenSample)} <= {"unknown class"}
+    with pytest.raises(UserError, match="class_names has 'cat' twice"):
+        build(source, tmp_path, label_column="label", class_names=["cat", "dog", "cat"])
+
+
+def test_stored_class_names_that_are_numbers_do_not_renumber(tmp_path):
+    features = datasets.Features({"image": datasets.Image(), "kind": datasets.ClassLabel(names=["1", "0", "7"])})
+    image = Image.fromarray(noise(2, 2, 3))
+    data = datasets.Dataset.from_dict({"image": [image] * 3, "kind": ["7", "1", "0"]}, features=features)
+    data.save_to_disk(str(tmp_path))
+    found = samples("huggingface", tmp_path, caption_column=None, label_column="kind")
+    assert [record.label for record in found] == [2, 0, 1]
+
+
+def test_a_label_that_is_infinite_is_no_class(tmp_path):
+    table = [{"image": encoded(noise(2, 2, 3)), "kind": value} for value in (math.inf, math.nan, 1.5, 1.0)]
+    write_parquet(tmp_path, "a.parquet", table)
+    found = samples("parquet", tmp_path, caption_column=None, label_column="kind", num_classes=2)
+    assert [getattr(sample, "label", sample) for sample in found[3:]] == [1]
+    assert [sample.cause for sample in found[:3]] == ["unknown class"] * 3
+
+
+def test_binary_keys_stay_apart(tmp_path):
+    keys = [b"\xff\x00", b"\xfe\x00", b"\x80\x01", b"a1"]
+    write_parquet(tmp_path, "a.parquet", [{"image": encoded(noise(2, 2, 3)), "id": key} for key in keys])
+    found = samples("parquet", tmp_path, caption_column=None, key_column="id", group_column="id")
+    assert [record.key for record in found] == ["ff00", "fe00", "8001", "a1"]
+    assert len({record.group for record in found}) == 4
+
+
 def test_several_captions(tmp_path):
     image = encoded(noise(2, 2, 3))
     table = [
@@ -309,6 +350,28 @@ def test_a_path_in_a_table_that_leads_out_of_the_folder_is_not_read(tmp_path):
     found = [getattr(sample, "cause", None) for sample in samples("parquet", tmp_path / "data")]
     assert found == [None, None, *["unreadable file"] * 4]
     assert [getattr(one, "cause", None) for one in samples("parquet", tmp_path / "data", follow_links=True)][4] is None
+
+
+def test_no_form_of_a_local_path_leads_out_of_the_folder(tmp_path):
+    write(str(tmp_path), {"secret.png": encoded(noise(2, 2, 3)), "data/in.png": encoded(noise(2, 2, 3))})
+    with zipfile.ZipFile(tmp_path / "secret.zip", "w") as archive:
+        archive.writestr("a.png", encoded(noise(2, 2, 3)))
+    inside = [f"{prefix}{tmp_path}/data/in.png" for prefix in ("", "file://", "local://")]
+    outside = [f"{prefix}{tmp_path}/secret.png" for prefix in ("", "file://", "local://", "simplecache::file://")]
+    outside += [f"file://{tmp_path}/data/../secret.png", f"zip://a.png::{tmp_path}/secret.zip"]
+    outside += [f"zip://a.png::file://{tmp_path}/secret.zip"]
+    table = [{"image": {"bytes": None, "path": path}, "caption": "x"} for path in (*inside, *outside)]
+    write_parquet(tmp_path / "data", "a.parquet", table)
+    found = samples("parquet", tmp_path / "data")
+    assert [isinstance(one, BrokenSample) for one in found] == [False] * 3 + [True] * 7
+    assert "leads out of" in found[3].detail and "key 'prepare.source.params.path'" in found[3].detail
+    # The key that names the root allows them.
+    found = samples("parquet", tmp_path / "data", image_root=str(tmp_path))
+    assert [isinstance(one, BrokenSample) for one in found[3:6]] == [False] * 3
+    (tmp_path / "server").mkdir()
+    write_parquet(tmp_path / "server", "a.parquet", [{"image": f"{tmp_path}/secret.png", "caption": "x"}])
+    (one,) = samples("parquet", tmp_path / "server", image_root="http://127.0.0.1:9/images")
+    assert "leads out of" in one.detail
 
 
 def test_null_for_the_image_column_of_a_table_is_refused(source, tmp_path):
