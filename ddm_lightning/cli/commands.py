@@ -19,7 +19,7 @@ from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.config.merge import island_of
 from ddm_lightning.core import processes, remote
 from ddm_lightning.core.devices import check_devices, configure_torch
-from ddm_lightning.core.environment import Ranks, leave_ranks
+from ddm_lightning.core.environment import Ranks, check_meeting, leave_ranks
 from ddm_lightning.core.errors import UserError, note
 from ddm_lightning.core.formatting import Bars
 from ddm_lightning.core.registry import require
@@ -378,6 +378,7 @@ def run_command(experiment: Experiment, options: argparse.Namespace) -> int:
     """Run a command of ``COMMANDS`` with as many threads as members use; more threads than idle cores slow it down."""
     if options.command not in ("fit", "evaluate"):
         leave_ranks()
+    check_meeting()
     configure_torch(experiment.island.accelerator, experiment.island.num_threads)
     # Of several ranks of ``evaluate``, the others wait for the first.
     if options.command in _NEED_ENSEMBLE and Ranks.read().rank == 0:

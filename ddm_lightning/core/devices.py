@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -84,6 +84,18 @@ def tf32() -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+@contextmanager
+def own_defaults() -> Iterator[None]:
+    """Compute as in a fresh process, whatever the caller has made torch's defaults, and leave its random numbers."""
+    dtype, place = torch.get_default_dtype(), torch.get_default_device()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.random.fork_rng(devices=[]), nullcontext() if place.type == "cpu" else torch.device("cpu"):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:

@@ -70,6 +70,18 @@ def enter() -> None:
         leave_ranks()
 
 
+def check_meeting() -> None:
+    """Check that several ranks know where they meet.
+
+    Raises:
+        UserError: they do not.
+    """
+    if Ranks.read().world_size > 1 and not (os.environ.get("MASTER_ADDR") and _number("MASTER_PORT")):
+        raise UserError(
+            "RANK, LOCAL_RANK and WORLD_SIZE are set, but not MASTER_ADDR and MASTER_PORT; use torchrun, or unset them"
+        )
+
+
 def leave_ranks() -> None:
     """Make this process and its children no ranks of a launcher."""
     for name in _OF_RANKS:

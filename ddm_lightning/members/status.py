@@ -12,6 +12,7 @@ from typing import Annotated
 
 from ddm_lightning.core import checks
 from ddm_lightning.core.environment import Ranks
+from ddm_lightning.core.errors import note
 from ddm_lightning.core.files import atomic_write_json
 from ddm_lightning.core.formatting import format_duration
 from ddm_lightning.core.processes import start_time
@@ -72,7 +73,10 @@ class MemberStatus:
         self.updated = time.time()
         self.pid = os.getpid()
         self.began, self.host = start_time(self.pid), platform.node()
-        atomic_write_json(folder / "status.json", asdict(self))
+        try:
+            atomic_write_json(folder / "status.json", asdict(self))
+        except OSError as error:  # the disk may be full for a moment
+            note(f"{folder}: its status cannot be written ({error.strerror}); it goes on")
 
     @classmethod
     def read(cls, folder: Path, member: str, max_steps: int) -> MemberStatus:

@@ -274,8 +274,9 @@ def write_index(
         raise UserError(f"the source has no usable samples{of_filters}; fix prepare.source or prepare.filters")
     usable = prepared.without([lost.get(number, ()) for number in prepared.filled_parts])
     if filtered.get(IN_DROP_KEYS) == 0:
-        key = prepared.texts("keys", usable)[0]
-        note(f"key 'prepare.drop_keys': no sample has one of its keys; the first sample's is {key!r}")
+        note(
+            f"key 'prepare.drop_keys': no key of the file is a sample's, such as {prepared.texts('keys', usable)[0]!r}"
+        )
     num_without_caption = int(np.count_nonzero(~prepared.facts("has_caption", usable)))
     index = {
         "num_read": num_read,

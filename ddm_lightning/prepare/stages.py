@@ -233,8 +233,8 @@ class Preparation:
         are_splits = names and all(map(_SPLIT.fullmatch, names))
         if self.experiment.condition.kind == "class" and (source.num_classes < 2 or are_splits):
             raise UserError(
-                f"key 'condition.kind' = 'class': source {self.config.source.name!r} has no classes"
-                f"{f', only {list(names)}' if names else ''}; use text or none, or give the folder of the classes"
+                f"key 'condition.kind' = 'class': source {self.config.source.name!r} has no classes, only "
+                f"{', '.join(names) or 'images'}; use text or none, or give the folder of the classes"
             )
         if self.unfinished(self.part_jobs()):
             _ = self.plugins.parts  # refuses a source that is gone, or lacks a column

@@ -80,21 +80,19 @@ def check_ranks(island: IslandConfig) -> None:
     """Check that a launcher such as torchrun has started one rank per device; one alone may not count as a rank.
 
     Raises:
-        UserError: it started more or fewer, in all or on this node, or does not say where ranks meet.
+        UserError: it started more or fewer, in all or on this node.
     """
     mine = Ranks.read()
     number, of_node = mine.world_size, mine.local_world_size or mine.world_size // island.nodes
     if not mine.launched or (number, of_node) == (island.num_ranks, island.devices):
-        if number > 1 and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-            raise UserError("RANK and WORLD_SIZE are set, but not MASTER_ADDR and MASTER_PORT; start fit by torchrun")
-    elif number > 1 or has_agent():
+        return
+    if number > 1 or has_agent():
         raise UserError(
             f"{number} processes of fit were started, as by torchrun, but island.devices = {island.devices} "
             f"and island.nodes = {island.nodes}; start fit only once on each node, and it starts one process per "
             "device; if each trains a member of its own, unset LOCAL_RANK"
         )
-    else:
-        leave_ranks()
+    leave_ranks()
 
 
 @functools.cache

@@ -94,7 +94,7 @@ class DecentralizedPipeline(DiffusionPipeline):  # type: ignore[misc]  # diffuse
             UserError: as ``DecentralizedEnsemble.sample``, prompts and classes, a negative prompt, another
                 ``output_type``, or another number of generators than of images.
         """
-        if negative_prompt:
+        if any(listed(negative_prompt)):
             raise UserError("negative_prompt: is not supported; leave it out")
         if output_type not in ("pil", "np", "pt"):
             raise UserError(f"output_type = {output_type!r}: must be pil, np or pt")

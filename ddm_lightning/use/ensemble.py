@@ -18,7 +18,7 @@ from PIL import Image
 from torch import Tensor
 
 from ddm_lightning.config.experiment import Experiment, PluginConfig
-from ddm_lightning.core.devices import check_devices, configure_cuda, device_of
+from ddm_lightning.core.devices import check_devices, configure_cuda, device_of, own_defaults
 from ddm_lightning.core.errors import UserError, first_line, note
 from ddm_lightning.core.registry import CAPTION_ENCODERS, IMAGE_ENCODERS, Registry, require
 from ddm_lightning.ensemble.load import load_ensemble
@@ -193,6 +193,7 @@ class DecentralizedEnsemble:
         """Cost of the images sampled so far."""
         return self.field.cost(self.meta.x_shape, ConditionSpec(**self.meta.condition))
 
+    @own_defaults()
     def to(self, device: torch.device | str) -> DecentralizedEnsemble:
         """Load all networks onto a device.
 
@@ -219,7 +220,7 @@ class DecentralizedEnsemble:
         """
         changed = copy(self)
         changed.experiment = experiment
-        changed.field = self.field if factors is None else self.field.reweighted(factors)
+        changed.field = self.field if factors is None else self.field.reweighted(listed(factors))
         return changed
 
     def latents(self, condition: Condition | None, num: int, **more: Any) -> Float[Tensor, "num c h w"]:
@@ -326,6 +327,7 @@ class DecentralizedEnsemble:
             for (row, index), image in zip(places, self.decode(x_0), strict=True):
                 yield row, index, image
 
+    @own_defaults()
     def sample(
         self,
         prompts: str | Sequence[str] | None = None,

@@ -97,7 +97,7 @@ def write_samples(
         save_png(grid, labelled_grid(shown, scale_of(shown[0][1][0]), title, footer=credit))
         if trace is not None:
             files = write_trajectory(grid, trace, ensemble.field.cluster_names, labels, ensemble.decode, gif, credit)
-        for old in singles.glob("[0-9][0-9][0-9]-*-[0-9][0-9][0-9][0-9].png") if singles is not None else ():
+        for old in singles.glob("[0-9][0-9][0-9]*-*-*[0-9][0-9][0-9][0-9].png") if singles is not None else ():
             old.unlink()  # left by an earlier grid of this name
     return {name: path.with_name(file.name) for name, file in files.items()}
 

@@ -164,7 +164,7 @@ def test_a_list_of_keys_that_matches_nothing_is_told(tmp_path, capsys):
     assert prepare(experiment, tmp_path / "run", listener).filtered == {"in drop_keys": 0}
     assert any("; taken out by filters: in drop_keys: 0" in line for line in listener.lines)
     (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("note: "))
-    assert line == "note: key 'prepare.drop_keys': no sample has one of its keys; the first sample's is 'k0'"
+    assert line == "note: key 'prepare.drop_keys': no key of the file is a sample's, such as 'k0'"
     (tmp_path / "drop.txt").write_text("k1\nother\n")
     assert prepare(experiment, tmp_path / "run").filtered == {"in drop_keys": 1}
     assert "note" not in capsys.readouterr().err

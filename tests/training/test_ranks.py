@@ -251,17 +251,30 @@ def test_a_pod_that_an_operator_numbers_trains_its_member_alone(tiny_run):
 
 
 def test_members_of_one_run_are_not_ranks(tiny_run, monkeypatch, capsys):
-    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
+    ranks = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
+    for name, value in ranks.items():
         monkeypatch.setenv(name, value)
     assert main(["fit", "-c", str(TINY), f"run_dir={tiny_run}"]) == 2
     assert "2 processes of fit were started, as by torchrun; start it once" in capsys.readouterr().err
     assert not (tiny_run / "members").exists()
 
 
-def test_ranks_that_cannot_meet_are_refused(tiny_run, monkeypatch, capsys):
-    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
+@pytest.mark.parametrize("command", ["fit", "evaluate"])
+@pytest.mark.parametrize(
+    "meeting", [{}, {"MASTER_ADDR": "", "MASTER_PORT": "1"}, {"MASTER_ADDR": "a", "MASTER_PORT": "x"}]
+)
+def test_ranks_that_cannot_meet_are_refused(tiny_run, monkeypatch, capsys, command, meeting):
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", **meeting}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.delenv("MASTER_ADDR", raising=False)
-    assert main(["fit", "-c", str(TINY), f"run_dir={tiny_run}", *SETTINGS]) == 2
+    assert main([command, "-c", str(TINY), f"run_dir={tiny_run}", *(SETTINGS if command == "fit" else [])]) == 2
     assert "not MASTER_ADDR and MASTER_PORT" in capsys.readouterr().err
     assert not (tiny_run / "members").exists()
+
+
+def test_commands_of_one_process_do_not_ask_where_ranks_meet(tiny_run, monkeypatch, capsys):
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["plan", "-c", str(TINY), f"run_dir={tiny_run}"]) == 0

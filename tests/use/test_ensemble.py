@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
@@ -10,6 +11,7 @@ import sys
 import tempfile
 import textwrap
 import uuid
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ from tiny_runs import ROOT, copy_run, settings
 
 from ddm_lightning import DecentralizedEnsemble
 from ddm_lightning.cli.parser import main
+from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import sha256_file
 from ddm_lightning.ensemble.routing import Trace
 from ddm_lightning.members.artifact import read_meta
@@ -48,6 +51,46 @@ def test_it_sets_up_torch_on_a_gpu(three: Path, torch_settings: None, monkeypatc
     with suppress(AssertionError, RuntimeError):  # this torch may know no CUDA
         ensemble.to("cuda")
     assert torch.get_float32_matmul_precision() == "high"
+
+
+@contextlib.contextmanager
+def defaults_of(kind: str) -> Iterator[None]:
+    """What a Python caller may have set for computations of its own."""
+    if isinstance(default := getattr(torch, kind, None), torch.dtype):
+        torch.set_default_dtype(default)
+    elif kind == "meta":
+        torch.set_default_device("meta")
+    contexts = {"autocast": lambda: torch.autocast("cpu", torch.bfloat16), "inference": torch.inference_mode}
+    try:
+        with contexts.get(kind, contextlib.nullcontext)():
+            yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+
+
+@pytest.mark.filterwarnings("ignore:.*for .*copying from a non-meta parameter:UserWarning")
+@pytest.mark.parametrize("kind", ["float64", "bfloat16", "meta", "autocast", "inference"])
+@pytest.mark.parametrize("when", ["load", "sample"])
+def test_defaults_of_the_caller_change_no_image(three: Path, kind: str, when: str) -> None:
+    expected = images(load(three))
+    state = torch.manual_seed(7).get_state()
+    with defaults_of(kind if when == "load" else "none"):
+        ensemble = load(three)
+    with defaults_of(kind if when == "sample" else "none"):
+        found = images(ensemble)
+        if kind in ("float64", "bfloat16") and when == "sample":
+            assert torch.get_default_dtype() == getattr(torch, kind), "the caller's default stays"
+    assert found == expected
+    assert torch.equal(torch.get_rng_state(), state), "the caller's random numbers stay"
+
+
+def test_one_factor_alone_is_refused_or_taken(three: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"factors = \[1\]: give 3 numbers from 0 up, one per cluster"):
+        load(three).sample("prompt", factors=1)
+    (tmp_path / "one").mkdir()
+    single = load(saved(tmp_path / "one", counts=(5,)))
+    assert images(single, factors=2) == images(single)
 
 
 def test_a_saved_ensemble_moves_and_keeps_its_images(three: Path, tmp_path: Path) -> None:
@@ -316,7 +359,7 @@ def test_the_pipeline_takes_what_those_of_diffusers_take(pipeline: DiffusionPipe
     assert numbers.dtype == np.float32 and np.array_equal(numbers, pixels[None])
     tensor = pipeline("cat", generator=seeded(1), output_type="pt").images
     assert torch.equal(tensor, torch.from_numpy(pixels).permute(2, 0, 1)[None])
-    same = pipeline("cat", generator=seeded(1), negative_prompt="").images
+    same = pipeline("cat", generator=seeded(1), negative_prompt=[""]).images
     assert same[0].tobytes() == image.tobytes()
 
 
@@ -372,6 +415,7 @@ def test_the_pipeline_of_ensembles_without_prompts(tmp_path: Path, kind: str, si
     ("settings", "words"),
     [
         ({"negative_prompt": "dog"}, "negative_prompt: is not supported"),
+        ({"negative_prompt": ["", "dog"]}, "negative_prompt: is not supported"),
         ({"output_type": "latent"}, "output_type = 'latent': must be pil, np or pt"),
         ({"generator": [torch.Generator()] * 2}, "generator: 2 for 1 images; give one, or one per image"),
         ({"class_labels": 1}, "prompt and class_labels: give one of them"),

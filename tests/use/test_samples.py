@@ -84,6 +84,12 @@ def test_memory_does_not_grow_with_the_number_of_images(monkeypatch: pytest.Monk
     assert max(nums) == ensemble.BATCH_SIZE and sum(nums) == 400 == len(list(singles.iterdir()))
     assert np.asarray(Image.open(singles / "001-b-0199.png")).shape == (4, 4, 3)
     width = np.asarray(Image.open(grid)).shape[1]
+    old, own = ("000-a-9999", "999-b-10000", "1000-c-0001", "1000-c-12345"), ("me.png", "10-me-0001.png", "000-a.txt")
+    for name in (*(f"{name}.png" for name in old), *own):
+        (singles / name).write_bytes(b"")
+    settings.num_per_prompt = 1
+    samples.write_samples(one, grid, "ab", singles=singles)
+    assert {path.name for path in singles.iterdir()} == {"000-a-0000.png", "001-b-0000.png", *own}
     settings.num_per_prompt, nums[:] = 10**9, []
     samples.write_samples(one, grid, "ab")
     assert sum(nums) == 2 * samples.MAX_COLUMNS and np.asarray(Image.open(grid)).shape[1] == width

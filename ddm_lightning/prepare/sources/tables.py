@@ -93,7 +93,7 @@ class TableSource:
         self.class_names = [str(name) for name in self.class_names or ()]
         self._number_of = {name: number for number, name in enumerate(self.class_names)}
         if len(self._number_of) < len(self.class_names):
-            raise ValueError(f"class_names has {max(self.class_names, key=self.class_names.count)!r} twice")
+            raise ValueError("class_names has a name twice")
 
     def stored_class_names(self) -> list[str] | None:
         """Names of the classes in the files; None if the files do not name them."""
@@ -187,13 +187,10 @@ class TableSource:
 
 
 def _text(cell: Any) -> str | None:
-    """Return a cell as text, in hexadecimal if it is binary; None for null."""
-    if not isinstance(cell, bytes):
-        return None if cell is None else str(cell)
-    try:
-        return cell.decode().strip()
-    except UnicodeDecodeError:
-        return cell.hex()
+    """Return a cell as text, with escaped bytes if it is binary; None for null."""
+    if isinstance(cell, bytes):
+        return cell.decode(errors="backslashreplace").strip()
+    return None if cell is None else str(cell)
 
 
 @SOURCES.register("parquet")
