@@ -13,11 +13,15 @@ from torch import nn
 
 from ddm_lightning.cli.parser import main
 from ddm_lightning.ensemble.velocity import Ensemble
+from ddm_lightning.evaluation import diagnosis
 from ddm_lightning.evaluation.diagnosis import Samples, diagnosis_lines, expert_figures, router_figures
+from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.members.member import Member
-from ddm_lightning.shards.manifest import Manifest
+from ddm_lightning.shards.manifest import HELD_OUT, Manifest, shard_name
+from ddm_lightning.shards.mds import open_shards
 from ddm_lightning.training.objective import Objective
+from ddm_lightning.use import ensemble as sampling
 
 SIZES = [30, 60, 90]
 PRIORS = [size / 180 for size in SIZES]
@@ -77,6 +81,43 @@ def test_exact_experts_are_best_on_their_own_clusters():
     assert found["disagreement"][0] < 1e-3 < found["disagreement"][-1]
 
 
+def test_disagreement_is_that_of_experts_weighted_under_the_condition():
+    """Constant velocities 1 and 3 under shares of 1/4 and 3/4: a variance of 0.75 about a mean of 2.5."""
+    points = samples().rows(torch.arange(90))
+    given = Samples(points.x_0, points.clusters, points.sample_ids, Condition.of(torch.zeros(90, dtype=torch.int64)))
+    made = Ensemble([Constant(1.0), Constant(3.0)], Sure(), [1 / 3, 2 / 3])
+    assert expert_figures(made, given, seed=0)["disagreement"] == pytest.approx([0.75 / 2.5**2] * 8)
+
+
+class Constant(nn.Module):
+    prediction = "velocity"
+
+    def __init__(self, value):
+        super().__init__()
+        self.value = value
+
+    def forward(self, x_t, t, condition):
+        return torch.full_like(x_t, self.value)
+
+
+class Sure(nn.Module):
+    """Takes both clusters for as likely unless it is given a condition."""
+
+    def forward(self, x_t, t, condition):
+        return torch.tensor([0.5, 0.5] if condition is None else [0.25, 0.75]).log().expand(len(x_t), -1)
+
+
+def test_draws_of_one_sample_share_the_number_that_judges_chance(monkeypatch):
+    """Eight draws of each sample are not eight samples, whose calibration error by chance would be smaller."""
+    seen, choose = [], diagnosis.choose
+    monkeypatch.setattr(diagnosis, "choose", lambda weights, uniform: seen.append(uniform) or choose(weights, uniform))
+    points = samples()
+    router_figures(ensemble(points), points.rows(torch.arange(180).repeat(8)), seed=0)
+    for uniform in seen:
+        assert torch.equal(uniform, uniform.reshape(8, -1)[0].repeat(8)) and len(uniform.unique()) > 60
+    assert not torch.equal(seen[0], seen[1])
+
+
 def at_time(points, index):
     """Noisy samples at one of the eight times, as the diagnosis makes them."""
     noise = torch.randn(points.x_0.shape, generator=keyed_generator(0, "diagnosis", index))
@@ -126,13 +167,18 @@ def test_a_router_that_answers_the_priors_at_high_noise_is_named(above, times):
 
 
 def test_the_command_writes_figures_and_charts(capsys, finished_run, tmp_path, monkeypatch):
-    sizes, condition = [], Objective.condition
+    sizes, condition, clusters, sample = [], Objective.condition, [], sampling.sample
 
     def counted(self, batch):
         sizes.append(len(batch["sample_id"]))
         return condition(self, batch)
 
+    def sampled(*arguments, **named):
+        clusters.append(named["clusters"].tolist())
+        return sample(*arguments, **named)
+
     monkeypatch.setattr(Objective, "condition", counted)
+    monkeypatch.setattr(sampling, "sample", sampled)
     monkeypatch.setattr(Member, "build_network", lambda _: pytest.fail("needs no random network"))
     run = copy_run(finished_run, tmp_path / "run")
     assert main(["diagnose", *settings(run), "--num", "12", "sample.num_steps=2"]) == 0
@@ -142,6 +188,15 @@ def test_the_command_writes_figures_and_charts(capsys, finished_run, tmp_path, m
     held_out = np.repeat([0, 1], [cluster.held_out for cluster in Manifest.read(run).clusters])
     given = held_out[np.arange(12) * len(held_out) // 12]  # evenly spaced, so of all clusters
     assert figures["shares"]["expected"] == pytest.approx(np.bincount(given) / 12)
+    assert clusters == [given.tolist()] * 4  # which the strategy oracle follows
+    shards = [run / "prepared" / "shards" / shard_name(k, HELD_OUT) for k in range(2)]
+    ids = np.concatenate(
+        [
+            open_shards([shard]).take(np.arange(len(open_shards([shard]))), ("sample_id",))["sample_id"]
+            for shard in shards
+        ]
+    )
+    assert figures["num_judged"] == ((ids * 2654435761 >> 16) % 2 == 1).sum()
     assert set(figures["shares"]["strategies"]) == {"full", "top-1", "sample-1", "bayes"}
     for found in figures["shares"]["strategies"].values():
         assert sum(found["shares"]) == pytest.approx(1, abs=1e-5) and "total variation" in out
@@ -156,6 +211,7 @@ def test_the_command_writes_figures_and_charts(capsys, finished_run, tmp_path, m
             assert chart.width > 500
     assert main(["diagnose", *settings(run), "--strategy", "top-1", "--num", "2", "sample.precision=bf16-mixed"]) == 0
     half = json.loads((run / "diagnosis" / "diagnosis.json").read_text())
+    assert half["shares"]["by_chance"] > 1.5 * figures["shares"]["by_chance"], "of 2 images instead of 12"
     for part in ("experts", "router"):  # nearly the same
         assert half[part] != figures[part]
     assert half["experts"]["in_cluster"] == pytest.approx(figures["experts"]["in_cluster"], rel=0.01)

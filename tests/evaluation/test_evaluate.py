@@ -1,5 +1,6 @@
 """``evaluate``: what it writes, what it finds again, and what it refuses."""
 
+import hashlib
 import json
 import shutil
 import socket
@@ -18,8 +19,9 @@ from ddm_lightning.cli.parser import main
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.registry import FEATURES, METRICS
 from ddm_lightning.encoders.images import Pixels
+from ddm_lightning.evaluation import evaluate as evaluation
 from ddm_lightning.evaluation import image_sets
-from ddm_lightning.evaluation.image_sets import FileImages, ShardImages
+from ddm_lightning.evaluation.image_sets import FileImages, Generated, ShardImages
 from ddm_lightning.members.run import Run
 from ddm_lightning.shards.manifest import HELD_OUT, TRAIN, Manifest
 from ddm_lightning.use import ensemble
@@ -75,8 +77,7 @@ def test_the_oracle_takes_the_cluster_of_the_image_whose_caption_it_gets(run, tm
     found = {}
     params = "sample.strategy_params={cluster: %d}"
     for name, own in {"own": (), 0: (params % 0,), 1: (params % 1,), "alone": ("sample.member=expert-1",)}.items():
-        settings = [f"run_dir={run}", *SMALL, "sample.strategy=oracle", *own]
-        images = image_sets.Generated(Run(load_experiment(TINY, settings)), Manifest.read(run), Pixels())
+        images = generated(run, "sample.strategy=oracle", *own)
         images.folder = tmp_path / str(name)
         found[name] = np.concatenate([images.images(rows) for rows in image_sets.parts(images)])
     given = images.given(range(20), "cluster")
@@ -84,6 +85,68 @@ def test_the_oracle_takes_the_cluster_of_the_image_whose_caption_it_gets(run, tm
     assert np.array_equal(found["own"], np.stack([found[k][row] for row, k in enumerate(given)]))
     assert not np.array_equal(found[0], found[1])
     assert np.array_equal(found["alone"], found[1])
+
+
+def generated(run, *more, manifest=True):
+    settings = [f"run_dir={run}", *SMALL, *more]
+    return Generated(Run(load_experiment(TINY, settings)), Manifest.read(run) if manifest else None, Pixels())
+
+
+def test_without_shards_prompts_are_repeated_in_turn(run):
+    images = generated(run, "sample.prompts=[a, b, c]", manifest=False)
+    assert images.given(range(7), "caption") == ["a", "b", "c", "a", "b", "c", "a"]
+    assert images.given(range(4, 6), "caption") == ["b", "c"]
+
+
+def test_conditions_are_those_of_all_held_out_images_in_an_order_of_the_seed(run):
+    first, second = (generated(run, f"seed={seed}") for seed in (0, 1))
+    order = first.given(range(21), "sample_id")
+    held_out = ShardImages(run / "prepared" / "shards", Manifest.read(run), Pixels(), HELD_OUT)
+    assert sorted(order) == sorted(held_out.column(range(21), "sample_id")) != order
+    assert first.given(range(15, 42), "sample_id") == order[15:] + order
+    assert sorted(second.given(range(21), "sample_id")) == sorted(order) != second.given(range(21), "sample_id")
+
+
+@pytest.mark.parametrize("member", [None, "expert-1"])
+def test_results_are_kept_by_the_weights_and_named_after_what_is_sampled(run, member):
+    file = run / "ensemble.json" if member is None else run / "members" / member / "artifact" / "member.json"
+    more = () if member is None else (f"sample.member={member}",)
+    made = evaluation.Evaluation(Run(load_experiment(TINY, [f"run_dir={run}", *SMALL, *more])), None, None)
+    assert made.origin["weights_sha256"] == hashlib.sha256(file.read_bytes()).hexdigest()
+    assert made.folder.name.startswith(f"{member or 'top-1'}-")
+
+
+class Captioned:
+    """A metric that keeps what it is given."""
+
+    captioned = True
+
+    def __init__(self):
+        self.given = []
+
+    def to(self, device):
+        return self
+
+    def update(self, images, captions=None, *, real):
+        self.given.append((len(images), captions, real))
+
+    def compute(self):
+        return torch.tensor(float(len(self.given)))
+
+
+def test_a_metric_gets_every_part_with_its_captions_and_is_told_which_are_real(run, monkeypatch):
+    monkeypatch.setitem(METRICS._registered, "captioned", Captioned)
+    experiment = load_experiment(TINY, [f"run_dir={run}", *SMALL, "evaluate.metrics=[{name: captioned}]"])
+    made = evaluation.Evaluation(Run(experiment), None, None)
+    assert made.scores()["captioned"].value == 6
+    ((_, metric),) = made.metrics
+    captions = generated(run).given(range(20), "caption")
+    assert [given for given in metric.given if not given[2]] == [
+        (8, captions[:8], False),
+        (8, captions[8:16], False),
+        (4, captions[16:], False),
+    ]
+    assert [given for given in metric.given if given[2]] == [(8, None, True), (8, None, True), (5, None, True)]
 
 
 def kid(params, *images):
@@ -96,16 +159,24 @@ def decoded(run, side):
     return np.concatenate([images.images(rows) for rows in image_sets.parts(images)])
 
 
-def test_training_images_are_found_out_and_score_a_distance_of_zero(run, tmp_path):
-    np.savez(tmp_path / "copied.npz", images=decoded(run, TRAIN)[:30])
+def test_training_images_are_found_out_and_score_a_distance_of_zero(run, tmp_path, monkeypatch):
+    shown, draw = [], evaluation.labelled_grid
+    monkeypatch.setattr(
+        evaluation, "labelled_grid", lambda rows, *more, **named: shown.extend(rows) or draw(rows, *more, **named)
+    )
+    copied = decoded(run, TRAIN)[:30]
+    np.savez(tmp_path / "copied.npz", first=np.zeros(3), images=copied)
     out = tmp_path / "out"
     assert evaluate(run, "--images", str(tmp_path / "copied.npz"), "--out", str(out), "evaluate.reference=train") == 0
     found = result(out)
     assert found["memorisation"]["share_nearer"] == 1 and found["memorisation"]["median_distance"] < 1e-5
+    for label, (sample, nearest, *_) in shown:
+        own = copied[int(label.removeprefix("sample ").partition(":")[0])]
+        assert np.array_equal(sample, own) and np.array_equal(nearest, own)
     # A folder of the same images, as reference and as samples.
     folder = tmp_path / "folder"
     folder.mkdir()
-    for number, image in enumerate(decoded(run, TRAIN)[:30]):
+    for number, image in enumerate(copied):
         Image.fromarray(image).save(folder / f"{number:02d}.png")
     more = ["--images", str(folder), "--out", str(tmp_path / "other"), f"evaluate.reference={tmp_path / 'copied.npz'}"]
     assert evaluate(run, *more) == 0
@@ -156,6 +227,8 @@ def test_a_second_call_samples_only_what_is_missing(run, monkeypatch):
     assert numbers == [8, 8, 4, 8] and result(folder) == first
     (second,) = folder.glob("evaluation-*.json")
     assert "recall (pixels)" in json.loads(second.read_text())["scores"]
+    assert evaluate(run, "evaluate.reference=train") == 0  # nor does another reference replace them
+    assert len([*folder.glob("evaluation-*.json")]) == 2 and result(folder) == first
 
 
 def test_results_of_other_settings_are_refused(run, tmp_path, capsys):
