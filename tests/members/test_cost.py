@@ -8,7 +8,7 @@ from tiny_runs import TINY
 from ddm_lightning.config.experiment import IslandConfig
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.members import cost
-from ddm_lightning.members.cost import State, chosen_strategy
+from ddm_lightning.members.cost import MemberCost, State, chosen_strategy
 from ddm_lightning.members.run import Run
 from ddm_lightning.shards.manifest import DataSizes
 
@@ -59,3 +59,83 @@ def test_a_device_computes_its_share_of_all_nodes_in_parts_of_about_one_size(siz
     """Of 16 samples on 6 devices, three at most."""
     island = IslandConfig("gpu", 2, nodes=3, micro_batch_size=size)
     assert cost.micro_batch_of(SimpleNamespace(batch_size=16), island) == expected
+
+
+def planned(*overrides):
+    """Cost of an expert of five blocks and no condition."""
+    network = "expert.network={name: dit, params: {width: 32, depth: 5, num_heads: 2, patch_size: 4}%s}"
+    lora = ", lora: {rank: 2, target_modules: [qkv]}" if "lora" in overrides else ""
+    rest = [one for one in overrides if one != "lora"]
+    experiment = load_experiment(TINY, ["condition.kind=none", "sample.prompts=[]", network % lora, *rest])
+    member = Run(experiment).resolve("expert-0", DataSizes((3, 8, 8), 0, None, 0))
+    return MemberCost(member)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "precision", "gathered"),
+    [
+        ("fsdp-shard-grad-op", "32-true", lambda weights: weights),
+        ("fsdp-shard-grad-op", "bf16-mixed", lambda weights: weights // 2),
+        ("fsdp", "32-true", lambda weights: 2 * weights // 5),
+        ("fsdp", "bf16-mixed", lambda weights: 2 * (weights // 2) // 5),
+        ("ddp", "bf16-mixed", None),
+    ],
+)
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_device_holds_its_share_and_all_gathered_weights_or_those_of_two_blocks(strategy, precision, gathered, nodes):
+    """A training of one sample a device, whose weights take more than its activations."""
+    made = planned("expert.train.ema_widths=[0.05, 0.1]", f"expert.train.global_batch_size={8 * nodes}")
+    weights, buffers = 4 * made.num_parameters, sum(one.nbytes for one in made.network.buffers())
+    found = made.memory(IslandConfig("gpu", 4, nodes=nodes, precision=precision), strategy)
+    share = 4 if gathered else 1
+    assert buffers > 0
+    assert found.weights == weights // share + (gathered(weights) if gathered else 0) + buffers
+    assert (found.gradients, found.optimizer, found.ema) == (
+        weights // share,
+        2 * weights // share,
+        3 * weights // share,
+    )
+    # Sharded gradients outlast the backward pass; others come as the activations go.
+    kept = found.activations + found.gradients if gathered else max(found.activations, found.gradients)
+    assert found.peak == found.weights + found.optimizer + found.ema + kept + found.temporary
+    assert found.temporary >= 0
+
+
+def test_an_average_a_copy_of_the_best_and_each_width_are_counted():
+    each = 4 * planned().num_parameters
+    for overrides, num in (((), 1), (("expert.train.ema_widths=[0.1]",), 2), (("expert.train.keep=best",), 2)):
+        state = planned(*overrides).state
+        assert (state.ema, state.checkpoint, state.training) == (num * each, (3 + num) * each, (4 + num) * each)
+
+
+def test_adapters_alone_are_trained_but_their_base_is_held():
+    """Of rank 2 on five projections of 32 to 96 features."""
+    made, plain = planned("lora", "expert.init_from=base"), planned()
+    assert made.num_parameters == 5 * 2 * (32 + 96)
+    found = made.memory(IslandConfig("gpu", 1), "single")
+    assert found.optimizer == 8 * made.num_parameters
+    assert found.weights > 4 * plain.num_parameters
+
+
+def test_float16_computes_in_as_much_memory_as_bfloat16():
+    kept = {
+        precision: planned().memory(IslandConfig("gpu", 1, precision=precision), "single").activations
+        for precision in ("32-true", "bf16-mixed", "16-mixed")
+    }
+    assert kept["16-mixed"] == kept["bf16-mixed"] < kept["32-true"]
+
+
+def test_checkpointing_computes_a_forward_pass_again():
+    made = planned()
+    found = [
+        cost.step_cost(made.member, IslandConfig("cpu", 1, activation_checkpointing=on), made.network)
+        for on in (True, False)
+    ]
+    assert [one.recomputed_flops for one in found] == [made.flops(backward=False), 0]
+    assert found[0].flops == found[1].flops == made.flops()
+
+
+@pytest.mark.parametrize(("devices", "nodes", "expected"), [(1, 1, "single"), (1, 2, "ddp"), (2, 1, "ddp")])
+def test_one_device_on_each_of_several_nodes_is_not_single(devices, nodes, expected):
+    state = State(weights=1, gradients=1, optimizer=2, ema=1)
+    assert chosen_strategy(IslandConfig("gpu", devices, nodes=nodes), state, 100) == expected
