@@ -22,13 +22,15 @@ from ddm_lightning.config.experiment import IslandConfig
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.config.merge import island_of
 from ddm_lightning.core.errors import UserError
+from ddm_lightning.islands import launch as launching
 from ddm_lightning.islands.job import Job, Launcher
-from ddm_lightning.islands.launch import jobs_of
+from ddm_lightning.islands.launch import cancel, jobs_of
 from ddm_lightning.islands.launch import launch as launch_jobs
 from ddm_lightning.islands.launchers.local import LocalLauncher
 from ddm_lightning.islands.launchers.slurm import SlurmLauncher
 from ddm_lightning.islands.launchers.ssh import SshLauncher
 from ddm_lightning.members.run import Run
+from ddm_lightning.members.status import MemberStatus
 
 pytestmark = [*WARNINGS, pytest.mark.slow]
 LONG = ("expert.train.max_steps=1200", "island.checkpoint_every_n_steps=1000")
@@ -174,6 +176,42 @@ def test_a_finished_member_is_started_once_it_is_to_take_more_steps(tmp_path):
     assert said == ["finished", "finished", "started (number 1)", "queued", "started (number 2)"]
     run = Run(load_experiment(TINY, [f"remote={tmp_path / 'store'}"]))
     assert [job.slot for job in jobs_of(run, ["router", "expert-1"], "FILE", [])] == [2, 1], "whoever else is launched"
+
+
+@pytest.mark.parametrize("state", ["starting", "training", "stopped"])
+def test_a_member_that_starts_or_trains_is_not_started_again(tmp_path, state):
+    given = [f"run_dir={tmp_path}"]
+    jobs = jobs_of(Run(load_experiment(TINY, [*given, f"remote={tmp_path / 'store'}"])), ["expert-0"], "FILE", [])
+    run = Run(load_experiment(TINY, given))
+    run.folder.member("expert-0").mkdir(parents=True)
+    MemberStatus("expert-0", 60, state).write(run.folder.member("expert-0"))
+    found = launch_jobs(run, jobs, Listed(), "a")["expert-0"]
+    assert found == ("started (number 1)" if state == "stopped" else "running")
+
+
+def test_each_launcher_is_asked_for_its_own_jobs_alone(tmp_path, monkeypatch):
+    handles = {"expert-0": ["a", "a0"], "expert-1": ["b", "b1"], "router": ["a", "a2"]}
+    (tmp_path / "launched.json").write_text(json.dumps(handles))
+    stopped = []
+
+    class Own(Listed):
+        def __init__(self, name):
+            self.handles = rf"{name}\d"
+
+        def is_active(self, handle):
+            return handle != "a2"
+
+        def cancel(self, handle):
+            stopped.append((self.handles[0], handle))
+
+    monkeypatch.setattr(launching, "build_launcher", lambda name, _: Own(name))
+    run = Run(load_experiment(TINY, [f"run_dir={tmp_path}"]))
+    assert dict(cancel(run, ["expert-0", "expert-1", "router"])) == {
+        "expert-0": "stopped (a0)",
+        "expert-1": "stopped (b1)",
+        "router": "not running (a2)",
+    }
+    assert stopped == [("a", "a0"), ("b", "b1")]
 
 
 def test_a_dry_run_prints_the_jobs(run, tmp_path, capsys):

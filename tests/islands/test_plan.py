@@ -10,6 +10,7 @@ from tiny_runs import TINY
 from ddm_lightning.cli.parser import main
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.config.merge import island_of
+from ddm_lightning.encoders.images import Pixels
 from ddm_lightning.islands import plan
 from ddm_lightning.members.cost import MemberCost, chosen_strategy
 from ddm_lightning.members.member import Member
@@ -54,6 +55,8 @@ def test_hours_price_and_traffic_follow_by_division(tmp_path):
         assert one.device_hours == pytest.approx(one.flops / (0.5 * 312e12) / 3600)
         assert (one.devices, one.hours, one.dollars) == (devices, one.device_hours / devices, 2 * one.device_hours)
         assert one.checkpoints_out == one.checkpoint_bytes / seconds
+        num_samples, sample_bytes = one.flops / one.flops_per_sample, 3 * 8 * 8 + 2 * 16 + 4
+        assert one.shards_in == pytest.approx(num_samples * sample_bytes / (3600 * one.hours))
     expert, router = found.members
     assert router.shard_bytes == 2 * expert.shard_bytes == pytest.approx(850 * (3 * 8 * 8 + 2 * 16 + 4))
     assert found.totals["hours"] == max(expert.hours, router.hours)
@@ -75,6 +78,23 @@ def test_what_is_known_before_prepare_is_what_it_writes(tiny_run):
     assert sum(before.num_samples) == pytest.approx(sum(after.num_samples), abs=8)
     sizes = ("x_shape", "text_size", "token_shape", "num_classes")
     assert [getattr(before.sizes, name) for name in sizes] == [getattr(after.sizes, name) for name in sizes]
+
+
+def test_flips_and_deviations_are_stored_beside_the_images(tmp_path, monkeypatch):
+    def stored(*overrides):
+        return plan.data_of(load_experiment(TINY, [f"run_dir={tmp_path}", *overrides])).sample_bytes
+
+    plain, image = stored(), 3 * 8 * 8
+    assert stored("prepare.horizontal_flips=true") == plain + image
+    monkeypatch.setattr(Pixels, "stores", "posterior")
+    assert stored() == plain + image
+    assert stored("prepare.horizontal_flips=true") == plain + 3 * image
+
+
+def test_a_suggestion_has_no_larger_parts_than_the_island(tmp_path):
+    made = planner(*GPU, f"run_dir={tmp_path}", "island.micro_batch_size=2")
+    (found,) = made.with_suggestions(made.on("RTX 3090")).members
+    assert (found.suggestion.devices, found.suggestion.micro_batch_size) == (1, 2)
 
 
 def peak_of(setting, experiment, size, num_bytes, data):

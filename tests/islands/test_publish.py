@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from artifact_files import put as put_artifact
+from deadline import within
 from prepare.listed import hashes
 from shards import servers
 from shards.mds import WARNINGS
@@ -18,6 +19,7 @@ from tiny_runs import MEMBERS, TINY, finish, prepared, settings, start
 from ddm_lightning.cli.parser import main
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core import remote
+from ddm_lightning.core.errors import UserError
 from ddm_lightning.islands import lease, publish
 from ddm_lightning.islands.publish import Publisher, published
 from ddm_lightning.islands.shared import pull_artifact
@@ -325,12 +327,44 @@ def test_the_newer_artifact_wins_whether_it_is_here_or_there(publisher, finished
     assert here(first) == 3
 
 
-def test_a_stop_without_a_store_is_no_failure(publisher, monkeypatch, capsys):
-    monkeypatch.setattr(publish, "STOP_SECONDS", 0)
+def test_of_two_artifacts_of_one_step_the_unsent_one_here_stays(publisher):
+    own = put_artifact(publisher.run.folder.artifact("expert-0"), step=7)
+    before = (own / "member.json").read_bytes()
+    for step, is_kept in ((6, True), (7, True), (8, False)):
+        put_artifact(Path(publisher.url) / "artifact", step=step, metrics={"figure": 1.0})
+        pull_artifact("expert-0", publisher.run)
+        assert ((own / "member.json").read_bytes() == before) == is_kept
+
+
+def test_the_longest_publication_is_remembered(publisher, monkeypatch):
+    put, seconds = remote.put, [0.3, 0.0]
+    monkeypatch.setattr(remote, "put", lambda *given: time.sleep(seconds[0]) or put(*given))
+    for step in (10, 20):
+        folder = publisher.folder / f"checkpoints/step-{step:08d}.ckpt"
+        folder.mkdir(parents=True)
+        (folder / "files.json").write_text("{}")
+        publisher.publish()
+        seconds.pop(0)
+    assert publisher.publication_seconds >= 0.3
+
+
+@pytest.mark.parametrize("is_finished", [True, False])
+def test_a_stop_without_a_store_is_no_failure_and_an_artifact_is_tried_for_longer(
+    publisher, monkeypatch, capsys, is_finished
+):
+    for name in ("FINAL_SECONDS", "STOP_SECONDS"):
+        monkeypatch.setattr(publish, name, 0 if (name == "FINAL_SECONDS") == is_finished else 1e6)
     (publisher.folder / "tensorboard/events").write_text("one")
+    if is_finished:
+        put_artifact(publisher.run.folder.artifact("expert-0"), step=publisher.run.max_steps("expert-0"))
     publisher.start()
     monkeypatch.setattr(remote, "put", failing)
-    publisher.finish()
+    with within(30):
+        if is_finished:
+            with pytest.raises(UserError, match="is finished, but its artifact cannot be published: down; repeat"):
+                publisher.finish()
+            return
+        publisher.finish()
     assert "stopped, but its last checkpoint cannot be published: down; repeat the command" in capsys.readouterr().err
 
 

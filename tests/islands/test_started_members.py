@@ -101,6 +101,16 @@ def test_each_failure_is_told_and_ends_no_other_member(alone, monkeypatch):
     }
 
 
+def test_the_newest_error_line_of_a_log_is_told(alone, monkeypatch):
+    """A log goes on from earlier starts."""
+    for name in MEMBERS:
+        alone.run.folder.member(name).mkdir(parents=True)
+        (alone.run.folder.member(name) / "log.txt").write_text("error: before\nstarts\nerror: now\nends\n")
+    monkeypatch.setattr(subprocess, "Popen", start_as(alone, lambda _: "import os; print(flush=True); os._exit(2)"))
+    failures = local.fit_members(MEMBERS, alone.run, 3, Console(file=io.StringIO()))
+    assert failures == dict.fromkeys(MEMBERS, (2, "now"))
+
+
 def test_a_log_gets_lines_about_the_running_members(alone, monkeypatch, tmp_path):
     monkeypatch.setattr("ddm_lightning.core.formatting.LINE_SECONDS", 0.02)
     steps = {name: alone.run.status(name).max_steps for name in MEMBERS}

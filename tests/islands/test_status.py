@@ -84,6 +84,8 @@ def test_a_dead_process_is_never_training_however_wrong_its_clock(run, clock, mo
         clock.now = 1e9 + passed
         assert (look(Watch(run)).health == "training") == (abs(passed - ahead) < lease.STALE_SECONDS)
         assert passed < lease.STALE_SECONDS or look(watch).health == "silent"
+        # The older of both ages: who watches for a minute sees that it has been dead for an hour.
+        assert look(watch).heartbeat_age == (passed - ahead if passed < lease.STALE_SECONDS else passed - min(ahead, 0))
 
 
 @pytest.mark.parametrize("ahead", [-3600.0, 3600.0])
