@@ -166,6 +166,14 @@ def test_a_router_that_answers_the_priors_at_high_noise_is_named(above, times):
     assert [line.split("t = ")[1].split(" this router tells no more")[0] for line in found] == [times] * bool(times)
 
 
+def test_a_distance_is_within_chance_up_to_the_limit_of_19_in_20():
+    strategies = {name: {"solver": "heun", "shares": [1.0], "total_variation": distance}
+                  for name, distance in (("a", 0.15), ("b", 0.2), ("c", 0.21))}  # fmt: skip
+    shares = {"expected": [1.0], "by_chance": 0.1, "by_chance_95": 0.2, "classifier_accuracy": 1.0}
+    lines = diagnosis_lines({"router": {}, "shares": {**shares, "strategies": strategies}, "num_images": 64})
+    assert [line.rpartition(", ")[2] for line in lines[1:4]] == ["within chance", "within chance", "more than chance"]
+
+
 def test_the_command_writes_figures_and_charts(capsys, finished_run, tmp_path, monkeypatch):
     sizes, condition, clusters, sample = [], Objective.condition, [], sampling.sample
 

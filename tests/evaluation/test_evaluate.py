@@ -98,6 +98,17 @@ def test_without_shards_prompts_are_repeated_in_turn(run):
     assert images.given(range(4, 6), "caption") == ["b", "c"]
 
 
+def test_an_image_is_the_same_in_parts_of_any_size(run, tmp_path, monkeypatch):
+    found = []
+    for size in (8, 5):
+        monkeypatch.setattr(image_sets, "PART_SIZE", size)
+        images = generated(run)
+        images.folder = tmp_path / str(size)
+        found.append(np.concatenate([images.images(rows) for rows in image_sets.parts(images)]).astype(int))
+    assert np.abs(found[0] - found[1]).max() <= 1
+    assert len(np.unique(found[0], axis=0)) == 20
+
+
 def test_conditions_are_those_of_all_held_out_images_in_an_order_of_the_seed(run):
     first, second = (generated(run, f"seed={seed}") for seed in (0, 1))
     order = first.given(range(21), "sample_id")

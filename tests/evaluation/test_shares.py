@@ -60,6 +60,25 @@ def test_shares_depend_on_no_offset_or_unit_of_a_feature_and_are_never_negative(
     assert plain.shares(clusters_of([1.0, 0.0], 2)[0] - 2).tolist() == [1.0, 0.0]
 
 
+def test_each_feature_is_standardised_by_its_own_spread():
+    """Of two features, the one that tells the clusters apart has a thousandth of the other's spread."""
+
+    def drawn(seed):
+        features, clusters = clusters_of([0.5, 0.5], seed, 2000)
+        other = torch.randn(2000, 1, generator=torch.Generator().manual_seed(100 + seed))
+        return torch.cat([features / 1000, other], 1) + torch.tensor([3.0, -7.0]), clusters
+
+    together = ClusterShares(*drawn(0), *drawn(1), 2)
+    alone = ClusterShares(*clusters_of([0.5, 0.5], 0, 2000), *clusters_of([0.5, 0.5], 1, 2000), 2)
+    assert together.accuracy == pytest.approx(alone.accuracy, abs=0.02) and alone.accuracy > 0.65
+
+
+def test_chance_includes_that_of_the_images_that_give_the_confusion():
+    """Of many images, judged by a confusion from 40: most of the error is the confusion's."""
+    estimator = ClusterShares(*clusters_of([0.5, 0.5], 0, 2000), *clusters_of([0.5, 0.5], 1, 40), 2)
+    assert float(estimator.by_chance(20_000, 0).mean()) > 0.03
+
+
 def test_the_weight_decay_of_the_lowest_held_out_loss_is_taken(monkeypatch):
     """Of 150 samples with 40 features, of which three tell the clusters apart, weak decay learns the noise."""
     generator = torch.Generator().manual_seed(0)

@@ -94,6 +94,7 @@ def test_what_does_not_fit_is_refused_or_starts_anew(tmp_path: Path) -> None:
     unlike = tmp_path / "unlike.safetensors"
     save_file({"weight": torch.ones(2)}, unlike)
     kept = sorted((tmp_path / "run").rglob("*"))
+    refused(lambda: initial(tmp_path / "run", artifact, changed).check(network), artifact, *words)
     refused(lambda: initial(tmp_path / "run", unlike, partial=True).check(network), unlike, "do not fit")
     assert sorted((tmp_path / "run").rglob("*")) == kept
 
@@ -103,6 +104,9 @@ def test_weights_that_predict_something_else_are_refused_unless_partial(tmp_path
     start = initial(tmp_path / "run", artifact)
     refused(lambda: start.check(start.member.plan_network()), artifact, "prediction is 'epsilon'", "'velocity'")
     initial(tmp_path / "run", artifact, partial=True).check(start.member.plan_network())
+    cosine = put(tmp_path / "cosine", path="cosine")
+    start = initial(tmp_path / "other", cosine)
+    refused(lambda: start.check(start.member.plan_network()), cosine, "path is 'cosine'", "'linear'")
 
 
 def test_an_adapter_is_refused(tmp_path: Path) -> None:

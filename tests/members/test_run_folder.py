@@ -23,6 +23,17 @@ def test_an_empty_record_is_named_and_not_the_file(tiny_run):
     assert str(caught.value).startswith(f"{tiny_run / 'experiment.yaml'}: keys ")
 
 
+def test_a_folder_that_has_moved_is_the_one_that_is_used(tmp_path):
+    """Its record names the place where it was made."""
+    made = Run.open(tiny(tmp_path / "first", "seed=7"), create=True)
+    made.folder.root.rename(tmp_path / "second")
+    file = tmp_path / "file.yaml"
+    file.write_text(TINY.read_text().replace("name: tiny_2x", f"name: tiny_2x\nrun_dir: {tmp_path / 'second'}"))
+    for overrides in ([], [f"run_dir={tmp_path / 'second'}"]):
+        found = load_run(file, overrides)
+        assert (found.run_dir, found.seed) == (str(tmp_path / "second"), 7)
+
+
 def test_changes_are_those_of_the_training():
     old = asdict(load_experiment(TINY))
 

@@ -152,6 +152,10 @@ def test_a_key_is_trusted_for_its_own_member_only(runs, keys, tmp_path):
     artifact = copied(sign(island, "expert-1"), reader, "expert-1")
     refused(lambda: accept("expert-1", artifact, reader), f"{artifact}: its signature is refused ({keys['stranger']}.")
     refused(lambda: accept("router", artifact, reader), "has no key for router; add router: FILE or all: FILE")
+    strict = open_run(tmp_path / "strict", *own, f"island.trusted_keys.all={keys['lab']}.pub")
+    artifact = copied(sign(island, "expert-1"), strict, "expert-1")
+    refused(lambda: accept("expert-1", artifact, strict), f"{artifact}: its signature is refused ({keys['stranger']}.")
+    accept("router", copied(sign(island, "router"), strict, "router"), strict)
 
 
 def test_a_valid_signature_does_not_let_a_member_pass_for_another(runs, keys):
@@ -191,11 +195,13 @@ def test_settings_of_islands_and_steps_leave_the_fingerprint_as_it_is():
 def test_bad_private_keys_are_one_line(keys, tmp_path):
     inside = tmp_path / "run" / "key"
     inside.parent.mkdir()
-    open_to_all = make_key(tmp_path / "open")
-    open_to_all.chmod(0o644)
+    open_to_all, open_to_group = make_key(tmp_path / "open"), make_key(tmp_path / "group")
+    open_to_all.chmod(0o604)
+    open_to_group.chmod(0o640)
     for key, words in (
         (tmp_path / "none", "there is no such file; make one with"),
         (open_to_all, "others may read this private key; run chmod 600"),
+        (open_to_group, "others may read this private key; run chmod 600"),
         (make_key(inside), "lies in the run folder, which is published; move it"),
         (keys["lab"].with_suffix(".pub"), "others may read"),
         (make_key(tmp_path / "rsa", rsa.generate_private_key(65537, 2048)), "is not an unencrypted private key of"),
