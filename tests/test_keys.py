@@ -275,7 +275,14 @@ def test_memory_that_was_counted_before_serves_equal_settings_alone() -> None:
     experiment = load_experiment(TINY)
     member = plan.Planner(experiment, ["expert-0"], plan.data_of(experiment), plan.rates_of(None, ())).members[0]
     plain, used = IslandConfig("gpu", 2, strategy="fsdp"), MemberCost(member)
-    changes = ({}, {"micro_batch_size": 2}, {"devices": 1}, {"precision": "bf16-mixed"}, {"strategy": "ddp"})
+    changes = (
+        {},
+        {"micro_batch_size": 2},
+        {"devices": 4},
+        {"devices": 1},
+        {"precision": "bf16-mixed"},
+        {"strategy": "ddp"},
+    )
     for change in (*changes, {"activation_checkpointing": True}, {}):
         island = replace(plain, **change)
         assert used.memory(island, island.strategy) == MemberCost(member).memory(island, island.strategy), change

@@ -67,6 +67,11 @@ def test_work_is_published_once_and_pulled_elsewhere(place, work, puts, tmp_path
     puts.clear()
     store.publish("parts/one", folder, entries)
     assert puts == [f"{url}/prepared/parts/one.json"]
+    half = f"{url}/prepared/shards/cluster-0/train/0-ab/shard.00000.mds"
+    core_remote.write(half, b"s" * 200)  # as a store that is no object store may show it
+    puts.clear()
+    store.publish("parts/one", folder, entries)
+    assert puts == [half, f"{url}/prepared/parts/one.json"] and core_remote.read(half) == b"s" * 300
 
     elsewhere = tmp_path / "elsewhere"
     store.pull("parts/one", elsewhere, entries, lambda path: path != "x_0.npy")
