@@ -3,11 +3,15 @@
 import json
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from shards.mds import WARNINGS
 from tiny_runs import TINY, finish, start
+from torch import nn
 from training.short_fits import fit, member, trained, weights
 
 from ddm_lightning.cli.parser import main
+from ddm_lightning.core.registry import EXPERTS
 
 pytestmark = WARNINGS
 # A rate that rises until held-out losses do.
@@ -39,6 +43,28 @@ def test_it_hands_over_what_a_training_that_ended_there_would(best, tiny_prepare
     held_out = [name for name in ended if name.startswith("held_out/")]
     assert {name: ended[name] for name in held_out} == {name: metrics[name] for name in held_out}
     assert weights(best) == weights(shorter)
+
+
+class Counting(nn.Module):
+    """Counts its training steps in a buffer, as batch norm does."""
+
+    prediction = "velocity"
+
+    def __init__(self, x_shape, condition):
+        super().__init__()
+        self.gain = nn.Parameter(torch.zeros(x_shape))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x_t, t, condition):
+        self.seen += self.training
+        return 10 * self.gain * x_t  # soon too much, at this rate
+
+
+def test_buffers_are_those_of_the_best_validation_too(tiny_prepared, tmp_path, monkeypatch):
+    monkeypatch.setitem(EXPERTS._registered, "counting", Counting)
+    run = trained(tiny_prepared, tmp_path, *FAST, BEST, "expert.network={name: counting}")
+    kept = meta(run)["metrics"]["kept_step"]
+    assert load_file(member(run, "artifact", "model.safetensors"))["seen"] == kept < 14
 
 
 def test_a_resumed_training_keeps_the_same(best, tiny_prepared, tmp_path):

@@ -12,10 +12,12 @@ from tiny_runs import TINY
 
 from ddm_lightning.cli.parser import main
 from ddm_lightning.config.experiment import TrainConfig
+from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.files import sha256_file
 from ddm_lightning.ensemble.load import load_ensemble
 from ddm_lightning.ensemble.manifest import read_ensemble
 from ddm_lightning.members.artifact import read_artifact
+from ddm_lightning.members.run import Run
 from ddm_lightning.training import ema_choice
 from ddm_lightning.training.ema import snapshot_steps
 
@@ -118,6 +120,33 @@ def test_widths_are_compared_by_held_out_loss_and_change_nothing(run, capsys):
     assert sum("lowest" in line for line in lines) == 1
     assert "--use WIDTH" in lines[-1]
     assert sha256_file(run / "members/expert-0/artifact/model.safetensors") == before
+
+
+@pytest.mark.parametrize("member", ["expert-0", "router"])
+def test_the_figures_of_a_width_do_not_depend_on_those_before_it(run, member):
+    experiment = load_experiment(TINY, [f"run_dir={run}", *SHORT])
+    widths = ema_choice.EmaWidths(member, Run(experiment))
+    together = widths.compare([0.14, 0.16])
+    assert together["width 0.16"] == widths.compare([0.16])["width 0.16"] != together["width 0.14"]
+    if member == "router":
+        assert any(name.startswith("held_out/temperature") for name in together["width 0.16"])
+
+
+def test_widths_that_the_snapshots_can_make_are_compared_by_default(run, monkeypatch):
+    """Snapshots of 0.1 and 0.2 make both and any width between them, but none that is far narrower or wider."""
+    monkeypatch.setattr(ema_choice.EmaWidths, "_averaged", lambda self, _: self.weights)
+    widths = ema_choice.EmaWidths("expert-0", Run(load_experiment(TINY, [f"run_dir={run}", *SHORT])))
+    found = [float(name.partition(" ")[2]) for name in widths.compare(None) if name.startswith("width")]
+    assert found == [0.1, 0.15, 0.2]
+
+
+def test_what_was_kept_of_a_shorter_training_is_gone(run):
+    assert command("ema", run, "--use", "0.1") == 0
+    assert command("fit", run, "expert.train.max_steps=44") == 0
+    after = sha256_file(run / "members/expert-0/artifact/member.json")
+    assert command("ema", run, "--use", "original", "expert.train.max_steps=44") == 0
+    assert sha256_file(run / "members/expert-0/artifact/member.json") == after
+    assert read_artifact(run / "members/expert-0/artifact")[0].step == 44
 
 
 def test_widths_are_compared_in_the_islands_precision(run, capsys):

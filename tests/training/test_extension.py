@@ -19,6 +19,7 @@ from ddm_lightning.flow.path import interpolate
 from ddm_lightning.members.artifact import read_meta
 from ddm_lightning.shards.manifest import Manifest
 from ddm_lightning.shards.mds import open_shards
+from ddm_lightning.training.extension import NUM_STEPS
 
 IMAGES = 16  # far from half of all, which also swapped shares would give
 
@@ -45,6 +46,10 @@ def test_an_extended_router_knows_the_new_cluster_and_keeps_the_others(
     loaded = load_ensemble(read_ensemble(out / "ensemble.json"))
     meta = read_meta(out / "router")
     assert loaded.num_clusters == 3 and meta.num_clusters == 3 and len(meta.clusters) == 3
+    before = read_meta(finished_run / "members" / "router" / "artifact")
+    assert meta.step - before.step == NUM_STEPS
+    # As many of the new cluster in each step, which are no more than it has.
+    assert meta.num_samples - before.num_samples == NUM_STEPS * 2 * before.num_samples // before.step
     share = IMAGES / (IMAGES + Manifest.read(finished_run).num_samples)
 
     def of_new(images: torch.Tensor, t: float) -> torch.Tensor:

@@ -28,7 +28,9 @@ from ddm_lightning.core.processes import FITTED_BY
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.flow.timesteps import sample_timesteps
 from ddm_lightning.members.load import load_network
+from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import lock_member
+from ddm_lightning.training.fit import build_data
 from ddm_lightning.training.guard import read_skipped
 from ddm_lightning.training.module import MemberModule
 from ddm_lightning.use.ensemble import text_condition
@@ -156,6 +158,17 @@ def refusal(capsys):
     """The one error line."""
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     return line
+
+
+@pytest.mark.parametrize(
+    ("rank", "node", "name"), [(0, 0, "cache"), (1, 0, "cache"), (2, 1, "node-1"), (3, 1, "node-1")]
+)
+def test_the_ranks_of_a_node_share_its_cache(tiny_run, monkeypatch, rank, node, name):
+    own = {"RANK": rank, "LOCAL_RANK": rank % 2, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": node}
+    for variable, value in own.items():
+        monkeypatch.setenv(variable, str(value))
+    run = Run(load_experiment(TINY, [f"run_dir={tiny_run}"]))
+    assert build_data(run.member("expert-0"), run).cache.name == name
 
 
 def test_a_damaged_shard_at_a_url_is_named(tiny_run, tmp_path, monkeypatch, capsys):
