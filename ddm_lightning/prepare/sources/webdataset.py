@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from posixpath import normpath
-from tarfile import EOFHeaderError, HeaderError, ReadError  # type: ignore[attr-defined]
+from tarfile import EmptyHeaderError, EOFHeaderError, HeaderError, ReadError  # type: ignore[attr-defined]
 from typing import Any, TypeAlias
 
 from ddm_lightning.core.checks import is_int
@@ -128,7 +128,8 @@ def samples_of(files: Files, name: str) -> Iterator[tuple[str, _Members | Broken
     """
     key, members, earlier = "", _Members(), dict[str, tarfile.TarInfo]()
     try:
-        with files.open(name) as file, tarfile.open(fileobj=file, mode="r|", tarinfo=_Member) as tar:
+        # Zeros end a tar, but also stand between joined ones and where a download has left a hole.
+        with files.open(name) as file, tarfile.open(fileobj=file, mode="r|", tarinfo=_Member, ignore_zeros=True) as tar:
             for member in tar:
                 folder, _, base = member.name.rpartition("/")
                 target = earlier.get(_target_of(member)) if member.islnk() or member.issym() else member
@@ -156,9 +157,10 @@ def samples_of(files: Files, name: str) -> Iterator[tuple[str, _Members | Broken
                         f"link to {member.linkname!r}, of which there is no file before"
                     )
                 else:  # the one pass over the tar has left it behind
-                    with files.open(name) as again:
-                        again.seek(target.offset_data)
-                        members[extension] = again.read(target.size)
+                    place = file.tell()
+                    file.seek(target.offset_data)
+                    members[extension] = file.read(target.size)
+                    file.seek(place)
     except (tarfile.TarError, EOFError, UnicodeDecodeError) as error:
         if members:
             yield key, BrokenSample(key, "damaged tar", "the damage is in or after this sample")
@@ -182,8 +184,13 @@ class _Member(tarfile.TarInfo):
     @classmethod
     def fromtarfile(cls, tarfile: Any) -> _Member:
         try:
-            return super().fromtarfile(tarfile)
+            member = super().fromtarfile(tarfile)
         except EOFHeaderError:
+            tarfile.ended = True
             raise
         except HeaderError as error:
+            if isinstance(error, EmptyHeaderError) and getattr(tarfile, "ended", False):
+                raise
             raise ReadError(str(error)) from None
+        tarfile.ended = False
+        return member

@@ -201,6 +201,17 @@ def test_a_damaged_header_in_the_middle_is_no_end(tmp_path):
         assert len(tar.getmembers()) == 10, "which tarfile alone takes for the end"
 
 
+def test_what_follows_the_end_of_a_tar_is_read_or_counted(tmp_path):
+    one, two = tar_of(laion(1)), tar_of(laion(1, first=1))
+    with tarfile.open(fileobj=io.BytesIO(one)) as tar:
+        second = tar.getmembers()[1].offset  # in both
+    hole = one[:second] + bytes(512) + one[second + 512 :]  # as an interrupted download leaves it
+    write(tmp_path, {"a.tar": one + two, "b.tar": one + two[:second], "c.tar": hole})
+    found = [one.cause if isinstance(one, BrokenSample) else one.caption for one in samples(str(tmp_path))]
+    damaged = ["damaged tar", "rest of a damaged tar"]
+    assert found == ["caption 0", "caption 1", "caption 0", *damaged, *damaged]
+
+
 def test_links_in_a_tar_are_read_or_counted(folder):
     first, second = encoded(noise(2, 2, 3)), encoded(noise(2, 2, 3, seed=1))
     links = [
