@@ -40,7 +40,7 @@ from ddm_lightning.flow.solvers import Solver
 from ddm_lightning.flow.timesteps import sampling_times
 from ddm_lightning.networks.blocks import compile_blocks
 from ddm_lightning.networks.lora import adapt, adaptable, merged
-from ddm_lightning.prepare.records import BrokenSample, Source
+from ddm_lightning.prepare.records import BrokenSample, Record, Source
 from ddm_lightning.training.ema import check_float32
 from ddm_lightning.training.parallel import shard_blocks
 
@@ -62,8 +62,8 @@ def check_expert(
     Requirements:
 
     - It declares its prediction, and the output has the shape and dtype of ``x_t``.
-    - ``condition=None`` equals the null condition in every row, and other conditions change the output.
-    - In ``eval`` mode, rows do not depend on each other.
+    - ``condition=None`` equals the null condition in every row. Other conditions and other times change the output.
+    - In ``eval`` mode, rows do not depend on each other. ``x_t``, ``t`` and the condition stay as they are.
     - A gradient reaches every parameter.
     - Equal seeds give equal initial weights (``torch.empty`` does not).
     - Its weights are float32, and ``state_dict`` alone, stored as safetensors, restores the expert.
@@ -174,6 +174,8 @@ def _check_outputs(
     ``build`` builds others alike.
     """
     t = torch.linspace(0.1, 0.9, _NUM_ROWS)
+    given = [x_t, t] if condition is None else [x_t, t, condition.values]
+    before = [value.clone() for value in given]
 
     def forward(network: nn.Module, condition: Condition | None, rows: slice = slice(None)) -> Tensor:
         out = network(x_t[rows], t[rows], None if condition is None else condition.rows(rows))
@@ -198,6 +200,8 @@ def _check_outputs(
     network.eval()
     with torch.no_grad():
         out = forward(network, condition)
+        assert all(map(torch.equal, given, before)), "it changes x_t, t or the condition, which other members read"
+        assert not _agree(network(x_t, t.flip(0), condition), out), "t does not change the output"
         alone = torch.cat([forward(network, condition, slice(row, row + 1)) for row in range(_NUM_ROWS)])
         assert _agree(alone, out), "a row's output depends on the other rows of its batch"
         if condition is not None:
@@ -358,7 +362,7 @@ def check_solver(factory: Callable[[], Any]) -> None:
 def check_source(factory: Callable[[], Any]) -> None:
     """Check a source that ``factory`` builds: stable parts, and samples with unique keys, right types and labels.
 
-    Reads every sample twice, so give it a small data set.
+    Samples must be the same at each reading. Reads every sample twice, so give it a small data set.
     """
     with _checking("source"):
         source, again = _built(factory, Source), _built(factory, Source)
@@ -370,7 +374,7 @@ def check_source(factory: Callable[[], Any]) -> None:
             found, repeated = list(source.read(part)), list(again.read(part))
             where = f"part {part.name!r}"
             assert part.num_samples in (None, len(found)), f"{where} has {len(found)} samples, not num_samples"
-            assert [one.key for one in found] == [one.key for one in repeated], f"two reads of {where} differ"
+            assert list(map(_content, found)) == list(map(_content, repeated)), f"two reads of {where} differ"
             for one in found:
                 assert one.key not in keys, f"{where}: key {one.key!r} comes twice"
                 keys.add(one.key)
@@ -379,10 +383,17 @@ def check_source(factory: Callable[[], Any]) -> None:
                 is_rgb = one.image.dtype == np.uint8 and one.image.ndim == 3 and one.image.shape[2] == 3
                 assert is_rgb, f"{where}: image of {one.key!r} is not uint8 [h, w, 3]"
                 assert 0 <= one.label < source.num_classes, f"{where}: label of {one.key!r} is no class"
+                assert isinstance(one.caption, str), f"{where}: caption of {one.key!r} is no text"
+
+
+def _content(one: Record | BrokenSample) -> dict[str, Any]:
+    return {**vars(one), "image": getattr(one, "image", np.empty(0)).tobytes()}
 
 
 def check_encoder(factory: Callable[[], Any], *, image_size: int = 32) -> None:
     """Check an image encoder that ``factory`` builds: shapes, type, equal bytes for equal images, and ``decode``.
+
+    An image's encoding must not depend on the others of its batch.
 
     Args:
         factory: see above.
@@ -398,6 +409,9 @@ def check_encoder(factory: Callable[[], Any], *, image_size: int = 32) -> None:
         assert str(stored.dtype) == encoder.dtype, f"encode returns {stored.dtype}, dtype says {encoder.dtype}"
         assert stored.tobytes() == again.encode(images).tobytes(), (
             "two encoders give different bytes for the same images"
+        )
+        assert np.allclose(encoder.encode(images[:1]), stored[:1], 1e-2, 1e-2), (
+            "an image's encoding depends on the other images of its batch"
         )
         decoded = encoder.decode(torch.zeros(3, *shape))
         assert decoded.dtype == np.uint8 and decoded.shape == images.shape, (

@@ -263,6 +263,19 @@ class IgnoresCondition(Good):
         return shift - shift.detach()
 
 
+def clamped_in_place(of):
+    def forward(self, x_t, t, condition):
+        {"x_t": x_t, "t": t}[of].clamp_(0.2, 0.8)
+        return Good.forward(self, x_t, t, condition)
+
+    return made(lambda _: None, forward)
+
+
+class CountsWholeTimes(Good):
+    def forward(self, x_t, t, condition):
+        return super().forward(x_t, t.long().cos(), condition)
+
+
 def hidden_state(self):
     self.frequencies = torch.randn(1)
 
@@ -303,6 +316,9 @@ def own_generator(self):
         (OtherNull, "condition=None differs from a condition whose rows are all null"),
         (IgnoresKeep, "condition=None differs from a condition whose rows are all null"),
         (IgnoresCondition, "the condition does not change the output"),
+        (clamped_in_place("x_t"), "changes x_t, t or the condition"),
+        (clamped_in_place("t"), "changes x_t, t or the condition"),
+        (CountsWholeTimes, "t does not change the output"),
         (
             made(hidden_state, lambda self, *given: Good.forward(self, *given) * self.frequencies),
             "some state is not in it",

@@ -87,10 +87,26 @@ class SameKey(Blobs):
         return (replace(record, key="one") for record in super().read(part))
 
 
-def test_sources() -> None:
+class Draws(Blobs):
+    """Draws another caption at each reading, as an augmentation does."""
+
+    def read(self, part: Part) -> Iterator[Record]:
+        return (replace(record, caption=str(np.random.default_rng().random())) for record in super().read(part))
+
+
+class NoText(Blobs):
+    def read(self, part: Part) -> Iterator[Record]:
+        return (replace(record, caption=None) for record in super().read(part))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [(SameKey, "key 'one' comes twice"), (Draws, "two reads of"), (NoText, "caption of .* is no text")],
+)
+def test_broken_sources_are_named(source: type, problem: str) -> None:
     check_source(partial(Blobs, num_samples=6, image_size=8))
-    with pytest.raises(AssertionError, match="key 'one' comes twice"):
-        check_source(partial(SameKey, num_samples=6, image_size=8))
+    with pytest.raises(AssertionError, match=problem):
+        check_source(partial(source, num_samples=6, image_size=8))
 
 
 class Random(Pixels):
@@ -98,7 +114,16 @@ class Random(Pixels):
         return np.random.default_rng().permuted(super().encode(images), axis=0)
 
 
-def test_encoders() -> None:
+class OfItsBatch(Pixels):
+    def encode(self, images: np.ndarray) -> np.ndarray:
+        return super().encode(images - images.min(axis=(0, 1, 2)) // 2 + len(images))
+
+
+@pytest.mark.parametrize(
+    ("encoder", "problem"),
+    [(Random, "different bytes for the same images"), (OfItsBatch, "depends on the other images")],
+)
+def test_broken_encoders_are_named(encoder: type, problem: str) -> None:
     check_encoder(Pixels)
-    with pytest.raises(AssertionError, match="different bytes for the same images"):
-        check_encoder(Random)
+    with pytest.raises(AssertionError, match=problem):
+        check_encoder(encoder)

@@ -212,13 +212,15 @@ class Reading:
             yield self.num_read, [record for record, _ in chunk], np.stack([image for _, image in chunk])
 
     def _samples(self) -> Iterator[tuple[Record, UInt8[np.ndarray, "h w 3"]]]:
-        for found in map(_with_plain_text, self.found):
+        for found in self.found:
             self.num_read += 1
+            if isinstance(found, Record):
+                self._check(found)
+            found = _with_plain_text(found)
             if isinstance(found, BrokenSample):
                 self.broken.append(found)
                 self.content.update(repr((found.key, found.cause)).encode())
                 continue
-            self._check(found)
             values = {**found.values, **properties(found.image, self.plugins.config.images)}
             if cause := self.plugins.filters.cause(found.key, values):
                 self.filtered[cause] += 1
@@ -237,6 +239,8 @@ class Reading:
 
     def _check(self, record: Record) -> None:
         image, num_classes = record.image, self.plugins.source.num_classes
+        if not isinstance(record.key, str) or not isinstance(record.caption, str):
+            raise self._error(record, f"has a key or caption that is no text ({record.caption!r:.60})")
         if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or 0 in image.shape:
             raise self._error(record, f"is not a uint8 RGB image ({image.dtype} {list(image.shape)})")
         if not 0 <= record.label < num_classes:

@@ -138,7 +138,7 @@ class DecentralizedEnsemble:
         accelerator = "auto" if device is None else {"cuda": "gpu"}.get(usable_device(device).type, "cpu")
         overrides = [
             "sample.member=null",
-            f"sample.resident_experts={resident_experts or 'null'}",
+            f"sample.resident_experts={'null' if resident_experts is None else resident_experts}",
             f"island.accelerator={accelerator}",
         ]
         ensemble = cls.open(load_settings(fetched(folder_or_url), overrides, allow_paths=allow_paths), partial=True)

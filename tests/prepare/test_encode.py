@@ -421,6 +421,7 @@ def test_images_of_any_size_become_squares(tmp_path, monkeypatch):
         (record("odd", image=np.zeros((0, 8, 3), np.uint8)), r"'odd' is not a uint8 RGB image \(uint8 \[0, 8, 3\]\)"),
         (record("odd", label=4), "'odd' has label 4, outside 0 to 3"),
         (record("odd", label=-1), "'odd' has label -1, outside 0 to 3"),
+        (record("odd", caption=("a", "b")), r"'odd' has a key or caption that is no text"),
     ],
 )
 def test_a_source_that_breaks_its_contract_is_named(tmp_path, monkeypatch, sample, problem):

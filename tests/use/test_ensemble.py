@@ -173,6 +173,7 @@ def test_what_sampling_cannot_take_is_refused_in_one_line(three: Path) -> None:
     refused(lambda: ensemble.sample(factors=[1, 0]), "factors = [1, 0]: give 3 numbers from 0 up")
     refused(lambda: ensemble.sample(factors=[-1, 1, 1]), "give 3 numbers from 0 up")
     refused(lambda: ensemble.sample(steps=2), "no setting 'steps'; known: strategy, ")
+    refused(lambda: DecentralizedEnsemble.from_pretrained(three, "cpu", resident_experts=0), "must be at least 2")
     refused(lambda: DecentralizedEnsemble.from_pretrained(three, "cpu", resident_experts=1), "must be at least 2")
 
 

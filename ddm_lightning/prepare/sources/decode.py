@@ -90,7 +90,7 @@ def caption_in(value: Any, key: str) -> str | BrokenSample:
     if isinstance(value, Exception):
         return _unread(value, key)
     if isinstance(value, list):
-        value = next(filter(None, value), None)
+        value = next((one for one in value if caption_in(one, key)), None)
     if isinstance(value, bytes):
         try:
             return value.decode("utf-8-sig").strip()

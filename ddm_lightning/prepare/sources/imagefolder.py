@@ -108,7 +108,7 @@ class ImageFolder:
         """Captions in caption files, by name of the image."""
         if self.caption_column is None:
             return {}
-        captions, columns, folders = dict[str, str](), set[str](), dict[str, str]()
+        captions, columns, folders = dict[str, str](), dict[str, set[str]](), dict[str, str]()
         for file in self.files.states:
             folder, _, base = file.rpartition("/")
             if _UNREAD.fullmatch(base.lower()):
@@ -132,12 +132,14 @@ class ImageFolder:
                         "fix the line"
                     ) from None
                 captions[name] = caption
-                columns.update(row)
-        if self.caption_column not in columns and (folders or self.caption_column != _CAPTION):
+                columns.setdefault(file, set()).update(row)
+        lacking = [file for file, names in columns.items() if self.caption_column not in names]
+        if lacking or (not captions and (folders or self.caption_column != _CAPTION)):
+            existing = sorted({name for file in lacking for name in columns[file]})
             raise UserError(
                 f"key '{PARAMS}.caption_column': the caption files in {self.files.shown()} "
-                f"({', '.join(folders.values()) or 'none'}) have no column {self.caption_column!r}; "
-                f"they have: {', '.join(sorted(columns)) or 'none'}; or set it to null"
+                f"({', '.join(lacking or folders.values()) or 'none'}) have no column {self.caption_column!r}; "
+                f"they have: {', '.join(existing) or 'none'}; or set it to null"
             )
         return captions
 

@@ -129,6 +129,11 @@ def test_captions_from_jsonl_arrive_unchanged(folder, name):
             {"captions.jsonl": lines({"file_name": "a.png", "text": "x", "url": "y"})},
             "the caption files in {} (captions.jsonl) have no column 'caption'; they have: file_name, text, url; or",
         ),
+        (
+            {"captions.jsonl": lines({"file_name": "a.png", "caption": "x"})}
+            | {"x/metadata.jsonl": lines({"file_name": "b.png", "text": "y"})},
+            "the caption files in {} (x/metadata.jsonl) have no column 'caption'; they have: file_name, text; or",
+        ),
         ({"captions.jsonl": "{}\nnonsense"}, "captions.jsonl': line 1: needs JSON with its own 'file_name'"),
         ({"captions.jsonl": lines({"file_name": "a.png"}) + "\n{nonsense"}, "captions.jsonl': line 2: needs JSON"),
         ({"captions.jsonl": b'{"file_name": "\xff"}'}, "captions.jsonl': line 1: needs JSON"),

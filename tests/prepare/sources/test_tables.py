@@ -210,7 +210,7 @@ def test_several_captions(tmp_path):
         {"image": image, "long": None, "short": ["one", "two"]},
         {"image": image, "long": "", "short": []},
         {"image": image, "long": None, "short": None},
-        {"image": image, "long": " \n", "short": ["", "two"]},
+        {"image": image, "long": " \n", "short": [" \n", None, "two"]},
     ]
     write_parquet(tmp_path, "a.parquet", table)
     found = samples("parquet", tmp_path, caption_column=["long", "short"])
