@@ -13,7 +13,7 @@ from finite_set import FiniteSetOracle
 from saved_ensembles import ABOUT
 
 from ddm_lightning.config.experiment import SampleConfig
-from ddm_lightning.ensemble.changes import replaced
+from ddm_lightning.ensemble.changes import removed, replaced
 from ddm_lightning.ensemble.load import load_ensemble
 from ddm_lightning.ensemble.manifest import read_ensemble, single, write_ensemble
 from ddm_lightning.ensemble.residency import ResidentExperts
@@ -118,6 +118,15 @@ def test_a_cluster_leaves_with_any_of_its_experts(run_dir: Path) -> None:
     assert rest.experts == ["expert-2", "expert-3"] and rest.priors == (1.0,) and rest.lost == {"expert-1": 0.25}
     loaded = load_ensemble(rest)
     assert loaded.clusters == [1] and loaded.expert_clusters == [0, 0]
+    (run_dir / "expert-0" / "member.json").unlink()
+    both = read_ensemble(run_dir / "ensemble.json", partial=True)
+    assert both.priors == (1.0,) and both.lost == {"expert-0": 0.125, "expert-1": 0.125}
+
+
+def test_an_expert_is_removed_with_all_others_of_its_cluster(run_dir: Path) -> None:
+    manifest = replace(read_ensemble(run_dir / "ensemble.json"), about=replace(ABOUT, num_images=400))
+    changed = removed(manifest, "expert-1")
+    assert changed.shares == {"expert-2": 1.0, "expert-3": 1.0} and changed.description.num_images == 300
 
 
 def test_a_new_number_of_images_counts_for_all_experts_of_the_cluster(run_dir: Path) -> None:

@@ -128,3 +128,7 @@ def test_the_table_multiplies_by_hand(tmp_path):
     assert " ".join(rows["encoded images"][2:]) == "8,192 36 ms 8.2 GB 2.5 h"
     assert " ".join(rows["features"][1:]) == "4,096 18 ms 4.1 GB 75 min"
     assert " ".join(rows["total"][1:]) == "12,288 54 ms 12.3 GB 3.75 h"
+    # Of ten samples that were read, two are broken and three are filtered out.
+    seen = {"num_looked_at": 10, "num_broken": 2, "filtered": {"not min_side >= 9": 3}}
+    filtered = DryRun(EVERYTHING, 1000, 1000, 1_000_000, estimates, **seen)
+    assert "samples: 1,000,000, about 500,000 after filters" in printed(dry_run_table(filtered, 4))
