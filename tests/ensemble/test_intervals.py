@@ -127,6 +127,8 @@ def test_an_expert_is_removed_with_all_others_of_its_cluster(run_dir: Path) -> N
     manifest = replace(read_ensemble(run_dir / "ensemble.json"), about=replace(ABOUT, num_images=400))
     changed = removed(manifest, "expert-1")
     assert changed.shares == {"expert-2": 1.0, "expert-3": 1.0} and changed.description.num_images == 300
+    uneven = replace(manifest, priors=(0.71, 0.29), about=replace(ABOUT, num_images=100))
+    assert removed(uneven, "expert-1").description.num_images == 29  # 0.29 · 100 is a little less
 
 
 def test_a_new_number_of_images_counts_for_all_experts_of_the_cluster(run_dir: Path) -> None:

@@ -180,3 +180,13 @@ def test_an_island_that_cannot_decode_trains_without_images_and_says_so(finished
     assert said == [f"expert-0: step {at}: no images of this validation: no weights here" for at in (12, 20)]
     assert weights(tiny_run) == weights(finished)
     assert read_status(tiny_run, "expert-0")["metrics"]["held_out/loss"] > 0
+
+
+def test_the_curve_of_a_resumed_training_keeps_the_point_of_its_checkpoint(tmp_path):
+    for resumed, steps in ((0, (4, 8, 12)), (8, (12, 16))):
+        (logger,) = build_loggers(["tensorboard"], tmp_path, "project", resumed)
+        for step in steps:
+            logger.log_metrics({"train/loss": float(resumed)}, step)
+        logger.finalize("success")
+    points = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("1_watch/train/loss")
+    assert [(point.step, point.value) for point in points] == [(4, 0), (8, 0), (12, 8), (16, 8)]
