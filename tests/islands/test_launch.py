@@ -267,7 +267,7 @@ echo "$@" >> "$0.log"
 for last; do before=$host; host=$command; command=$last; done
 [ "$host" != down ] || { echo "ssh: connect to host down: No route to host" >&2; exit 255; }
 printf '\\033[1mWelcome\\351\\n4711\\nmail: '
-sh -c "$command"
+sh -c "$command" || exit
 echo bye
 """
 SQUEUE = """#!/bin/sh
@@ -300,6 +300,15 @@ def test_a_shell_that_prints_lines_of_its_own_hides_no_answer(tmp_path, program)
     assert launcher.is_active(handle)
     launcher.cancel(handle)
     wait_for(lambda: not launcher.is_active(handle))
+
+
+def test_a_host_without_the_interpreter_starts_nothing(tmp_path, program):
+    program("ssh", SSH)
+    launcher = SshLauncher(hosts={"expert-0": "node"}, folder=str(tmp_path), python="~/venv/bin/python")
+    job = Job("expert-0", "run", ("fit",), load_experiment(TINY).island, tmp_path / "expert-0")
+    with pytest.raises(UserError, match=r"ssh node: .*~/venv/bin/python: not found"):
+        launcher.submit(job)
+    assert not job.folder.exists()
 
 
 def test_a_process_that_only_has_the_members_number_is_left_alone(program):

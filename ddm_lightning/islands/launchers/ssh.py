@@ -64,7 +64,8 @@ class SshLauncher(Launcher):
     def _script(self, job: Job) -> str:
         log = shlex.quote(str(job.folder / "log.txt"))
         return (
-            f"cd {shlex.quote(self.folder.removeprefix('~/'))} && mkdir -p {shlex.quote(str(job.folder))} && "
+            f"cd {shlex.quote(self.folder.removeprefix('~/'))} && command -V {shlex.quote(self.python)} >&2 && "
+            f"mkdir -p {shlex.quote(str(job.folder))} && "
             f"{{ nohup env {job.line(self.python)} >>{log} 2>&1 </dev/null & echo {_MARK}$!; }}"
         )
 
