@@ -1,3 +1,4 @@
+import re
 import shutil
 from collections import Counter
 from types import SimpleNamespace
@@ -369,8 +370,10 @@ def test_a_cache_smaller_than_what_is_shuffled_together_is_refused(tmp_path, mon
     with pytest.raises(UserError, match=r"island\.cache_gb"):
         loader(least - 1)
     loader(least + 1)
-    with pytest.raises(UserError, match=r"island\.cache_gb"):  # a quarter is left to held-out samples
+    with pytest.raises(UserError, match=r"island\.cache_gb") as refusal:  # a quarter is left to held-out samples
         loader(least + 1, held_out_clusters=[0])
+    suggested = re.search(r"set (\S+) or more", str(refusal.value))
+    loader(1.01e9 * float(suggested[1]), held_out_clusters=[0])  # it is rounded
 
 
 def test_held_out_samples_in_order_pass_through_a_cache_of_three_shards(tmp_path):

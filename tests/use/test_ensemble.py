@@ -465,3 +465,10 @@ def test_the_notebook_runs_as_documented(three: Path, tmp_path: Path, monkeypatc
     shown = [output for cell in cells for output in cell.get("outputs", []) if output.output_type == "display_data"]
     assert len(shown) == 4 and all("image/png" in output.data for output in shown)
     assert (tmp_path / "examples" / "without_expert_1" / "README.md").exists()
+
+
+def test_steps_are_shifted_as_in_the_experts_training(tmp_path: Path) -> None:
+    """By 3, so that the middle of two steps is at 3 · 0.5 / (1 + 2 · 0.5)."""
+    trace = Trace()
+    load(saved(tmp_path, timestep_shift=3.0)).sample("apple", strategy="full", num=1, num_steps=2, trace=trace)
+    assert trace.times.tolist() == [1, 0.75, 0]
