@@ -64,6 +64,13 @@ def test_a_log_gets_lines_in_place_of_bars(monkeypatch):
     assert out.getvalue() in (said, said + said.splitlines()[-1] + "\n")
 
 
+def test_what_ends_at_once_leaves_no_line():
+    out = io.StringIO()
+    with Bars(Console(file=out)) as bars:
+        bars.update(bars.add_task("experts", total=8), completed=8)
+    assert out.getvalue() == ""
+
+
 @pytest.mark.parametrize("variable", ["FORCE_COLOR", "TTY_COMPATIBLE"])
 def test_colours_that_a_variable_forces_bring_no_bars_into_a_log(monkeypatch, variable):
     monkeypatch.setenv(variable, "1")

@@ -68,6 +68,14 @@ def test_hashed_words_are_the_sum_of_their_words():
     assert basis[1][0] < 1e-8 and (basis[0] > 0).all()
 
 
+def test_tokens_are_those_of_the_first_words():
+    encoder = CAPTION_ENCODERS.build("hashed-words", {"size": 8, "max_tokens": 3})
+    words = encoder.tokens(["one", "two", "three", "four"])[:, 0]
+    long, short = encoder.tokens(["one two three four", "two one"])
+    np.testing.assert_array_equal(long, words[:3])
+    np.testing.assert_array_equal(short, [words[1], words[0], np.zeros(8)])
+
+
 def test_captions_of_any_length_and_script_have_finite_vectors():
     captions = ["word " * 20_000, "\u05e9\u05dc\u05d5\u05dd", "\U0001f34e\U0001f34e", "\n\t ", "a\0b"]
     vectors = CAPTION_ENCODERS.build("hashed-words", {"size": 8}).vectors(captions)

@@ -1,10 +1,12 @@
+import contextlib
 from types import SimpleNamespace
 
 import pytest
+import torch
 from tiny_runs import TINY
 
 from ddm_lightning.config.load import load_experiment
-from ddm_lightning.core.devices import known_device, peak_tflops
+from ddm_lightning.core.devices import known_device, peak_tflops, tf32
 from ddm_lightning.members import cost
 from ddm_lightning.members.cost import StepCost, step_cost
 from ddm_lightning.members.run import Run
@@ -90,3 +92,14 @@ def test_peaks_are_dense_and_unknown_devices_have_none(name, precision, tf32, ex
 def test_memory_is_that_of_the_device():
     assert known_device("A100 80GB") == ("A100 80GB", 80 * 10**9)
     assert known_device("NVIDIA GH200 480GB") == ("GH200 96GB", 96 * 10**9), "the rest is the host's"
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_tensorfloat_32_is_allowed_within_a_block_alone(monkeypatch, has_gpu):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    before = torch.get_float32_matmul_precision()
+    with contextlib.suppress(KeyError), tf32():
+        within = torch.get_float32_matmul_precision()
+        raise KeyError
+    assert (within, torch.get_float32_matmul_precision()) == ("high" if has_gpu else before, before)
+    assert before == "highest"
