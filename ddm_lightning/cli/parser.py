@@ -258,8 +258,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0 on success, 1 when a member failed, 2 on bad input or a full disk, 130 after Ctrl-C.
     """
     options = argparse.Namespace(command="")
-    environment.enter()
     try:
+        environment.enter()
         options = _parse(arguments)
         return _run(options)
     except BrokenPipeError:

@@ -11,6 +11,7 @@ import re
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 from ddm_lightning.core.errors import UserError
@@ -60,7 +61,15 @@ def _number(name: str) -> int | None:
 
 
 def enter() -> None:
-    """Remove variables of the caller that would mislead this process, its libraries and its children."""
+    """Remove variables of the caller that would mislead this process, its libraries and its children.
+
+    Raises:
+        UserError: the current folder is gone, where importing torch would end the process in words about a library.
+    """
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise UserError("the current folder has been removed; change to another") from None
     os.environ["MPLBACKEND"] = "agg"  # a notebook's may not be installed here; nothing is drawn on a screen
     if not _number("COLUMNS"):
         os.environ.pop("COLUMNS", None)  # rich would print tables of no width

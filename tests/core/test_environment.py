@@ -134,3 +134,11 @@ def test_the_package_lists_what_it_imports_late():
     command = "import ddm_lightning, sys; assert 'torch' not in sys.modules; print(*dir(ddm_lightning))"
     done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True)
     assert {"DecentralizedEnsemble", "UserError"} <= {*done.stdout.split()}
+
+
+def test_a_folder_that_has_been_removed_is_named(tmp_path, monkeypatch, capsys):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert main(["status", "-c", str(TINY)]) == 2
+    assert capsys.readouterr().err == "error: the current folder has been removed; change to another\n"
