@@ -26,7 +26,7 @@ from ddm_lightning.ensemble.load import load_ensemble
 from ddm_lightning.ensemble.manifest import read_ensemble, single
 from ddm_lightning.ensemble.sampler import sample
 from ddm_lightning.ensemble.velocity import Ensemble
-from ddm_lightning.flow.condition import Condition, ConditionSpec
+from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.members.artifact import ArtifactMeta
 from ddm_lightning.members.member import MONOLITH, STUDENT
@@ -179,7 +179,7 @@ def sample_task(task: Task) -> None:
     )
     images = encoder_of(task.data).decode(x_0)
     seconds = (time.process_time() - start) / settings.num
-    cost = ensemble.cost(meta.x_shape, ConditionSpec(**meta.condition))
+    cost = ensemble.cost(meta.x_shape, meta.condition)
     figures = np.array([cost.experts, cost.gflop, seconds])
     atomic_write(task.path, lambda temporary: np.savez(temporary, images=images, cost=figures))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from ddm_lightning.config.experiment import PluginConfig
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import EXPERTS, ROUTERS
 from ddm_lightning.flow.condition import ConditionSpec
@@ -33,30 +33,33 @@ def make_network(role: str, seed: int = 0) -> nn.Module:
     return network
 
 
-def make_meta(member: str = "expert-0") -> ArtifactMeta:
+def make_meta(member: str = "expert-0", **changes: Any) -> ArtifactMeta:
     role = member.partition("-")[0]
-    return ArtifactMeta(
-        member=member,
-        role=role,
-        network="router-dit" if role == "router" else "dit",
-        params=dict(PARAMS),
-        x_shape=SHAPE,
-        condition=TEXT.to_dict(),
-        num_clusters=2,
-        prediction=None if role == "router" else "velocity",
-        timestep_shift=1.5,
-        image_encoder={"name": "pixels", "params": {}},
-        normalisation={"scale": 1 / 127.5, "shift": 127.5},
-        caption_encoder={"name": "hashed-words", "params": {"size": 5}},
-        partition_sha256="ab" * 32,
-        step=7,
-        num_samples=56,
-        metrics={"validation_loss": 0.5},
-    )
+    cluster = int(member.removeprefix("expert-")) if role == "expert" else None
+    fields: dict[str, Any] = {
+        "member": member,
+        "role": role,
+        "network": "router-dit" if role == "router" else "dit",
+        "params": dict(PARAMS),
+        "x_shape": SHAPE,
+        "condition": TEXT,
+        "num_clusters": max(2, changes.get("cluster", cluster or 0) + 1),
+        "prediction": None if role == "router" else "velocity",
+        "cluster": cluster,
+        "timestep_shift": 1.5,
+        "image_encoder": PluginConfig("pixels"),
+        "normalisation": {"scale": 1 / 127.5, "shift": 127.5},
+        "caption_encoder": PluginConfig("hashed-words", {"size": 5}),
+        "partition_sha256": "ab" * 32,
+        "step": 7,
+        "num_samples": 56,
+        "metrics": {"validation_loss": 0.5},
+    }
+    return ArtifactMeta(**{**fields, **changes})
 
 
 def put(folder: Path, member: str = "expert-0", **changes: Any) -> Path:
-    meta = replace(make_meta(member), **changes)
+    meta = make_meta(member, **changes)
     write_artifact(folder, make_network(meta.role).state_dict(), meta)
     return folder
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,7 +12,6 @@ from torch import nn
 from ddm_lightning.config.experiment import SampleConfig
 from ddm_lightning.core.registry import EXPERTS, ROUTERS
 from ddm_lightning.ensemble.manifest import About, read_ensemble, write_ensemble
-from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.members.artifact import write_artifact
 from ddm_lightning.use.ensemble import DecentralizedEnsemble
 from ddm_lightning.use.saved import save_ensemble
@@ -23,7 +22,7 @@ ABOUT = About(
     class_names=None,
     num_images=100,
     seed=0,
-    sample=asdict(SampleConfig(num_steps=4, num_per_prompt=1)),
+    sample=SampleConfig(num_steps=4, num_per_prompt=1),
 )
 COUNTS = (20, 30, 50)
 PROMPTS = [f"prompt {i}" for i in range(8)]
@@ -32,12 +31,11 @@ PATHS = ("linear", "linear", "cosine")
 
 def put_member(folder: Path, member: str, seed: int, num_clusters: int = 3, **changes: object) -> Path:
     torch.manual_seed(seed)
-    meta = replace(make_meta(member), num_clusters=num_clusters, **changes)
+    meta = make_meta(member, num_clusters=num_clusters, **changes)
     if meta.role == "router":
         network = ROUTERS.build("router-dit", PARAMS, x_shape=SHAPE, condition=TEXT, num_clusters=num_clusters)
     else:
-        condition = ConditionSpec(**meta.condition)
-        network = EXPERTS.build("dit", PARAMS, x_shape=SHAPE, condition=condition)
+        network = EXPERTS.build("dit", PARAMS, x_shape=SHAPE, condition=meta.condition)
     for parameter in network.parameters():  # away from adaLN-Zero, where every output is 0
         nn.init.normal_(parameter, std=0.3)
     write_artifact(folder, network.state_dict(), meta)

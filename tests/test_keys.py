@@ -241,12 +241,12 @@ def test_adapters_share_a_base_only_if_they_build_alike(tmp_path: Path) -> None:
     for name, hashed in (("base", sha256), ("other", other)):
         (tmp_path / "initial" / hashed).mkdir(parents=True)
         (tmp_path / name).rename(tmp_path / "initial" / hashed / "model.safetensors")
-    meta = replace(meta, lora=asdict(lora), init_from="base", init_sha256=sha256)
+    meta = replace(meta, lora=lora, init_from="base", init_sha256=sha256)
     adapted = adapt(network, lora, network.state_dict()) or network
     write_artifact(tmp_path / "artifact", adapted.state_dict(), meta)
     weights = read_header(tmp_path / "artifact" / "model.safetensors", "")
     changes = [
-        {"lora": {**asdict(lora), "alpha": 4.0}},
+        {"lora": replace(lora, alpha=4.0)},
         {"init_sha256": other},
         {"prediction": "x_0"},
         {"path": "cosine"},
@@ -254,7 +254,7 @@ def test_adapters_share_a_base_only_if_they_build_alike(tmp_path: Path) -> None:
         {"params": {**PARAMS, "num_heads": 1}},
         {"params": {**PARAMS, "width": 16}},
         {"x_shape": (3, 8, 8)},
-        {"condition": {**meta.condition, "kind": "class"}},
+        {"condition": replace(meta.condition, kind="class")},
     ]
 
     def key(bases: Bases, change: dict[str, Any]) -> Any:
@@ -332,7 +332,7 @@ def test_an_artifact_records_what_shaped_its_member(tiny_prepared: Path) -> None
     manifest = Manifest.read(tiny_prepared.parent)
 
     def key(manifest: Manifest, **own: Any) -> Hashable:
-        return json.dumps(described(replace(MEMBER, **own), manifest))
+        return repr(described(replace(MEMBER, **own), manifest))
 
     other = [replace(manifest, partition_sha256="cd" * 32), replace(manifest, normalisation={"scale": 2.0})]
     of_member = ({name: value} for name, value in OTHER.items())

@@ -1,4 +1,8 @@
-"""The one validator: settings against dataclasses, untrusted JSON documents against one check per key."""
+"""The one validator, by type annotations: settings, which people write, and records, JSON that may be a stranger's.
+
+Both are described by dataclasses. ``Annotated[int, integer(0)]`` narrows a type by a ``Check``; so does ``option``, a
+field of settings.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +13,19 @@ import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import field, fields, is_dataclass
-from typing import Any, NoReturn, TypeAlias
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, TypeAlias, TypeVar
 
 from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.files import read_json
 
 Check: TypeAlias = tuple[Callable[[Any], bool], str]
-"""Predicate for a value, and a description of valid values ("a positive number")."""
+"""Predicate for a value of the right type, and a description of valid values ("at least 1")."""
 
 MISSING_MARK = "???"
 """OmegaConf's mark for a field without a value."""
+_Kind = TypeVar("_Kind")
 
 
 def is_int(value: Any, low: int) -> bool:
@@ -31,17 +38,6 @@ def is_number(value: Any) -> bool:
     return is_int(value, -(1 << 63)) or (type(value) is float and math.isfinite(value))
 
 
-def is_shape(value: Any, length: int) -> bool:
-    """Whether ``value`` is a list of ``length`` positive sizes whose product is at most 2^24."""
-    is_sizes = isinstance(value, list) and len(value) == length and all(is_int(size, 1) for size in value)
-    return is_sizes and math.prod(value) <= 1 << 24
-
-
-def integer(low: int) -> Check:
-    """Check for an integer of at least ``low``."""
-    return lambda value: is_int(value, low), f"an integer of at least {low}"
-
-
 def within(low: float, high: float = math.inf) -> Check:
     """Check for a number from ``low`` to ``high``."""
     return lambda value: low <= value <= high, f"from {low} to {high}" if high < math.inf else f"at least {low}"
@@ -52,53 +48,41 @@ def matching(pattern: str, wanted: str) -> Check:
     return lambda value: isinstance(value, str) and re.fullmatch(pattern, value) is not None, wanted
 
 
-def one_of(choices: Sequence[str]) -> Check:
+def one_of(choices: Iterable[str]) -> Check:
     """Check for one of several strings."""
     return lambda value: value in choices, f"one of {', '.join(choices)}"
 
 
-def optional(check: Check) -> Check:
-    """Check for null or a value that ``check`` accepts."""
-    is_right, wanted = check
-    return lambda value: value is None or is_right(value), f"null or {wanted}"
-
-
-def list_of(check: Check) -> Check:
+def each(check: Check) -> Check:
     """Check for a list whose entries ``check`` accepts."""
     is_right, wanted = check
-    return lambda value: isinstance(value, list) and all(map(is_right, value)), f"a list, each {wanted}"
+    return lambda values: all(map(is_right, values)), f"a list, each {wanted}"
 
 
-def values_of(check: Check, wanted: str) -> Check:
-    """Check for an object with any keys, whose values ``check`` accepts."""
-    return lambda value: isinstance(value, dict) and all(map(check[0], value.values())), wanted
+def version(number: int) -> Check:
+    """Check for the version of a format."""
+    return within(number, number)[0], f"{number} (for another, install the release of ddm_lightning that wrote it)"
 
 
-def object_of(checks: Mapping[str, Check]) -> Check:
-    """Check for an object with exactly the keys of ``checks``."""
-    return lambda value: problem_with(value, checks) is None, f"an object of valid {', '.join(checks)}"
+def shape(length: int) -> Check:
+    """Check for a shape of ``length`` sizes; larger ones would exhaust the memory."""
+    return (
+        lambda sizes: len(sizes) == length and math.prod(sizes) <= 1 << 24,
+        f"{length} sizes, of at most 2^24 numbers",
+    )
 
 
 def _is_normalisation(value: Any) -> bool:
-    if not isinstance(value, dict) or set(value) != {"scale", "shift"}:
+    if set(value) != {"scale", "shift"}:
         return False
     scale, shift = (entry if isinstance(entry, list) else [entry] for entry in (value["scale"], value["shift"]))
     return bool(scale and shift) and all(map(is_number, [*scale, *shift])) and 0 not in scale
 
 
-def _is_shares(value: Any) -> bool:
-    positive = isinstance(value, list) and all(is_number(share) and share > 0 for share in value)
-    return positive and abs(sum(value) - 1) < 1e-6
-
-
-def _is_interval(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(map(is_number, value)) and 0 <= value[0] < value[1] <= 1
-
-
-def uncovered(intervals: Iterable[list[float]]) -> str | None:
+def uncovered(intervals: Iterable[list[float] | tuple[float, float]]) -> str | None:
     """Describe the first times of [0, 1] that not exactly one of the ``intervals`` holds; None if there are none."""
     reached = 0.0
-    for low, high in [*sorted(intervals), [1.0, 1.0]]:
+    for low, high in [*sorted(intervals), (1.0, 1.0)]:
         if low > reached:
             return f"no expert for t from {reached:g} to {low:g}"
         if low < reached:
@@ -107,52 +91,29 @@ def uncovered(intervals: Iterable[list[float]]) -> str | None:
     return None
 
 
-TEXT: Check = (
-    lambda value: isinstance(value, str) and value != "" and value.isprintable(),
-    "a string of one line",
+INTERVAL: Check = (
+    lambda times: len(times) == 2 and 0 <= times[0] < times[1] <= 1,
+    "two times, 0 <= low < high <= 1",
 )
-ANY_TEXT: Check = (lambda value: isinstance(value, str), "a string")
-OBJECT: Check = (lambda value: isinstance(value, dict), "an object")
-POSITIVE: Check = (lambda value: is_number(value) and value > 0, "a positive number")
-NUMBERS: Check = values_of((is_number, ""), "an object of finite numbers")
-TEXTS: Check = values_of(TEXT, "an object of texts")
-SHARES: Check = (_is_shares, "a list of positive numbers that sum to 1")
-X_SHAPE: Check = (lambda value: is_shape(value, 3), "a list of channels, height and width, at most 2^24 numbers")
-NORMALISATION: Check = (_is_normalisation, "a nonzero scale and a shift, each one number or one per channel")
-PLUGIN: Check = object_of({"name": TEXT, "params": OBJECT})
-INTERVAL: Check = (_is_interval, "two times, 0 <= low < high <= 1")
 _NUMBER = r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?"
 COMPARISON: Check = matching(
     rf"(<|<=|>|>=)\s*{_NUMBER}|(==|!=)\s*\S.*", "a comparison with a number, such as '>= 5', or '== text'"
 )
 SHA256: Check = matching(r"[0-9a-f]{64}", "64 hexadecimal digits")
 
-
-def problem_with(document: Any, checks: Mapping[str, Check]) -> str | None:
-    """Describe the first problem of ``document``; None if it is valid.
-
-    Args:
-        document: parsed JSON of any type.
-        checks: one check per key; the document must have exactly these keys.
-
-    Returns:
-        Phrase that names the key, such as ``key 'step' must be an integer of at least 0, not -1``.
-    """
-    if not isinstance(document, dict):
-        return f"must be a JSON object, not {_short(document)}"
-    for key, (is_right, wanted) in checks.items():
-        if key not in document:
-            return f"key {key!r} is missing; it must be {wanted}"
-        if not is_right(document[key]):
-            return f"key {key!r} must be {wanted}, not {_short(document[key])}"
-    unknown = sorted(set(document) - set(checks))
-    return f"unknown key {unknown[0]!r}; known: {', '.join(checks)}" if unknown else None
-
-
-def field_checks(kind: type) -> dict[str, Check]:
-    """Checks of a dataclass's fields by name, from annotations ``Annotated[type, check]``; other fields have none."""
-    hints = typing.get_type_hints(kind, include_extras=True)
-    return {name: hint.__metadata__[0] for name, hint in hints.items() if hasattr(hint, "__metadata__")}
+Text: TypeAlias = Annotated[str, (lambda text: text != "" and text.isprintable(), "a string of one line")]
+Sha256: TypeAlias = Annotated[str, SHA256]
+Count: TypeAlias = Annotated[int, within(0)]
+Size: TypeAlias = Annotated[int, within(1)]
+Amount: TypeAlias = Annotated[float, within(0)]
+Positive: TypeAlias = Annotated[float, (lambda number: number > 0, "a positive number")]
+Shares: TypeAlias = Annotated[
+    tuple[Positive, ...], (lambda shares: abs(sum(shares) - 1) < 1e-6, "positive numbers that sum to 1")
+]
+Shape3: TypeAlias = Annotated[tuple[Size, Size, Size], shape(3)]
+Normalisation: TypeAlias = Annotated[
+    dict[str, Any], (_is_normalisation, "a nonzero scale and a shift, each one number or one per channel")
+]
 
 
 CHANGEABLE = {"changeable": True}
@@ -180,8 +141,8 @@ def option(
 
 @functools.cache
 def hints(kind: Any) -> dict[str, Any]:
-    """Types of a dataclass's fields by name."""
-    resolved = typing.get_type_hints(kind)
+    """Types of a dataclass's fields by name, with the checks that narrow them."""
+    resolved = typing.get_type_hints(kind, include_extras=True)
     return {field.name: resolved[field.name] for field in fields(kind)}
 
 
@@ -192,7 +153,7 @@ def limits(kind: Any) -> dict[str, Check]:
 
 
 def check(value: Any, kind: Any, key: str, source: str, references: bool = True) -> None:
-    """Check ``value`` against ``kind``; missing values pass.
+    """Check settings against ``kind``; missing values pass.
 
     OmegaConf's own conversions are too lenient: a boolean becomes the text "False", NaN is a valid learning rate.
 
@@ -207,29 +168,50 @@ def check(value: Any, kind: Any, key: str, source: str, references: bool = True)
     Raises:
         UserError: an unknown key, a wrong type, or a value outside the limits of its ``option``.
     """
-    kind, is_optional = without_none(kind)
-    if _is_open(value, references) or (is_optional and value is None):
-        return
-    if is_dataclass(kind):
-        _check_section(value, kind, key, source, references)
-        return
-    origin = typing.get_origin(kind) or kind
-    inner = typing.get_args(kind)[-1] if origin in _CONTAINERS and typing.get_args(kind) else Any
-    is_right, wanted, remedy = _KINDS.get(_CONTAINERS.get(origin, origin), _KINDS[Any])
-    if not is_right(value):
-        _refuse(source, key, wanted, value, remedy)
-    if isinstance(value, list):
-        for index, item in enumerate(value):
-            check(item, inner, f"{key}[{index}]", source, references)
-    elif isinstance(value, dict):
-        for name, item in value.items():
-            below = f"{key}.{name}"
-            if not isinstance(name, str):
-                _refuse(source, below, "a string as a key", name, "put the key into quotes")
-            check(item, inner, below, source, references)
+    _Checker(source, references).checked(value, kind, key)
 
 
-# Of each kind: whether a value is one, its name, and the remedy for any other value.
+def record(document: Any, kind: type[_Kind], source: str, remedy: str) -> _Kind:
+    """Check parsed JSON, and make what it describes.
+
+    Args:
+        document: perhaps a stranger's.
+        kind: a dataclass, or any other kind that ``check`` takes. Keys whose fields have defaults may be missing.
+        source: begins the error line, such as the file's name.
+        remedy: ends it.
+
+    Raises:
+        UserError: a wrong, missing or unknown key, or a ``ValueError`` of the dataclass.
+    """
+    return typing.cast("_Kind", _Checker(source, remedy=remedy).checked(document, kind, ""))
+
+
+def read_record(path: Path, kind: type[_Kind], what: str, remedy: str) -> _Kind:
+    """Read the JSON file ``path`` as ``record`` does; ``what`` it is begins some error lines.
+
+    Raises:
+        UserError: the file is missing or not JSON, or as ``record``.
+    """
+    return record(read_json(path, what, remedy), kind, str(path), remedy)
+
+
+def kept(record: Any, kind: Any) -> Any:
+    """The keys of a record that the dataclass ``kind`` has; others, of earlier releases, do not count."""
+    kind, _ = without_none(kind)
+    is_section = is_dataclass(kind) and isinstance(record, dict)
+    known = hints(kind) if is_section else {}
+    return {name: kept(record[name], known[name]) for name in record if name in known} if is_section else record
+
+
+@functools.cache
+def without_none(kind: Any) -> tuple[Any, bool]:
+    """A type without its option None, and whether it has that option."""
+    options = [inner for inner in typing.get_args(kind) if inner is not type(None)]
+    is_union = isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union
+    return (options[0], True) if is_union and len(options) == 1 else (kind, False)
+
+
+# Of each kind: whether a value is one, its name, and the remedy for any other value of settings.
 _KINDS: dict[Any, tuple[Callable[[Any], bool], str, str]] = {
     bool: (lambda value: type(value) is bool, "true or false", "write true or false, without quotes"),
     str: (
@@ -243,7 +225,7 @@ _KINDS: dict[Any, tuple[Callable[[Any], bool], str, str]] = {
         "give digits only, without quotes, for a number below 2^63",
     ),
     float: (is_number, "a finite number", "give a number, without quotes"),
-    list: (lambda value: isinstance(value, list), "a list", "write it as [a, b]"),
+    list: (lambda value: isinstance(value, (list, tuple)), "a list", "write it as [a, b]"),
     dict: (lambda value: isinstance(value, dict), "a mapping", "write it as {name: value}"),
     Any: (
         lambda value: value is None or isinstance(value, (str, bool, list, dict)) or is_number(value),
@@ -251,52 +233,93 @@ _KINDS: dict[Any, tuple[Callable[[Any], bool], str, str]] = {
         "change the value",
     ),
 }
-_CONTAINERS: dict[Any, Any] = {list: list, Sequence: list, dict: dict, Mapping: dict}
+_CONTAINERS: dict[Any, Any] = {list: list, tuple: list, Sequence: list, dict: dict, Mapping: dict}
 
 
-def kept(record: Any, kind: Any) -> Any:
-    """The keys of a record that the dataclass ``kind`` has; others, of earlier releases, do not count."""
-    kind, _ = without_none(kind)
-    is_section = is_dataclass(kind) and isinstance(record, dict)
-    known = hints(kind) if is_section else {}
-    return {name: kept(record[name], known[name]) for name in record if name in known} if is_section else record
+@dataclass(frozen=True)
+class _Checker:
+    """Checks values against types."""
 
+    source: str
+    """Begins error lines."""
+    references: bool = False
+    """Whether references pass."""
+    remedy: str = ""
+    """Ends error lines about a record, which must be complete and becomes what it describes; empty for settings."""
 
-def without_none(kind: Any) -> tuple[Any, bool]:
-    """A type without its option None, and whether it has that option."""
-    options = [inner for inner in typing.get_args(kind) if inner is not type(None)]
-    is_union = isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union
-    return (options[0], True) if is_union and len(options) == 1 else (kind, False)
+    def checked(self, value: Any, kind: Any, key: str) -> Any:
+        """Check a value; return what it describes."""
+        kind, is_optional = without_none(kind)
+        if self._is_open(value) or (is_optional and value is None):
+            return value
+        if hasattr(kind, "__metadata__"):
+            found = self.checked(value, kind.__origin__, key)
+            self._check_limit(value, kind.__metadata__[0], key)
+            return found
+        if is_dataclass(kind):
+            return self._section(value, kind, key)
 
+        origin = typing.get_origin(kind) or kind
+        is_right, wanted, remedy = _KINDS.get(_CONTAINERS.get(origin, origin), _KINDS[Any])
+        if not is_right(value) or (value == MISSING_MARK and self.remedy):
+            self._refuse_value(key, wanted, value, remedy)
+        inner = (typing.get_args(kind) if origin in _CONTAINERS else ()) or (Any,)
+        if isinstance(value, (list, tuple)):
+            entries = [self.checked(entry, inner[0], f"{key}[{index}]") for index, entry in enumerate(value)]
+            return tuple(entries) if origin is tuple else entries
+        if isinstance(value, dict):
+            for name in value:
+                if not isinstance(name, str):
+                    self._refuse_value(f"{key}.{name}", "a string as a key", name, "put the key into quotes")
+            return {name: self.checked(entry, inner[-1], f"{key}.{name}") for name, entry in value.items()}
+        return float(value) if kind is float else value
 
-def _is_open(value: Any, references: bool) -> bool:
-    """Whether ``value`` is not known yet: missing, or a reference."""
-    return isinstance(value, str) and (value == MISSING_MARK or (references and "${" in value))
+    def _is_open(self, value: Any) -> bool:
+        """Whether a setting is not known yet: missing, or a reference."""
+        is_missing = value == MISSING_MARK and not self.remedy
+        return isinstance(value, str) and (is_missing or (self.references and "${" in value))
 
+    def _section(self, value: Any, kind: Any, key: str) -> Any:
+        kinds = hints(kind)
+        known = f"known there: {', '.join(kinds)}"
+        if not isinstance(value, dict):
+            remedy = f"write it as {{name: {value}}}" if "name" in kinds and isinstance(value, str) else known
+            self._refuse_value(key, "a section of keys", value, remedy)
+        found = {}
+        for own in fields(kind):
+            below = f"{key}.{own.name}" if key else own.name
+            if own.name in value:
+                inner = value[own.name]
+                found[own.name] = self.checked(inner, kinds[own.name], below)
+                if "check" in own.metadata and inner is not None and not self._is_open(inner):
+                    self._check_limit(inner, own.metadata["check"], below)
+            elif self.remedy and own.default in (MISSING, MISSING_MARK) and own.default_factory is MISSING:
+                self._refuse(f"key {below!r} is missing")
+        for name in value:
+            if name not in kinds:
+                near = difflib.get_close_matches(str(name), list(kinds), n=1)
+                guess = f"did you mean {near[0]!r}? " if near else ""
+                below = f"{key}.{name}" if key else str(name)
+                self._refuse(f"unknown key {below!r}; {guess}{known}")
+        if not self.remedy:
+            return found
+        try:
+            return kind(**found)
+        except ValueError as error:
+            self._refuse(f"key {key!r}: {error}" if key else str(error))
 
-def _check_section(value: Any, kind: Any, key: str, source: str, references: bool) -> None:
-    kinds = hints(kind)
-    known = f"known there: {', '.join(kinds)}"
-    if not isinstance(value, dict):
-        remedy = f"write it as {{name: {value}}}" if "name" in kinds and isinstance(value, str) else known
-        _refuse(source, key, "a section of keys", value, remedy)
-    for name, inner in value.items():
-        below = f"{key}.{name}" if key else str(name)
-        if name not in kinds:
-            near = difflib.get_close_matches(str(name), list(kinds), n=1)
-            guess = f"did you mean {near[0]!r}? " if near else ""
-            raise UserError(f"{source}: unknown key {below!r}; {guess}{known}")
-        check(inner, kinds[name], below, source, references)
-        if name in limits(kind) and inner is not None and not _is_open(inner, references):
-            is_right, wanted = limits(kind)[name]
-            if not is_right(inner):
-                raise UserError(f"{source}: key {below!r} = {inner!r}: must be {wanted}")
+    def _check_limit(self, value: Any, limit: Check, key: str) -> None:
+        is_right, wanted = limit
+        if not is_right(value):
+            self._refuse(f"key {key!r} = {_short(value)}: must be {wanted}")
 
+    def _refuse_value(self, key: str, wanted: str, value: Any, remedy: str) -> NoReturn:
+        where = f"key {key!r}: " if key else ""
+        shown = "null" if value is None else _short(value)
+        self._refuse(f"{where}must be {wanted}, is {shown}", remedy)
 
-def _refuse(source: str, key: str, wanted: str, value: Any, remedy: str) -> NoReturn:
-    where = f"key {key!r}: " if key else ""
-    shown = "null" if value is None else _short(value)
-    raise UserError(f"{source}: {where}must be {wanted}, is {shown}; {remedy}")
+    def _refuse(self, problem: str, remedy: str = "") -> NoReturn:
+        raise UserError("; ".join(filter(None, (f"{self.source}: {problem}", self.remedy or remedy))))
 
 
 def _short(value: Any) -> str:

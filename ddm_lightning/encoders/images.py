@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -10,7 +11,7 @@ from jaxtyping import Float, UInt8
 from PIL import Image
 from torch import Tensor
 
-from ddm_lightning.core.checks import POSITIVE, Check, integer, is_number, list_of, optional, problem_with
+from ddm_lightning.core import checks
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import IMAGE_ENCODERS
 from ddm_lightning.encoders.interfaces import Provenance
@@ -19,18 +20,19 @@ from ddm_lightning.encoders.pretrained import Pretrained, encode_in_batches
 _SCALE, _SHIFT = 1 / 127.5, 127.5
 # Pixels per batch: on a CPU, SD's activations take 0.5 GB.
 _PIXELS_AT_ONCE = {"cpu": 4 * 256 * 256, "cuda": 32 * 256 * 256}
-_NUMBER: Check = (is_number, "a number")
-_CONFIG: dict[str, Check] = {
-    "in_channels": (lambda value: value == 3, "3, as images have"),
-    "latent_channels": integer(1),
-    "block_out_channels": list_of(integer(1)),
-    "scaling_factor": POSITIVE,
-    "shift_factor": optional(_NUMBER),
-    "latents_mean": optional(list_of(_NUMBER)),
-    "latents_std": optional(list_of(POSITIVE)),
-}
-# Diffusers' default for a key that old files lack.
-_DEFAULTS = {"scaling_factor": 0.18215}
+
+
+@dataclass
+class _Config:
+    """Keys of ``config.json`` that are read here, with the defaults of diffusers; there are others."""
+
+    in_channels: Annotated[int, (lambda number: number == 3, "3, as images have")]
+    latent_channels: checks.Size
+    block_out_channels: list[checks.Size]
+    scaling_factor: checks.Positive = 0.18215
+    shift_factor: float | None = None
+    latents_mean: list[float] | None = None
+    latents_std: list[checks.Positive] | None = None
 
 
 @IMAGE_ENCODERS.register("pixels")
@@ -102,21 +104,22 @@ class DiffusersVAE(Pretrained):
         self.stores = stores
         self.dtype = dtype
         super().__init__(path, **params)
-        config = {key: self.config.get(key, _DEFAULTS.get(key)) for key in _CONFIG}
-        if problem := problem_with(config, _CONFIG):
-            raise UserError(
-                f"{self.folder / 'config.json'}: {problem}; use an image autoencoder with its pipeline's config.json"
-            )
+        config = checks.record(
+            checks.kept(self.config, _Config),
+            _Config,
+            str(self.folder / "config.json"),
+            "use an image autoencoder with its pipeline's config.json",
+        )
         if self.compute_dtype == torch.float16 and self.config.get("force_upcast"):
             raise ValueError("compute_dtype = 'float16' overflows: the model's config.json says force_upcast")
-        self.num_channels = config["latent_channels"]
-        self.factor = 2 ** (len(config["block_out_channels"]) - 1)
-        scale = float(config["scaling_factor"])
-        self.normalisation: dict[str, float | list[float]] = {"scale": scale, "shift": config["shift_factor"] or 0.0}
-        if config["latents_mean"] and config["latents_std"]:
+        self.num_channels = config.latent_channels
+        self.factor = 2 ** (len(config.block_out_channels) - 1)
+        scale = config.scaling_factor
+        self.normalisation: dict[str, float | list[float]] = {"scale": scale, "shift": config.shift_factor or 0.0}
+        if config.latents_mean and config.latents_std:
             self.normalisation = {
-                "scale": [scale / std for std in config["latents_std"]],
-                "shift": list(map(float, config["latents_mean"])),
+                "scale": [scale / std for std in config.latents_std],
+                "shift": config.latents_mean,
             }
 
     def x_shape(self, image_size: int) -> tuple[int, int, int]:

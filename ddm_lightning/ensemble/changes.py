@@ -7,10 +7,9 @@ It cannot know clusters that come, so an ensemble with an expert of other data h
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
-from ddm_lightning.config.experiment import SampleConfig
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import STRATEGIES
 from ddm_lightning.ensemble.manifest import EnsembleManifest, checked, knows
@@ -101,12 +100,12 @@ def _changed(ensemble: EnsembleManifest, folders: dict[str, Path], counts: dict[
     own = ensemble.places
     images = {own.get(name, name): count for name, count in counts.items()}  # by cluster
     total, about = sum(images.values()), ensemble.description
-    sample = SampleConfig(**about.sample)
+    sample = about.sample
     if ROUTER not in folders and STRATEGIES.get(sample.strategy).needs_router:  # type: ignore[attr-defined]
         sample = replace(sample, strategy="bayes", strategy_params={}, solver="ancestral", solver_params={})
     clusters, priors = [[*images].index(own.get(name, name)) for name in counts], [n / total for n in images.values()]
     manifest = checked(Path(ENSEMBLE_FILE), folders, priors, list(counts), expert_clusters=clusters)
-    return replace(manifest, about=replace(about, num_images=total, sample=asdict(sample)))
+    return replace(manifest, about=replace(about, num_images=total, sample=sample))
 
 
 def _counts(ensemble: EnsembleManifest) -> dict[str, int]:

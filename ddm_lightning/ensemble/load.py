@@ -41,7 +41,7 @@ def load_ensemble(
         meta, router = load_network(manifest.folders[ROUTER])
         router.to(device)
         of_router = {
-            "router_conditional": meta.condition["kind"] != "none",
+            "router_conditional": meta.condition.kind != "none",
             "temperatures": temperatures_of(meta),
         }
     return Ensemble(

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from ddm_lightning.config.experiment import SampleConfig
-from ddm_lightning.config.load import leaves
 from ddm_lightning.config.merge import expert_clusters
 from ddm_lightning.core import checks
 from ddm_lightning.core.errors import UserError
@@ -16,17 +15,16 @@ from ddm_lightning.core.files import atomic_write_json, inside, sha256_file
 from ddm_lightning.core.weights import check_recorded
 from ddm_lightning.members.artifact import (
     FORMAT_VERSION,
-    MEMBER,
     REMEDY,
-    VERSION,
     WEIGHTS_FILE,
     ArtifactMeta,
+    MemberName,
     read_meta,
 )
 from ddm_lightning.members.load import Bases
 from ddm_lightning.members.member import EXPERT, ROUTER, expert_name, expert_number, role_of
 from ddm_lightning.members.run import Run
-from ddm_lightning.members.run_folder import ENSEMBLE_FILE, MEMBER_FILE, RunFolder, read_record
+from ddm_lightning.members.run_folder import ENSEMBLE_FILE, MEMBER_FILE, RunFolder
 from ddm_lightning.members.signatures import accept, check_manifest
 from ddm_lightning.shards.manifest import manifest_path
 
@@ -40,35 +38,47 @@ _REMEDY = "fit the missing members, which writes it, or fetch it again"
 
 @dataclass(frozen=True, kw_only=True)
 class About:
-    """What sampling needs besides artifacts; each field's annotation checks its JSON value."""
+    """What sampling needs besides artifacts."""
 
-    name: Annotated[str, checks.TEXT]
+    name: checks.Text
     """Name of the experiment."""
-    credit: Annotated[str, checks.ANY_TEXT]
+    credit: str
     """Credit required by the licence of the data; empty for none."""
-    licence: Annotated[str, checks.ANY_TEXT] = ""
+    licence: str = ""
     """Licence of the weights; empty if not stated."""
-    class_names: Annotated[list[str] | None, checks.optional(checks.list_of(checks.TEXT))]
+    class_names: list[checks.Text] | None
     """Name of each class, if the data has some."""
-    num_images: Annotated[int, checks.integer(1)]
+    num_images: checks.Size
     """Images of all clusters."""
-    seed: Annotated[int, checks.integer(0)]
+    seed: checks.Count
     """Default seed of the noise."""
-    sample: Annotated[dict[str, Any], checks.OBJECT]
+    sample: SampleConfig
     """Default settings of sampling: the experiment's section ``sample``."""
 
 
-_ENTRY_CHECKS = {"member": MEMBER, "path": checks.TEXT, "member_json_sha256": checks.SHA256}
-_CHECKS: dict[str, checks.Check] = {
-    "format_version": VERSION,
-    "num_clusters": checks.integer(1),
-    "priors": checks.SHARES,
-    "partition_sha256": checks.SHA256,
-    "expert_clusters": checks.optional(checks.list_of(checks.integer(0))),
-    "members": checks.list_of(checks.object_of(_ENTRY_CHECKS)),
-    "changed": (lambda value: isinstance(value, bool), "true or false"),
-    "about": checks.optional(checks.object_of(checks.field_checks(About))),
-}
+@dataclass(frozen=True)
+class _Entry:
+    member: MemberName
+    path: checks.Text
+    """Folder of its artifact."""
+    member_json_sha256: checks.Sha256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Document:
+    """Contents of ``ensemble.json``."""
+
+    format_version: Annotated[int, checks.version(FORMAT_VERSION)] = FORMAT_VERSION
+    num_clusters: checks.Size
+    priors: checks.Shares
+    partition_sha256: checks.Sha256
+    members: list[_Entry]
+    expert_clusters: list[checks.Count] | None = None
+    """Place of each expert's cluster in ``priors``; None for one expert per cluster."""
+    changed: bool = False
+    """Whether experts were added, removed or replaced."""
+    about: About | None = None
+    """Part of a saved ensemble."""
 
 
 @dataclass(frozen=True)
@@ -191,42 +201,29 @@ def _of_partition(expert_clusters: Sequence[int]) -> set[str]:
 
 def write_manifest(root: Path, manifest: EnsembleManifest) -> None:
     """Write ``root/ensemble.json``, unchecked; the artifacts must be inside ``root``."""
-    one_each = [*range(len(manifest.priors))]
-    document = {
-        "format_version": FORMAT_VERSION,
-        "num_clusters": len(manifest.priors),
-        "priors": list(manifest.priors),
-        "partition_sha256": manifest.partition_sha256,
-        "members": [
-            {
-                "member": member,
-                "path": folder.absolute().relative_to(root.absolute()).as_posix(),
-                "member_json_sha256": sha256_file(folder / MEMBER_FILE),
-            }
-            for member, folder in manifest.folders.items()
-        ],
-        # Only where earlier releases could not load it anyway.
-        **({"expert_clusters": clusters} if (clusters := [*manifest.expert_clusters]) != one_each else {}),
-        **({"changed": True} if manifest.changed else {}),
-        **({"about": asdict(manifest.about)} if manifest.about else {}),
-    }
-    atomic_write_json(root / ENSEMBLE_FILE, document)
+    members = [
+        _Entry(name, folder.absolute().relative_to(root.absolute()).as_posix(), sha256_file(folder / MEMBER_FILE))
+        for name, folder in manifest.folders.items()
+    ]
+    document = Document(
+        num_clusters=len(manifest.priors),
+        priors=manifest.priors,
+        partition_sha256=manifest.partition_sha256,
+        members=members,
+        expert_clusters=list(manifest.expert_clusters),
+        changed=manifest.changed,
+        about=manifest.about,
+    )
+    atomic_write_json(root / ENSEMBLE_FILE, asdict(document))
 
 
-def read_document(path: Path) -> dict[str, Any]:
+def read_document(path: Path) -> Document:
     """Read an ``ensemble.json`` and check its keys, but not its artifacts.
 
     Raises:
         UserError: it is missing or not JSON, or has a bad key.
     """
-    defaults = {"changed": False, "about": None, "expert_clusters": None}  # not in most run folders
-    document = read_record(path, _CHECKS, "the ensemble's manifest", _REMEDY, defaults)
-    if document["about"] is not None:
-        document["about"]["sample"] = checks.kept(document["about"]["sample"], SampleConfig)
-        checks.check(document["about"]["sample"], SampleConfig, "about.sample", str(path), references=False)
-        if checks.MISSING_MARK in dict(leaves(document["about"]["sample"])).values():
-            raise UserError(f"{path}: key 'about.sample': a value is {checks.MISSING_MARK!r}; give one")
-    return document
+    return checks.read_record(path, Document, "the ensemble's manifest", _REMEDY)
 
 
 def read_ensemble(path: Path, *, partial: bool = False) -> EnsembleManifest:
@@ -241,33 +238,33 @@ def read_ensemble(path: Path, *, partial: bool = False) -> EnsembleManifest:
             expert is missing; or members do not belong together.
     """
     document = read_document(path)
-    about, members, priors = document["about"], document["members"], document["priors"]
-    clusters = document["expert_clusters"] or [*range(len(priors))]
-    folders = {entry["member"]: _artifact_folder(entry, path, is_run=about is None) for entry in members}
-    order = [name for name in folders if name != ROUTER] if document["changed"] else None
+    priors = document.priors
+    clusters = document.expert_clusters or [*range(len(priors))]
+    folders = {entry.member: _artifact_folder(entry, path, is_run=document.about is None) for entry in document.members}
+    order = [name for name in folders if name != ROUTER] if document.changed else None
     present, lost = folders, set[str]()
     if partial:
         present = {name: folder for name, folder in folders.items() if (folder / MEMBER_FILE).exists()}
         all_names = {*folders} if order else _of_partition(clusters)
         lost = all_names - {*present}
     manifest = checked(path, present, priors, order, lost, clusters)
-    for entry in members:
-        name, file = entry["member"], folders[entry["member"]] / MEMBER_FILE
-        if name in present and sha256_file(file) != entry["member_json_sha256"]:
-            raise UserError(f"{file}: is not the {name} that {path} lists; {REMEDY}")
-    is_other = not document["changed"] and manifest.partition_sha256 != document["partition_sha256"]
-    if is_other or len(priors) != document["num_clusters"]:
+    for entry in document.members:
+        file = folders[entry.member] / MEMBER_FILE
+        if entry.member in present and sha256_file(file) != entry.member_json_sha256:
+            raise UserError(f"{file}: is not the {entry.member} that {path} lists; {REMEDY}")
+    is_other = not document.changed and manifest.partition_sha256 != document.partition_sha256
+    if is_other or len(priors) != document.num_clusters:
         raise UserError(f"{path}: key 'partition_sha256' or 'num_clusters' differs from its members'; {_REMEDY}")
-    return replace(manifest, about=None if about is None else About(**about))
+    return replace(manifest, about=document.about)
 
 
-def _artifact_folder(entry: dict[str, str], path: Path, *, is_run: bool) -> Path:
+def _artifact_folder(entry: _Entry, path: Path, *, is_run: bool) -> Path:
     """Folder of an entry of the manifest ``path``; of a run, the member's folder or ``members`` may be a link."""
-    folder = RunFolder(path.parent).artifact(entry["member"])
-    if is_run and folder == path.parent / entry["path"]:
+    folder = RunFolder(path.parent).artifact(entry.member)
+    if is_run and folder == path.parent / entry.path:
         inside(folder.parent, folder.name, path)
         return folder
-    return inside(path.parent, entry["path"], path)
+    return inside(path.parent, entry.path, path)
 
 
 def checked(

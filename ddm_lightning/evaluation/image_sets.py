@@ -206,7 +206,7 @@ class Generated:
         self._given: ShardImages | None = None
         self._own = experiment.sample.prompts
         if self._kind == "class":
-            self._own = [*range(self._ensemble.meta.condition["size"])]
+            self._own = [*range(self._ensemble.meta.condition.size)]
         if self._kind != "none" and manifest is not None:
             side = HELD_OUT if any(cluster.held_out for cluster in manifest.clusters) else TRAIN
             self._given = ShardImages(run.folder.shards, manifest, encoder, side)

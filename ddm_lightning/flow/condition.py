@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -18,7 +17,7 @@ class ConditionSpec:
     """Kind and size of a network's condition, as recorded in artifacts.
 
     Raises:
-        ValueError: unknown ``kind``, or a number that does not fit it or is not whole.
+        ValueError: unknown ``kind``, or a number that does not fit it.
     """
 
     kind: str
@@ -36,13 +35,13 @@ class ConditionSpec:
             (self.length, self.kind in ("tokens", "tokens+text")),
             (self.vector_size, self.kind == "tokens+text"),
         )
-        # Compared by ``type``, because JSON's true is an int to isinstance.
-        fits = all(type(number) is int and number >= 0 and (number > 0) == needed for number, needed in numbers)
-        if self.kind not in KINDS or not fits:
+        fits = all(number >= 0 and (number > 0) == needed for number, needed in numbers)
+        if self.kind not in KINDS or not fits or max(self.size * max(1, self.length), self.vector_size) > 1 << 24:
             raise ValueError(
                 f"a condition of kind {self.kind!r} with size {self.size!r}, length {self.length!r} and vector_size "
                 f"{self.vector_size!r}: kinds are {', '.join(KINDS)}; all but none have a size of at least 1, those "
-                "with tokens a length of at least 1, and tokens+text alone a vector_size of at least 1"
+                "with tokens a length of at least 1, and tokens+text alone a vector_size of at least 1; none has more "
+                "than 2^24 numbers"
             )
 
     @property
@@ -56,11 +55,6 @@ class ConditionSpec:
     def pooled(self) -> ConditionSpec:
         """Spec of ``Condition.pooled``."""
         return ConditionSpec("text", self.vector_size) if self.vector_size else self
-
-    def to_dict(self) -> dict[str, Any]:
-        """Arguments of the constructor as JSON values, without those that its kind does not have."""
-        found = {"length": self.length, "vector_size": self.vector_size}
-        return {"kind": self.kind, "size": self.size} | {name: number for name, number in found.items() if number}
 
 
 # Tensors have no truth value, so a generated __eq__ would raise.

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Annotated, TypeAlias
 
 from ddm_lightning.config.merge import island_of
 from ddm_lightning.core import checks
 from ddm_lightning.core.errors import UserError, note
-from ddm_lightning.core.files import atomic_write_json, read_json
+from ddm_lightning.core.files import atomic_write_json
 from ddm_lightning.core.registry import LAUNCHERS
 from ddm_lightning.islands.job import Job, Launcher, UnreachableError
 from ddm_lightning.islands.status import Seen, Watch
@@ -19,6 +19,7 @@ from ddm_lightning.members.run import Run
 _FILE = "launched.json"
 """In the run folder: launcher and handle of each member's newest job."""
 _REMEDY = "stop what it started by hand, and delete it"
+_Handle: TypeAlias = Annotated[list[checks.Text], (lambda job: len(job) == 2, "a launcher and its handle")]
 
 
 def jobs_of(run: Run, members: Sequence[str], config: str, overrides: Sequence[str]) -> list[Job]:
@@ -141,8 +142,4 @@ def _handles(run: Run) -> dict[str, list[str]]:
     path = run.folder.root / _FILE
     if not path.exists():
         return {}
-    found: Any = read_json(path, "the list of launched jobs", _REMEDY)
-    is_right, wanted = checks.values_of(checks.list_of(checks.TEXT), "an object of lists of launcher and handle")
-    if not is_right(found) or any(len(job) != 2 for job in found.values()):
-        raise UserError(f"{path}: must be {wanted}; {_REMEDY}")
-    return dict(found)
+    return checks.read_record(path, dict[str, _Handle], "the list of launched jobs", _REMEDY)

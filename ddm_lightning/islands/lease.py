@@ -14,6 +14,7 @@ import platform
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +27,30 @@ HEARTBEAT_SECONDS = 10.0
 STALE_SECONDS = 45.0
 """Time without a heartbeat after which a lease may be taken over: four are missing."""
 _POLL_SECONDS = 3.0
-_CHECKS: dict[str, checks.Check] = {
-    "key": checks.TEXT,
-    "host": checks.ANY_TEXT,
-    "machine": checks.ANY_TEXT,
-    "pid": checks.integer(0),
-    "began": checks.ANY_TEXT,
-    "beat": checks.integer(0),
-    "time": (checks.is_number, "a number"),
-    "released": (lambda value: isinstance(value, bool), "true or false"),
-    "status": checks.OBJECT,
-}
+
+
+@dataclass
+class Claim:
+    """Content of a claim's file; all empty if the file is damaged."""
+
+    key: str = ""
+    """Random, so that no two claims are equal."""
+    host: str = ""
+    """Name of the machine."""
+    machine: str = ""
+    """This start of it."""
+    pid: checks.Count = 0
+    """Process that trains the member."""
+    began: str = ""
+    """Start of that process."""
+    beat: checks.Count = 0
+    """Number of the newest heartbeat."""
+    time: float = 0.0
+    """Unix time of it, by the machine's clock."""
+    released: bool = False
+    """Whether another process may claim the member at once."""
+    status: dict[str, Any] = field(default_factory=dict)
+    """Progress for others to read: a ``MemberStatus``."""
 
 
 class LostLeaseError(Exception):
@@ -52,7 +66,7 @@ class Lease:
         content: what its file holds.
     """
 
-    def __init__(self, url: str, generation: int, content: dict[str, Any]) -> None:
+    def __init__(self, url: str, generation: int, content: Claim) -> None:
         self.url = url
         self.generation = generation
         self._content = content
@@ -67,10 +81,12 @@ class Lease:
         Raises:
             OSError: the store cannot be reached.
         """
-        beat = self._content["beat"] + 1
-        now = time.time()
-        self._content |= {"beat": beat, "time": now, "released": released, "status": {**status, "updated": now}}
-        remote.write(_file(self.url, self.generation), json.dumps(self._content).encode())
+        content = self._content
+        content.beat += 1
+        content.time = time.time()
+        content.released = released
+        content.status = {**status, "updated": content.time}
+        remote.write(_file(self.url, self.generation), _encoded(content))
 
     def check(self) -> None:
         """Check that no other process has taken the member over; call it before publishing.
@@ -83,8 +99,8 @@ class Lease:
             other = read_lease(self.url, self.generation + 1)  # not from a listing, which may be older
         except FileNotFoundError:
             return
-        if other or newest_generation(self.url) > self.generation:
-            raise LostLeaseError(f"a process on {other.get('host') or 'another machine'} has taken it over")
+        if other.key or newest_generation(self.url) > self.generation:
+            raise LostLeaseError(f"a process on {other.host or 'another machine'} has taken it over")
 
 
 def claim(member: str, url: str, say: Callable[[str], object]) -> Lease:
@@ -103,27 +119,16 @@ def claim(member: str, url: str, say: Callable[[str], object]) -> Lease:
         OSError: the store cannot be reached.
     """
     pid = os.getpid()
-    own: dict[str, Any] = {
-        "key": uuid.uuid4().hex,
-        "host": platform.node(),
-        "machine": _machine(),
-        "pid": pid,
-        "began": start_time(pid),
-        "beat": 0,
-        "time": time.time(),
-        "released": False,
-        "status": {},
-    }
+    own = Claim(uuid.uuid4().hex, platform.node(), _machine(), pid, start_time(pid), time=time.time())
     taken = 0  # a listing may be older than what is known
     while True:
         generation = max(taken, newest_generation(url))
         if generation and _is_alive(url, generation, member, say):
             other = read_lease(url, generation)
             raise UserError(
-                f"{member}: is in use by process {other.get('pid')} on {other.get('host')}, which is alive; "
-                "wait for it or stop it"
+                f"{member}: is in use by process {other.pid} on {other.host}, which is alive; wait for it or stop it"
             )
-        if remote.create(_file(url, generation + 1), json.dumps(own).encode()):
+        if remote.create(_file(url, generation + 1), _encoded(own)):
             return Lease(url, generation + 1, own)
         taken = generation + 1
 
@@ -138,43 +143,43 @@ def newest_generation(url: str) -> int:
     return max((int(stem) for stem in stems if stem.isascii() and stem.isdigit()), default=0)
 
 
-def read_lease(url: str, generation: int) -> dict[str, Any]:
+def read_lease(url: str, generation: int) -> Claim:
     """Content of a claim; empty if it is damaged.
 
     Raises:
         OSError: the store cannot be reached.
     """
+    file = _file(url, generation)
     try:
-        content = parse_json(remote.read(_file(url, generation)))
-    except ValueError:
-        return {}
-    return content if checks.problem_with(content, _CHECKS) is None else {}
+        return checks.record(parse_json(remote.read(file)), Claim, file, "remove it")
+    except (ValueError, UserError):
+        return Claim()
 
 
-def runs_here(content: Mapping[str, Any]) -> bool | None:
+def runs_here(content: Claim) -> bool | None:
     """Whether the process of a claim is alive; None if it is not of this start of this machine."""
-    if not content.get("machine") or content["machine"] != _machine():
+    if not content.machine or content.machine != _machine():
         return None
-    return bool(start_time(content["pid"]) == content["began"])
+    return start_time(content.pid) == content.began
 
 
 def _is_alive(url: str, generation: int, member: str, say: Callable[[str], object]) -> bool:
     first = read_lease(url, generation)
-    if first.get("released"):
+    if first.released:
         return False
     if (runs := runs_here(first)) is not None:
         return runs
-    say(f"{member}: waits {STALE_SECONDS:g} s to see whether its process on {first.get('host', 'a machine')} is alive")
+    say(f"{member}: waits {STALE_SECONDS:g} s to see whether its process on {first.host or 'a machine'} is alive")
     end = time.monotonic() + STALE_SECONDS
     while time.monotonic() < end:
         time.sleep(_POLL_SECONDS)
         newest = max(generation, newest_generation(url))
         now = read_lease(url, newest)
-        if now.get("released"):
+        if now.released:
             return False
-        if newest > generation or (first and now and now != first):
+        if newest > generation or (first.key and now.key and now != first):
             return True
-        first = first or now  # a store that answers garbage says nothing about the process
+        first = first if first.key else now  # a store that answers garbage says nothing about the process
     return False
 
 
@@ -185,6 +190,10 @@ def _machine() -> str:
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
     except OSError:
         return ""
+
+
+def _encoded(content: Claim) -> bytes:
+    return json.dumps(asdict(content)).encode()
 
 
 def _file(url: str, generation: int) -> str:

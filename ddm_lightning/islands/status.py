@@ -6,6 +6,7 @@ import json
 import math
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ddm_lightning.core import checks, remote
+from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.formatting import format_duration, table
 from ddm_lightning.islands import lease
 from ddm_lightning.members.member import all_members, role_of
@@ -88,17 +90,17 @@ class Watch:
             waiting = Seen(MemberStatus(name, self.run.max_steps(name)), "waiting", starts=0)
             return waiting if name in self.run.names else None
         content = lease.read_lease(url, generation)
-        status = MemberStatus(name, self.run.max_steps(name), state="starting", host=content.get("host", ""))
-        fields = content.get("status", {})
-        if checks.problem_with(fields, checks.field_checks(MemberStatus)) is None and fields["member"] == name:
-            status = MemberStatus(**fields)
-            if status.state == "waiting":  # before its first own status
-                status.state = "starting"
-        age = self._age(name, (generation, content.get("beat")), content.get("time", 0.0))
+        status = MemberStatus(name, self.run.max_steps(name), host=content.host)
+        with suppress(UserError):
+            found = checks.record(content.status, MemberStatus, url, "wait for its next heartbeat")
+            status = found if found.member == name else status
+        if status.state == "waiting":  # before its first own status
+            status.state = "starting"
+        age = self._age(name, (generation, content.beat), content.time)
         runs = lease.runs_here(content)
         rules = (
             (status.state not in ("starting", "training"), status.state),
-            (content.get("released"), "stopped"),
+            (content.released, "stopped"),
             (runs is False, "killed"),
             (not runs and age >= lease.STALE_SECONDS, "silent"),
             (not runs and age <= -lease.STALE_SECONDS, "unclear"),

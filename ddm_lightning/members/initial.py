@@ -11,7 +11,7 @@ import re
 import shutil
 import tempfile
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -32,10 +32,17 @@ from ddm_lightning.core.weights import (
 )
 from ddm_lightning.members.artifact import WEIGHTS_FILE, read_meta
 from ddm_lightning.members.member import MONOLITH, ROUTER, Member
-from ddm_lightning.members.run_folder import MEMBER_FILE, RunFolder, read_record
+from ddm_lightning.members.run_folder import MEMBER_FILE, RunFolder
 
 _OF_DIFFUSERS = re.compile(r"diffusion_pytorch_model(-\d{5}-of-\d{5})?\.safetensors")
-_CHECKS = {"source": checks.TEXT, "sha256": checks.SHA256}
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """Which hash a source had."""
+
+    source: checks.Text
+    sha256: checks.Sha256
 
 
 class Initial:
@@ -65,10 +72,10 @@ class Initial:
             UserError: the source is unknown or damaged, or has another hash than the experiment says.
         """
         if self.is_recorded():
-            found: str = read_record(self._record, _CHECKS, "the record of initial weights", self._remedy)["sha256"]
+            found = checks.read_record(self._record, _Recorded, "the record of initial weights", self._remedy).sha256
         else:
             found = self._fetch()
-            atomic_write_json(self._record, {"source": self.source, "sha256": found})
+            atomic_write_json(self._record, asdict(_Recorded(self.source, found)))
         self._require(self.config.sha256 or found, found)
         return found
 

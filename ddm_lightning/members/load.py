@@ -15,10 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from ddm_lightning.config.experiment import LoraConfig, PluginConfig
+from ddm_lightning.config.experiment import PluginConfig
 from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.weights import check_memory, in_short, load_weights, misfits, prefixed, read_header
-from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.members.artifact import REMEDY, WEIGHTS_FILE, ArtifactMeta, base_file, read_meta
 from ddm_lightning.members.member import ROLES, declared_path
 from ddm_lightning.members.run_folder import MEMBER_FILE
@@ -162,13 +161,13 @@ def _build_bounded(meta: ArtifactMeta, weights: Mapping[str, Tensor], base: Mapp
         raise UserError("its params name a file outside the artifact")
     hook = register_module_parameter_registration_hook(count)
     try:
-        plugin, condition = PluginConfig(meta.network, meta.params), ConditionSpec(**meta.condition)
-        network = ROLES[meta.role].build(plugin, meta.x_shape, condition, meta.num_clusters)
+        plugin = PluginConfig(meta.network, meta.params)
+        network = ROLES[meta.role].build(plugin, meta.x_shape, meta.condition, meta.num_clusters)
         if meta.lora is not None:
             named, own = prefixed(base, network), network.state_dict()
             trained = {name.replace(".base_layer.", ".") for name in weights}
             frozen = {name: value for name, value in named.items() if name in own and name not in trained}
-            adapt(network, LoraConfig(**meta.lora), frozen)
+            adapt(network, meta.lora, frozen)
         return network
     finally:
         hook.remove()

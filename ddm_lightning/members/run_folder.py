@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,9 +15,9 @@ from omegaconf import OmegaConf
 
 from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.config.load import changeable_keys, leaves, load_experiment, read_yaml
-from ddm_lightning.core.checks import Check, kept, problem_with
+from ddm_lightning.core.checks import kept
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.core.files import locked, read_json
+from ddm_lightning.core.files import locked
 
 MEMBER_FILE = "member.json"
 """Description of an artifact's weights."""
@@ -94,29 +94,6 @@ def break_mark(folder: Path) -> None:
     lock = folder / ".lock"
     if lock.exists() and (mark := lock.read_text(encoding="utf-8")) and platform.node() not in mark:
         lock.unlink()
-
-
-def read_record(
-    path: Path, checks: Mapping[str, Check], what: str, remedy: str, defaults: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """Read a JSON object with exactly the keys of ``checks``.
-
-    Args:
-        path: the file.
-        checks: check of each value.
-        what: description of the file for error lines.
-        remedy: ends every error line.
-        defaults: values of keys that an earlier release did not write.
-
-    Raises:
-        UserError: the file is missing or not JSON, or has a wrong, missing or unknown key.
-    """
-    document: dict[str, Any] = read_json(path, what, remedy)
-    if defaults and isinstance(document, dict):
-        document = {**defaults, **document}
-    if problem := problem_with(document, checks):
-        raise UserError(f"{path}: {problem}; {remedy}")
-    return document
 
 
 def load_run(path: str | Path, overrides: Sequence[str] = ()) -> Experiment:

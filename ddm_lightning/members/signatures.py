@@ -7,6 +7,7 @@ the versions of the member, so that an older artifact is not taken for the newes
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from ddm_lightning.core.remote import shown
 from ddm_lightning.members.artifact import REMEDY, read_meta
 from ddm_lightning.members.member import role_of
 from ddm_lightning.members.run import Run
-from ddm_lightning.members.run_folder import MEMBER_FILE, SIGNATURE, STATEMENT, read_record
+from ddm_lightning.members.run_folder import MEMBER_FILE, SIGNATURE, STATEMENT
 from ddm_lightning.shards.manifest import manifest_path
 
 PREPARE = "prepare"
@@ -30,12 +31,26 @@ PREPARE = "prepare"
 ACCEPTED_FILE = "accepted.json"
 """In a member's folder, never published: the newest version that was accepted here."""
 _REMEDY = "get it and its signature again from where it was made"
-_STATEMENT: dict[str, checks.Check] = {"experiment": checks.SHA256, "version": checks.integer(1)}
-_ACCEPTED: dict[str, checks.Check] = {
-    "step": checks.integer(0),
-    "version": checks.integer(0),
-    "content": checks.ANY_TEXT,
-}
+
+
+@dataclass(frozen=True)
+class _Statement:
+    """What a signed artifact says besides its description."""
+
+    experiment: checks.Sha256
+    """Fingerprint of its settings."""
+    version: checks.Size
+    """Number of the member's artifact, from 1."""
+
+
+@dataclass(frozen=True)
+class _Accepted:
+    """The newest artifact that was accepted here."""
+
+    step: checks.Count = 0
+    version: checks.Count = 0
+    content: str = ""
+    """Hash of its signature and description, and of the trusted keys."""
 
 
 def signature_of(file: Path) -> Path:
@@ -70,8 +85,8 @@ def sign_artifact(folder: Path, name: str, run: Run) -> None:
     """
     if (config := _signer(name, run)) is not None:
         earlier = run.folder.artifact(name)
-        version = _statement(earlier)["version"] if (earlier / STATEMENT).exists() else 0
-        atomic_write_json(folder / STATEMENT, {"experiment": fingerprint(run.experiment), "version": version + 1})
+        version = _statement(earlier).version if (earlier / STATEMENT).exists() else 0
+        atomic_write_json(folder / STATEMENT, asdict(_Statement(fingerprint(run.experiment), version + 1)))
         config.sign(folder, folder / SIGNATURE)
 
 
@@ -106,26 +121,27 @@ def accept(name: str, folder: Path, run: Run) -> None:
     if not (keys := _trusted(name, run.experiment)):
         return
     record = run.folder.member(name) / ACCEPTED_FILE
-    is_known, none = record.exists(), {"step": 0, "version": 0, "content": ""}
-    last = read_record(record, _ACCEPTED, "the record of accepted artifacts", "remove it") if is_known else none
+    last = _Accepted()
+    if record.exists():
+        last = checks.read_record(record, _Accepted, "the record of accepted artifacts", "remove it")
     parts = (folder / SIGNATURE, folder / MEMBER_FILE, *keys)
     content = sha256_json([sha256_file(part) for part in parts if part.exists()])
-    if content == last["content"]:
+    if content == last.content:
         return  # weights, which are gigabytes, are hashed again when they are loaded
     verify(folder, folder / SIGNATURE, keys)
     meta, statement = read_meta(folder), _statement(folder)
     for is_wrong, problem in (
         (meta.member != name, f"is signed as {meta.member}, not as {name}"),
-        (statement["experiment"] != fingerprint(run.experiment), "is signed for an experiment with other settings"),
+        (statement.experiment != fingerprint(run.experiment), "is signed for an experiment with other settings"),
         (
-            (meta.step, statement["version"]) < (last["step"], last["version"]),
-            f"is older (step {meta.step}, version {statement['version']}) than the one accepted before "
-            f"(step {last['step']}, version {last['version']}; to go back on purpose, remove {record})",
+            (meta.step, statement.version) < (last.step, last.version),
+            f"is older (step {meta.step}, version {statement.version}) than the one accepted before "
+            f"(step {last.step}, version {last.version}; to go back on purpose, remove {record})",
         ),
     ):
         if is_wrong:
             raise UserError(f"{folder}: {problem}; {REMEDY}")
-    atomic_write_json(record, {"step": meta.step, "version": statement["version"], "content": content})
+    atomic_write_json(record, asdict(_Accepted(meta.step, statement.version, content)))
 
 
 def check_used(name: str, folder: Path, experiment: Experiment) -> None:
@@ -165,8 +181,8 @@ def verify(path: Path, signature: Path, keys: Sequence[Path]) -> None:
     raise UserError(f"{path}: its signature is refused ({'; '.join(problems)}); {_REMEDY}")
 
 
-def _statement(folder: Path) -> dict[str, Any]:
-    return read_record(folder / STATEMENT, _STATEMENT, "the statement of a signed artifact", REMEDY)
+def _statement(folder: Path) -> _Statement:
+    return checks.read_record(folder / STATEMENT, _Statement, "the statement of a signed artifact", REMEDY)
 
 
 def _trusted(name: str, experiment: Experiment) -> list[Path]:

@@ -16,7 +16,6 @@ from ddm_lightning.core.errors import note
 from ddm_lightning.core.files import atomic_write_json
 from ddm_lightning.core.formatting import format_duration
 from ddm_lightning.core.processes import start_time
-from ddm_lightning.members.run_folder import read_record
 
 HELD_OUT_STEP = "held_out/step"
 KEPT = "kept_step"
@@ -26,8 +25,6 @@ TEMPERATURE = "held_out/temperature"
 CONDITIONAL = "_conditional"
 """Ends the names of a router's figures with the condition."""
 STATES = ("waiting", "starting", "training", "stopped", "failed", "done")
-_COUNT = checks.integer(0)
-_AMOUNT: checks.Check = (lambda value: checks.is_number(value) and value >= 0, "a number of at least 0")
 
 
 def loss_of(metrics: Mapping[str, float], split: str) -> float | None:
@@ -37,33 +34,33 @@ def loss_of(metrics: Mapping[str, float], split: str) -> float | None:
 
 @dataclass
 class MemberStatus:
-    """Progress of one member's training; each field's annotation checks its JSON value."""
+    """Progress of one member's training."""
 
-    member: Annotated[str, checks.TEXT]
+    member: checks.Text
     """Its name."""
-    max_steps: Annotated[int, _COUNT]
+    max_steps: checks.Count
     """Optimizer steps to take."""
     state: Annotated[str, checks.one_of(STATES)] = "waiting"
     """One of ``STATES``; ``stopped`` means on request."""
-    step: Annotated[int, _COUNT] = 0
+    step: checks.Count = 0
     """Optimizer steps taken."""
-    seconds: Annotated[float, _AMOUNT] = 0.0
+    seconds: checks.Amount = 0.0
     """Training time, summed over restarts."""
-    samples_per_second: Annotated[float, _AMOUNT] = 0.0
+    samples_per_second: checks.Amount = 0.0
     """Training samples per second since the last start, over all devices."""
-    metrics: Annotated[dict[str, float], checks.NUMBERS] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
     """Newest logged averages."""
-    validated_step: Annotated[int, _COUNT] = 0
+    validated_step: checks.Count = 0
     """Step of the newest complete validation."""
-    pid: Annotated[int, _COUNT] = 0
+    pid: checks.Count = 0
     """Process that trains the member."""
-    began: Annotated[str, checks.ANY_TEXT] = ""
+    began: str = ""
     """Start of that process, in ticks of its machine's clock; empty if unknown."""
-    host: Annotated[str, checks.ANY_TEXT] = ""
+    host: str = ""
     """Name of that machine."""
-    device: Annotated[str, checks.ANY_TEXT] = ""
+    device: str = ""
     """Its devices, such as ``8 x NVIDIA H100 80GB HBM3``; empty if unknown."""
-    updated: Annotated[float, _AMOUNT] = 0.0
+    updated: checks.Amount = 0.0
     """Unix time of the last write."""
 
     def write(self, folder: Path) -> None:
@@ -88,8 +85,7 @@ class MemberStatus:
         path = folder / "status.json"
         if not path.exists():
             return cls(member, max_steps)
-        found = read_record(path, checks.field_checks(cls), "the member's status", "delete it; training rewrites it")
-        return cls(**found)
+        return checks.read_record(path, cls, "the member's status", "delete it; training rewrites it")
 
     def shown_state(self) -> str:
         """The state; ``killed`` if the process is gone, and the age of the status if it ran on another machine."""

@@ -22,14 +22,24 @@ from ddm_lightning.core.files import atomic_write_json, inside, parse_json, sha2
 POLL_SECONDS = 5.0
 PATIENCE_SECONDS = 600.0
 """Time for which an unreachable URL is tried again; work of days goes on when the network does."""
-_FILES = checks.values_of(
-    checks.object_of({"bytes": checks.integer(0), "sha256": checks.SHA256}), "files with sizes and hashes"
-)
-_ENTRY = {"key": checks.TEXT, "files": _FILES}
 
 Entries: TypeAlias = dict[str, Any]
 """Finished work by name: the key of its inputs, its files with sizes and hashes, and facts."""
 _Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+@dataclass
+class _File:
+    bytes: checks.Count
+    sha256: checks.Sha256
+
+
+@dataclass
+class _Entry:
+    """Keys of each entry; those of facts come besides."""
+
+    key: checks.Text
+    files: dict[str, _File]
 
 
 class Ledger:
@@ -47,7 +57,7 @@ class Ledger:
         self.is_published = False
         """Whether the entries are at the URL; their files need not be here then."""
         self.entries: Entries = {}
-        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        with suppress(OSError, ValueError, AttributeError, UserError):
             self.entries = _checked(parse_json(file.read_text(encoding="utf-8")))
 
     def is_done(self, name: str, key: str | None = None) -> bool:
@@ -84,9 +94,8 @@ class Ledger:
 
 
 def _checked(entries: Any) -> Entries:
-    for entry in entries.values():
-        if problem := checks.problem_with({key: entry[key] for key in _ENTRY}, _ENTRY):
-            raise ValueError(problem)
+    for name, entry in entries.items():
+        checks.record(checks.kept(entry, _Entry), _Entry, name, "repeat the work")
     return dict(entries)
 
 
@@ -157,7 +166,7 @@ class Published:
             versions, entries = dict(content["versions"]), _checked(content["work"])
         except FileNotFoundError:
             return None
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, UserError) as error:
             raise UserError(
                 f"{address}: is no ledger of prepare ({error}); remove it, then repeat the command"
             ) from None

@@ -62,7 +62,7 @@ def merge_groups(
         x_shape=encoder.x_shape(size),
         normalisation=encoder.normalisation,
         statistics=statistics_of(np.sum(moments, axis=0)),
-        captions=[asdict(caption) for caption in config.captions],
+        captions=config.captions,
         caption_encoder=asdict(config.caption_encoder) if config.caption_encoder else None,
         text_size=captions.size if captions else 0,
         token_shape=captions.token_shape if captions else None,

@@ -7,31 +7,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
+from ddm_lightning.config.experiment import CaptionConfig
 from ddm_lightning.core import checks
-from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write_json, read_json
 
 FORMAT_VERSION = 3
 TRAIN, HELD_OUT = "train", "held-out"
 _REMEDY = "run prepare first, with the same FILE and settings, or copy it from where that was done"
 
-_COUNT = checks.integer(0)
-_WEIGHT: checks.Check = (lambda value: checks.is_number(value) and value >= 0, "a number of at least 0")
-_CAPTIONS = checks.list_of(checks.object_of({"column": checks.TEXT, "weight": _WEIGHT}))
-_TOKENS = checks.optional((lambda value: checks.is_shape(value, 2), "a list of tokens and their size"))
-
 
 @dataclass(frozen=True)
 class ClusterSamples:
     """Samples of one cluster."""
 
-    train: Annotated[int, _COUNT]
-    held_out: Annotated[int, _COUNT]
-    out_of_cluster: Annotated[int, (lambda value: value == 0, "0")] = 0
-    """Always 0; earlier versions could add samples of other clusters."""
-
-
-_CLUSTERS = checks.list_of(checks.object_of(checks.field_checks(ClusterSamples)))
+    train: checks.Count
+    held_out: checks.Count
 
 
 @dataclass(frozen=True)
@@ -48,10 +38,12 @@ class DataSizes:
     """Labels run from 0 to this minus 1."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Everything that loading, training and sampling need to know about the shards; annotations check JSON values."""
+    """Everything that loading, training and sampling need to know about the shards."""
 
+    format_version: Annotated[int, checks.version(FORMAT_VERSION)] = FORMAT_VERSION
+    """Version of this layout."""
     source: dict[str, Any]
     """Name and parameters."""
     attribution: str
@@ -62,21 +54,21 @@ class Manifest:
     """Name and parameters."""
     stores: Annotated[str, checks.one_of(("x_0", "posterior"))]
     """``x_0``, or ``posterior``: mean, then standard deviation, of the Gaussian of ``x_0``."""
-    x_shape: Annotated[tuple[int, int, int], checks.X_SHAPE]
+    x_shape: checks.Shape3
     """Channels, height, width of ``x_0``."""
-    normalisation: Annotated[dict[str, float | list[float]], checks.NORMALISATION]
+    normalisation: checks.Normalisation
     """``x_0 = (stored - shift) * scale``, float32; one number each or one per channel."""
     statistics: dict[str, list[float]]
     """Mean and standard deviation of ``x_0`` per channel: near 0 and 1 if the encoder suits the data."""
     caption_encoder: dict[str, Any] | None
     """Name and parameters; None if the shards hold no text vectors."""
-    text_size: Annotated[int, _COUNT]
+    text_size: checks.Count
     """Entries of a text vector; 0 for none."""
-    token_shape: Annotated[tuple[int, int] | None, _TOKENS]
+    token_shape: Annotated[tuple[checks.Size, checks.Size], checks.shape(2)] | None
     """Tokens per caption and entries of each; None if the shards hold no tokens."""
-    columns: Annotated[dict[str, str], checks.TEXTS]
+    columns: dict[str, checks.Text]
     """The MDS encoding of each column besides ``sample_id``, ``cluster`` and ``caption``."""
-    num_classes: Annotated[int, _COUNT]
+    num_classes: checks.Count
     """Labels run from 0 to this minus 1."""
     features: dict[str, Any]
     """Name and parameters of the feature network for clustering."""
@@ -90,32 +82,56 @@ class Manifest:
     """Samples of all clusters, held-out ones included."""
     num_without_caption: int
     """Samples with an empty caption."""
-    clusters: Annotated[tuple[ClusterSamples, ...], _CLUSTERS]
+    clusters: tuple[ClusterSamples, ...]
     """Samples of each cluster."""
-    priors: Annotated[tuple[float, ...], checks.SHARES]
+    priors: checks.Shares
     """Each cluster's share of the samples."""
     seed: int
     """Seed of the partition and of the sample order."""
-    index_sha256: Annotated[dict[str, str], checks.TEXTS]
+    index_sha256: dict[str, checks.Text]
     """SHA-256 of each ``index.json``, by its folder below ``shards/`` ("cluster-0/train")."""
-    partition_sha256: Annotated[str, checks.TEXT]
+    partition_sha256: checks.Text
     """SHA-256 of ``partition.safetensors``; equal in artifacts that belong together."""
     versions: dict[str, str]
     """Versions of the packages that shaped the result."""
     class_names: list[str] | None
     """Name of each of the ``num_classes`` classes; None if the source has none."""
-    class_counts: Annotated[list[list[int]], checks.list_of(checks.list_of(_COUNT))] = field(default_factory=list)
+    class_counts: list[list[checks.Count]] = field(default_factory=list)
     """Samples of each class in each cluster, held-out ones included, [K][num_classes]."""
     filtered: dict[str, int] = field(default_factory=dict)
     """Samples taken out by each filter."""
-    captions: Annotated[list[dict[str, Any]], _CAPTIONS] = field(default_factory=list)
+    captions: list[CaptionConfig] = field(default_factory=list)
     """Column and weight of each of several captions; empty if the source itself names the caption."""
-    format_version: int = FORMAT_VERSION
 
     @property
     def num_clusters(self) -> int:
         """K."""
         return len(self.clusters)
+
+    def __post_init__(self) -> None:
+        """Refuse values that contradict each other.
+
+        Raises:
+            ValueError: some do.
+        """
+        channels, *rest = self.x_shape
+        shapes = {
+            "x_0": [channels * (2 if self.stores == "posterior" else 1), *rest],
+            "text": [self.text_size],
+            "text_tokens": self.token_shape or (),
+        }
+        shapes["x_0_flipped"] = shapes["x_0"]
+        for name, shape in shapes.items():
+            given = self.columns.get(name, "").split(":")[2:]
+            if (name == "x_0" or name in self.columns) and given != [",".join(map(str, shape))]:
+                raise ValueError(f"key 'columns' gives {name} another shape than {[*shape]}")
+        for name, values in self.normalisation.items():
+            if isinstance(values, list) and len(values) not in (1, channels):
+                raise ValueError(f"key 'normalisation' has {len(values)} numbers of {name} for {channels} channels")
+        if len(self.priors) != self.num_clusters:
+            raise ValueError("key 'priors' has another length than key 'clusters'")
+        if self.class_counts and [*map(len, self.class_counts)] != [self.num_classes] * self.num_clusters:
+            raise ValueError("key 'class_counts' has another shape than num_classes counts of each of the 'clusters'")
 
     def write(self, run_dir: Path) -> None:
         """Write ``prepared/manifest.json``, whole or not at all."""
@@ -130,44 +146,7 @@ class Manifest:
         """
         path = manifest_path(run_dir)
         stored = read_json(path, "the manifest of the prepared shards", _REMEDY)
-        if problem := _problem_with(stored):
-            raise UserError(f"{path}: {problem}; delete it and {_REMEDY}")
-        return cls(
-            **{
-                **stored,
-                "x_shape": tuple(stored["x_shape"]),
-                "clusters": tuple(ClusterSamples(**entry) for entry in stored["clusters"]),
-                "priors": tuple(map(float, stored["priors"])),
-                "token_shape": stored["token_shape"] and tuple(stored["token_shape"]),
-            }
-        )
-
-
-_ANYTHING: checks.Check = (lambda _: True, "anything")
-_CHECKS = {field.name: _ANYTHING for field in dataclasses.fields(Manifest)} | checks.field_checks(Manifest)
-
-
-def _problem_with(stored: Any) -> str | None:
-    """Describe the first value that is wrong or contradicts another; None if there is none."""
-    version = stored.get("format_version") if isinstance(stored, dict) else None
-    if version != FORMAT_VERSION:
-        return f"format_version {version!r:.20} is not {FORMAT_VERSION} (another release of ddm_lightning wrote it)"
-    if problem := checks.problem_with(stored, _CHECKS):
-        return problem
-    channels, *rest = stored["x_shape"]
-    x_0 = [channels * (2 if stored["stores"] == "posterior" else 1), *rest]
-    columns, tokens = stored["columns"], stored["token_shape"] or []
-    for name, shape in {"x_0": x_0, "x_0_flipped": x_0, "text": [stored["text_size"]], "text_tokens": tokens}.items():
-        if (name == "x_0" or name in columns) and columns.get(name, "").split(":")[2:] != [",".join(map(str, shape))]:
-            return f"key 'columns' gives {name} another shape than {shape}"
-    for name, values in stored["normalisation"].items():
-        if isinstance(values, list) and len(values) not in (1, channels):
-            return f"key 'normalisation' has {len(values)} numbers of {name} for {channels} channels"
-    if len(stored["priors"]) != len(stored["clusters"]):
-        return "key 'priors' has another length than key 'clusters'"
-    if (counts := stored["class_counts"]) and [*map(len, counts)] != [stored["num_classes"]] * len(stored["clusters"]):
-        return "key 'class_counts' has another shape than num_classes counts of each of the 'clusters'"
-    return None
+        return checks.record(stored, cls, str(path), f"delete it and {_REMEDY}")
 
 
 def manifest_path(run_dir: Path) -> Path:

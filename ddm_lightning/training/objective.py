@@ -446,7 +446,7 @@ def build_objective(member: Member, run: Run, network: nn.Module | None = None) 
         member,
         StoredForm(manifest.stores, manifest.normalisation),
         caption_encoder=CAPTION_ENCODERS.build(coder.name, coder.params) if coder else None,
-        captions=[one["weight"] for one in manifest.captions] if several else (),
+        captions=[one.weight for one in manifest.captions] if several else (),
         num_held_out=sum(manifest.clusters[k].held_out for k in member.clusters),
     )
 

@@ -109,7 +109,7 @@ class DecentralizedPipeline(DiffusionPipeline):  # type: ignore[misc]  # diffuse
             images: Any = self.ensemble.sample(**settings)
         else:
             all_rows = [] if rows is None else listed(rows)
-            if rows is None and self.ensemble.meta.condition["kind"] == "none":
+            if rows is None and self.ensemble.meta.condition.kind == "none":
                 all_rows = [None]
             each = [row for row in all_rows for _ in range(num_images_per_prompt)]
             if len(each) != len(generator):

@@ -26,7 +26,7 @@ from ddm_lightning.ensemble.manifest import About, EnsembleManifest
 from ddm_lightning.ensemble.routing import Trace
 from ddm_lightning.ensemble.sampler import sample
 from ddm_lightning.ensemble.velocity import Cost, Ensemble
-from ddm_lightning.flow.condition import Condition, ConditionSpec
+from ddm_lightning.flow.condition import Condition
 from ddm_lightning.members.artifact import ArtifactMeta
 from ddm_lightning.members.member import ROUTER
 from ddm_lightning.members.run_folder import RunFolder
@@ -107,7 +107,7 @@ class DecentralizedEnsemble:
     def __repr__(self) -> str:
         return (
             f"{type(self).__name__}({self.about.name!r}, members={list(self.manifest.folders)}, "
-            f"condition={self.meta.condition['kind']!r}, x_shape={self.meta.x_shape})"
+            f"condition={self.meta.condition.kind!r}, x_shape={self.meta.x_shape})"
         )
 
     @classmethod
@@ -191,7 +191,7 @@ class DecentralizedEnsemble:
     @property
     def cost(self) -> Cost:
         """Cost of the images sampled so far."""
-        return self.field.cost(self.meta.x_shape, ConditionSpec(**self.meta.condition))
+        return self.field.cost(self.meta.x_shape, self.meta.condition)
 
     @own_defaults()
     def to(self, device: torch.device | str) -> DecentralizedEnsemble:
@@ -278,7 +278,7 @@ class DecentralizedEnsemble:
             return [(prompt, prompt, condition.rows(torch.tensor([i]))) for i, prompt in enumerate(prompts)]
         if kind != "class":
             return [("no condition", "no condition", None)]
-        all_classes = range(self.meta.condition["size"])
+        all_classes = range(self.meta.condition.size)
         names: list[Any] = self.about.class_names or [f"class {c}" for c in all_classes]
         numbers: dict[str | int, int] = {str(c): c for c in all_classes}
         numbers |= {name: c for c, name in enumerate(names)} | {c: c for c in all_classes}

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ddm_lightning.config.experiment import LoraConfig
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_folder, atomic_write_json, atomic_write_text
 from ddm_lightning.core.registry import EXPERTS
@@ -48,7 +47,7 @@ def export_peft(manifest: EnsembleManifest, out: Path) -> list[str]:
             meta, state = read_artifact(manifest.folders[name])
             (temporary / name).mkdir()
             inner = getattr(EXPERTS.get(meta.network), "wraps", "")
-            write_peft(temporary / name, LoraConfig(**lora), state, inner)
+            write_peft(temporary / name, lora, state, inner)
             if others := {key: value for key, value in state.items() if ".lora_" not in key}:
                 save_weights(temporary / name / CONDITION_FILE, others, str(out))
                 kept |= dict.fromkeys(others)

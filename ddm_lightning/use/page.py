@@ -128,7 +128,7 @@ def page(ensemble: DecentralizedEnsemble, captions: Sequence[str] = ()) -> gr.Bl
         captions: offered as examples; the experiment's prompts if there are none.
     """
     field = ensemble.field
-    kind = ensemble.meta.condition["kind"]
+    kind = ensemble.meta.condition.kind
     defaults = ensemble.experiment.sample
     num_threads = torch.get_num_threads()
 
@@ -189,7 +189,7 @@ def page(ensemble: DecentralizedEnsemble, captions: Sequence[str] = ()) -> gr.Bl
                         lambda row: row[0], examples, condition, show_progress="hidden", api_visibility="private"
                     )
                 elif kind == "class":
-                    classes = ensemble.about.class_names or list(map(str, range(ensemble.meta.condition["size"])))
+                    classes = ensemble.about.class_names or list(map(str, range(ensemble.meta.condition.size)))
                     condition = gr.Dropdown(classes, value=classes[0], label="Class")
                 else:
                     condition = gr.State("")

@@ -13,7 +13,7 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from ddm_lightning.config.experiment import (
     Experiment,
     ExpertConfig,
     PartitionConfig,
-    PluginConfig,
     PrepareConfig,
     SampleConfig,
 )
@@ -101,14 +100,14 @@ def fetched(address: str | Path) -> Path:
     with remote.reaching(f"{url} cannot be read"):
         fetch(run.ensemble)
         document = read_document(run.ensemble)
-        for relative in {entry["path"] for entry in document["members"]}:
+        for relative in {entry.path for entry in document.members}:
             folder = inside(run.root, relative, run.ensemble)
             fetch(*(folder / file for file in _FILES))
             if (folder / MEMBER_FILE).exists() and (meta := read_meta(folder)).base_sha256 is not None:
                 base = base_file(run.root, meta)
                 if not base.exists():
                     fetch(base)
-        if document["about"] is None:
+        if document.about is None:
             manifest = manifest_path(run.root)
             fetch(run.experiment, manifest, signature_of(manifest))
     return run.root
@@ -153,7 +152,7 @@ def manifest_with_about(
             check_manifest(experiment, manifest_path(folder))
     if about is None:
         experiment, prepared = experiment or load_run(run.experiment), Manifest.read(folder)
-        wanted = (prepared.partition_sha256, prepared.x_shape, condition_spec(experiment, prepared).to_dict())
+        wanted = (prepared.partition_sha256, prepared.x_shape, condition_spec(experiment, prepared))
         if (meta.partition_sha256, meta.x_shape, meta.condition) != wanted:
             raise UserError(
                 f"{manifest_path(folder)}: the experts were trained on other data ({meta.x_shape}, {meta.condition}); "
@@ -165,12 +164,12 @@ def manifest_with_about(
             class_names=prepared.class_names,
             num_images=prepared.num_samples,
             seed=experiment.seed,
-            sample=asdict(experiment.sample),
+            sample=experiment.sample,
         )
     elif experiment is not None:
-        about = replace(about, seed=experiment.seed, sample=asdict(experiment.sample))
-    num_names, num_classes = len(about.class_names or ()), meta.condition["size"]
-    if meta.condition["kind"] == "class" and num_names not in (0, num_classes):
+        about = replace(about, seed=experiment.seed, sample=experiment.sample)
+    num_names, num_classes = len(about.class_names or ()), meta.condition.size
+    if meta.condition.kind == "class" and num_names not in (0, num_classes):
         raise UserError(f"{run.ensemble}: {num_names} class_names for {num_classes} classes; fix them")
     num_images = max(1, round(about.num_images * (1 - sum(ensemble.lost.values()))))
     return replace(ensemble, about=replace(about, num_images=num_images))
@@ -182,11 +181,11 @@ def experiment_of(manifest: EnsembleManifest) -> Experiment:
     return Experiment(
         name=about.name,
         seed=about.seed,
-        sample=replace(SampleConfig(**about.sample), member=None),
-        condition=ConditionConfig(kind=meta.condition["kind"]),
+        sample=replace(about.sample, member=None),
+        condition=ConditionConfig(kind=meta.condition.kind),
         prepare=PrepareConfig(
-            image_encoder=PluginConfig(**meta.image_encoder),
-            caption_encoder=PluginConfig(**meta.caption_encoder) if meta.caption_encoder else None,
+            image_encoder=meta.image_encoder,
+            caption_encoder=meta.caption_encoder,
             partition=PartitionConfig(num_clusters=len(manifest.priors)),
         ),
         expert=ExpertConfig(num_experts=len(manifest.experts)),
@@ -201,10 +200,10 @@ def refuse_paths(manifest: EnsembleManifest) -> None:
     """
     name, meta = next(iter(manifest.metas.items()))
     for encoder in filter(None, (meta.image_encoder, meta.caption_encoder)):
-        params = json.dumps(encoder["params"], ensure_ascii=False)
+        params = json.dumps(encoder.params, ensure_ascii=False)
         if re.search(r'[/\\]|"path":', params):
             raise UserError(
-                f"{manifest.folders[name] / MEMBER_FILE}: the encoder {encoder['name']!r} would load what {params} "
+                f"{manifest.folders[name] / MEMBER_FILE}: the encoder {encoder.name!r} would load what {params} "
                 "names; if you trust the author, add --allow-paths or allow_paths=True"
             )
 
@@ -332,6 +331,6 @@ def save_ensemble(ensemble: EnsembleManifest, out: Path, licence: str | None = N
         write_manifest(temporary, replace(ensemble, folders=folders, about=about, changed=is_changed))
         saved = read_ensemble(temporary / ENSEMBLE_FILE)
         card = TEMPLATES.get_template("model_card.md.j2").render(
-            vars(saved), shares=saved.shares, condition=saved.meta.condition["kind"]
+            vars(saved), shares=saved.shares, condition=saved.meta.condition.kind
         )
         (temporary / "README.md").write_text(card, encoding="utf-8")

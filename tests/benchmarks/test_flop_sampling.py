@@ -28,7 +28,7 @@ def task(tmp_path, monkeypatch):
     torch.manual_seed(0)
     experts = [EXPERTS.build("dit", params, x_shape=SHAPE, condition=spec) for _ in range(K)]
     router = ROUTERS.build("router-dit", params, x_shape=SHAPE, condition=spec, num_clusters=K)
-    meta = replace(make_meta(), x_shape=SHAPE, condition=spec.to_dict(), timestep_shift=1.0)
+    meta = replace(make_meta(), x_shape=SHAPE, condition=spec, timestep_shift=1.0)
     weights = tmp_path / "ensemble.json"
     weights.write_text("{}")
     monkeypatch.setattr(flop_sampling.Task, "load", lambda _: (Ensemble(experts, router, [1 / K] * K), meta))

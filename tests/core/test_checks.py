@@ -3,7 +3,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 
@@ -131,16 +131,15 @@ NOT_FINITE = [math.nan, math.inf, -math.inf]
 
 
 @pytest.mark.parametrize(
-    ("check", "right", "wrong"),
+    ("kind", "right", "wrong"),
     [
-        (checks.integer(0), [0, 2**63 - 1], [-1, 2**63, True, 1.0, "1", None]),
-        (checks.within(0, 9), [0, 0.5, 9], [-1e-9, 9.1]),
-        (checks.POSITIVE, [1, 1e-300], [0, -1, True, "1", *NOT_FINITE]),
-        (checks.NUMBERS, [{}, {"a": -1.5, "b": 2}], [[], *({"a": one} for one in (True, "1", *NOT_FINITE))]),
-        (checks.SHARES, [[1], [0.25, 0.75]], [[], [0.5, 0.4], [0.5, 0.6], [1.0, 0.0], [1.5, -0.5], [1.0, math.nan]]),
-        (checks.X_SHAPE, [[1, 1, 1], [1, 2**12, 2**12]], [[1, 2**12, 2**12 + 1], [3, 4, 0], [3, 4], [3, 4, True]]),
+        (checks.Count, [0, 2**63 - 1], [-1, 2**63, True, 1.0, "1", None]),
+        (checks.Positive, [1, 1e-300], [0, -1, True, "1", *NOT_FINITE]),
+        (dict[str, float], [{}, {"a": -1.5, "b": 2}], [[], *({"a": one} for one in (True, "1", *NOT_FINITE))]),
+        (checks.Shares, [[1], [0.25, 0.75]], [[], [0.5, 0.4], [0.5, 0.6], [1.0, 0.0], [1.5, -0.5], [1.0, math.nan]]),
+        (checks.Shape3, [[1, 1, 1], [1, 2**12, 2**12]], [[1, 2**12, 2**12 + 1], [3, 4, 0], [3, 4], [3, 4, True]]),
         (
-            checks.NORMALISATION,
+            checks.Normalisation,
             [{"scale": -2, "shift": 0}, {"scale": [1, 2.5], "shift": [0, 1]}],
             [
                 *({"scale": scale, "shift": 0} for scale in (0, [1, 0], [], True, *NOT_FINITE)),
@@ -148,17 +147,70 @@ NOT_FINITE = [math.nan, math.inf, -math.inf]
                 {"scale": 1},
             ],
         ),
-        (checks.SHA256, ["0a" * 32], ["0a" * 31, "0A" * 32, "0a" * 32 + "\n", None]),
-        (checks.TEXT, ["a b"], ["", "a\nb", 1]),
+        (checks.Sha256, ["0a" * 32], ["0a" * 31, "0A" * 32, "0a" * 32 + "\n", None]),
+        (checks.Text, ["a b"], ["", "a\nb", 1]),
+        (checks.Text | None, ["a b", None], ["", 1]),
+        (Annotated[int, checks.within(0, 9)], [0, 9], [-1, 10]),
     ],
 )
-def test_checks_at_their_limits(check: checks.Check, right: list[Any], wrong: list[Any]) -> None:
-    assert [value for value in right if not check[0](value)] == []
-    assert [value for value in wrong if check[0](value)] == []
+def test_records_at_their_limits(kind: Any, right: list[Any], wrong: list[Any]) -> None:
+    for value in right:
+        assert checks.record({"a": value}, dict[str, kind], "f.json", "fetch it") == {"a": value} or kind
+    for value in wrong:
+        with pytest.raises(UserError, match=r"^f\.json: key 'a\..*; fetch it$|^f\.json: key '\.a.*; fetch it$"):
+            checks.record({"a": value}, dict[str, kind], "f.json", "fetch it")
+
+
+@dataclass
+class Point:
+    at: tuple[float, float]
+    """Where."""
+    name: checks.Text
+    """What."""
+    number: checks.Count = 0
+    """Which."""
+
+    def __post_init__(self) -> None:
+        if self.at == (1.0, 1.0):
+            raise ValueError("key 'at' is taken")
+
+
+@dataclass
+class Line:
+    points: list[Point]
+    """Its points."""
+    style: dict[str, Any] | None = None
+    """How it is drawn."""
+
+
+def test_a_record_becomes_what_it_describes() -> None:
+    found = checks.record({"points": [{"at": [0, 1], "name": "a"}], "style": {"b": [1]}}, Line, "f.json", "fetch it")
+    assert found == Line([Point((0.0, 1.0), "a")], {"b": [1]})
+    assert all(type(number) is float for number in found.points[0].at)
+
+
+@pytest.mark.parametrize(
+    ("point", "line"),
+    [
+        ({"at": [0, 1]}, "key 'points[0].name' is missing"),
+        ({"at": [0, 1], "name": "a", "nam": 1}, "unknown key 'points[0].nam'; did you mean 'name'? known there: at,"),
+        ({"at": [0, 1], "name": "???"}, "key 'points[0].name': must be a string, is '???'"),
+        ({"at": [0, "1"], "name": "a"}, "key 'points[0].at[1]': must be a finite number, is '1'"),
+        ({"at": [0, 1], "name": ""}, "key 'points[0].name' = '': must be a string of one line"),
+        ({"at": [0, 1], "name": "a", "number": -1}, "key 'points[0].number' = -1: must be at least 0"),
+        ({"at": [1, 1], "name": "a"}, "key 'points[0]': key 'at' is taken"),
+        (3, "key 'points[0]': must be a section of keys, is 3"),
+    ],
+)
+def test_a_wrong_record_is_one_line_with_the_remedy(point: Any, line: str) -> None:
+    with pytest.raises(UserError) as caught:
+        checks.record({"points": [point]}, Line, "f.json", "fetch it")
+    assert str(caught.value).startswith(f"f.json: {line}")
+    assert str(caught.value).endswith("; fetch it")
 
 
 def test_references_pass_only_before_they_are_resolved() -> None:
-    value = {"inner": {"count": "${other.count}"}, "other": "${inner}", "flag": "${x}"}
-    checks.check(value, Outer, "", "f.yaml")
+    value = {"inner": {"count": "${other.count}"}, "other": "${inner}"}
+    checks.check({**value, "flag": "${x}"}, Outer, "", "f.yaml")
     with pytest.raises(UserError, match=r"'inner\.count': must be a whole number, is '\$\{other\.count\}'"):
         checks.check(value, Outer, "", "f.yaml", references=False)

@@ -228,11 +228,11 @@ def test_bad_parameters_are_refused(saved, params, complaint):
             "_class_name is 'AutoencoderTiny', but image encoder 'diffusers-vae' takes",
         ),
         ({"_class_name": None, "model_type": "clip"}, "_class_name is None"),
-        ({"in_channels": 4}, "key 'in_channels' must be 3"),
-        ({"scaling_factor": 0}, "key 'scaling_factor' must be a positive number"),
-        ({"scaling_factor": None}, "key 'scaling_factor' must be a positive number"),
-        ({"latents_mean": [0] * 4, "latents_std": [1, 1, 1, 0]}, "key 'latents_std' must be null or a list"),
-        ({"latents_mean": "many"}, "key 'latents_mean' must be null or a list"),
+        ({"in_channels": 4}, "key 'in_channels' = 4: must be 3"),
+        ({"scaling_factor": 0}, "key 'scaling_factor' = 0: must be a positive number"),
+        ({"scaling_factor": None}, "key 'scaling_factor': must be a finite number, is null"),
+        ({"latents_mean": [0] * 4, "latents_std": [1, 1, 1, 0]}, "key 'latents_std\\[3\\]' = 0: must be a positive"),
+        ({"latents_mean": "many"}, "key 'latents_mean': must be a list"),
     ],
 )
 def test_an_unusable_configuration_is_refused(folder, changes, complaint):

@@ -109,7 +109,7 @@ def test_a_member_trains_on_both_and_samples_by_prompt(plugins, tmp_path, capsys
     for command in (["prepare"], ["fit", "member=expert-0"]):
         assert main([command[0], "-c", str(TINY), *command[1:], *settings]) == 0
     spec = ConditionSpec("tokens+text", 16, 9, 12)
-    assert read_meta(tmp_path / "members" / "expert-0" / "artifact").condition == spec.to_dict()
+    assert read_meta(tmp_path / "members" / "expert-0" / "artifact").condition == spec
     member = ["sample.member=expert-0", "sample.num_steps=2", "sample.num_per_prompt=1"]
     assert main(["sample", "-c", str(TINY), "--prompt", "a red apple", *settings, *member]) == 0
 

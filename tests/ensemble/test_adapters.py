@@ -154,7 +154,7 @@ def test_adapters_on_a_model_of_diffusers(tmp_path):
     assert {name for name in network.state_dict() if ".lora_" not in name} == {"null"}  # which the base lacks
     of_base = {"lora": asdict(lora), "init_from": "base", "init_sha256": sha256}
     meta = replace(make_meta(), network="diffusers", params=params, x_shape=DIFFUSERS_SHAPE, path="vp", **of_base)
-    meta = replace(meta, condition=TOKENS.to_dict(), prediction="epsilon")
+    meta = replace(meta, condition=TOKENS, prediction="epsilon")
     write_artifact(tmp_path / "run" / "expert-0", network.state_dict(), meta)
     manifest = single(tmp_path / "run" / "expert-0")
     (loaded,) = load_ensemble(manifest).experts
@@ -186,7 +186,7 @@ def test_an_adapted_layer_that_the_base_has_in_another_shape_is_loaded(tmp_path)
     sha256 = save_weights(tmp_path / "new.safetensors", base | {name: torch.zeros(2, 2)}, "base")
     (tmp_path / "initial" / sha256).mkdir()
     (tmp_path / "new.safetensors").rename(tmp_path / "initial" / sha256 / "model.safetensors")
-    meta = replace(make_meta("expert-1"), lora=asdict(LORA), init_from="base", init_sha256=sha256)
+    meta = replace(make_meta("expert-1"), lora=LORA, init_from="base", init_sha256=sha256)
     write_artifact(run / "members" / "expert-1" / "artifact", network.state_dict(), meta)
     _, loaded = load_network(run / "members" / "expert-1" / "artifact")
     assert all(torch.equal(value, loaded.state_dict()[key]) for key, value in network.state_dict().items())

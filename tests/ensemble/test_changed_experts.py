@@ -107,7 +107,7 @@ def test_an_expert_of_other_data_needs_bayes(three: Path, tmp_path: Path, capsys
     assert "expert-0 0.1000, expert-1 0.1500, expert-2 0.2500, expert-3 0.5000\n" in printed
     assert printed.count("\n") == 3 and "use the strategy bayes, or train a router anew" in printed
     ensemble = load(out)
-    assert ensemble.field.router is None and ensemble.about.sample["strategy"] == "bayes"
+    assert ensemble.field.router is None and ensemble.about.sample.strategy == "bayes"
     used: list[int] = []
     for k, expert in enumerate(ensemble.field.experts):
         expert.register_forward_hook(lambda *_, k=k: used.append(k))

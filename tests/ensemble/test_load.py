@@ -68,9 +68,8 @@ def test_the_routers_temperatures_are_applied(run_dir):
 
 def test_a_router_without_a_condition_is_given_none(run_dir):
     router = ROUTERS.build("router-dit", PARAMS, x_shape=SHAPE, condition=ConditionSpec("none", 0), num_clusters=2)
-    put_meta = make_meta("router")
-    put_meta.condition.update(kind="none", size=0)
-    write_artifact(run_dir / "router", router.state_dict(), put_meta)
+    meta = replace(make_meta("router"), condition=ConditionSpec("none", 0))
+    write_artifact(run_dir / "router", router.state_dict(), meta)
     write_ensemble(run_dir, [run_dir / member for member in ("expert-0", "expert-1", "router")], PRIORS)
     assert load_ensemble(read_ensemble(run_dir / "ensemble.json")).velocity(*inputs()).shape == (6, *SHAPE)
 
@@ -78,7 +77,7 @@ def test_a_router_without_a_condition_is_given_none(run_dir):
 def test_counts_of_classes_come_with_the_artifacts(tmp_path):
     spec, folders = ConditionSpec("class", 2), []
     for k, counts in enumerate([[10, 0], [5, 15]]):
-        meta = replace(make_meta(f"expert-{k}"), condition=spec.to_dict(), caption_encoder=None, class_counts=counts)
+        meta = replace(make_meta(f"expert-{k}"), condition=spec, caption_encoder=None, class_counts=counts)
         folders.append(tmp_path / meta.member)
         write_artifact(folders[k], EXPERTS.build("dit", PARAMS, x_shape=SHAPE, condition=spec).state_dict(), meta)
     write_ensemble(tmp_path, folders, [1 / 3, 2 / 3])

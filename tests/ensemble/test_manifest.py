@@ -102,7 +102,7 @@ def test_a_router_without_a_condition_joins_an_ensemble_with_one(run_dir):
     )
     write_ensemble(run_dir, read_folders(run_dir), [0.25, 0.75])
     metas = read_ensemble(run_dir / "ensemble.json").metas
-    assert [metas[name].condition["kind"] for name in ("expert-0", "expert-1", "router")] == ["text", "text", "none"]
+    assert [metas[name].condition.kind for name in ("expert-0", "expert-1", "router")] == ["text", "text", "none"]
     assert [metas[name].timestep_shift for name in ("expert-0", "expert-1", "router")] == [1.5, 1.5, 1.0]
 
 
@@ -139,16 +139,16 @@ def test_ensemble_with_wrong_members(run_dir, tmp_path):
     [
         ({"format_version": 2}, ("format_version", "install the release")),
         ({"priors": [0.5, 0.6]}, ("'priors'", "sum to 1", "fetch it again")),
-        ({"priors": [1.5, -0.5]}, ("'priors'", "positive")),
-        ({"priors": [1.0, 0.0]}, ("'priors'", "positive")),
+        ({"priors": [1.5, -0.5]}, ("'priors[1]'", "positive")),
+        ({"priors": [1.0, 0.0]}, ("'priors[1]'", "positive")),
         ({"priors": ...}, ("'priors' is missing",)),
         ({"num_clusters": 3}, ("num_clusters",)),
         ({"partition_sha256": "cd" * 32}, ("partition_sha256", "fetch it again")),
         ({"members": {}}, ("'members'", "a list")),
-        ({"members": ["expert-0"]}, ("'members' must be a list, each an object",)),
+        ({"members": ["expert-0"]}, ("'members[0]': must be a section of keys",)),
         (
             {"members": [{"member": "expert-0", "path": "members"}]},
-            ("'members' must be", "member_json_sha256"),
+            ("'members[0].member_json_sha256' is missing",),
         ),
     ],
 )

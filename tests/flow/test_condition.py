@@ -1,30 +1,7 @@
-import json
-
 import pytest
 import torch
 
 from ddm_lightning.flow.condition import Condition, ConditionSpec
-
-
-@pytest.mark.parametrize(
-    "spec",
-    [
-        ConditionSpec("text", 512),
-        ConditionSpec("tokens", 768, length=77),
-        ConditionSpec("tokens+text", 4096, length=77, vector_size=2048),
-        ConditionSpec("class", 10),
-        ConditionSpec("none", 0),
-    ],
-)
-def test_spec_survives_json(spec):
-    assert ConditionSpec(**json.loads(json.dumps(spec.to_dict()))) == spec
-
-
-def test_a_length_is_written_for_tokens_alone():
-    """Artifacts from before there were tokens are read, and would be written again byte by byte."""
-    old = '{"kind": "text", "size": 512}'
-    assert json.dumps(ConditionSpec(**json.loads(old)).to_dict()) == old
-    assert ConditionSpec("tokens", 768, length=77).to_dict() == {"kind": "tokens", "size": 768, "length": 77}
 
 
 @pytest.mark.parametrize(
@@ -33,9 +10,7 @@ def test_a_length_is_written_for_tokens_alone():
         ("tokens", 4, 0),
         ("tokens", 4, -1),
         ("tokens", 0, 3),
-        ("tokens", 4, 3.0),
-        ("tokens", 4, True),
-        ("tokens", 4, None),
+        ("tokens", 1 << 20, 17),
         ("text", 4, 3),
         ("none", 0, 1),
     ],

@@ -1,7 +1,7 @@
 """Artifacts: what is written comes back, and every bad file is one clear line that names it and the remedy."""
 
 import json
-from dataclasses import replace
+from dataclasses import MISSING, fields, replace
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from deadline import within
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import sha256_file
 from ddm_lightning.flow.condition import Condition
-from ddm_lightning.members.artifact import read_artifact, read_meta, temperatures_of, write_artifact
+from ddm_lightning.members.artifact import ArtifactMeta, read_artifact, read_meta, temperatures_of, write_artifact
 from ddm_lightning.members.load import build_network
 
 
@@ -32,7 +32,7 @@ def test_writing_replaces_the_artifact_or_leaves_it(tmp_path):
     put(tmp_path / "a", step=1)
     put(tmp_path / "a", step=2)
     assert read_meta(tmp_path / "a").step == 2
-    with pytest.raises(ValueError, match="'step' must be an integer"):
+    with pytest.raises(UserError, match="'step' = -1: must be at least 0"):
         write_artifact(tmp_path / "a", {"w": torch.ones(1)}, replace(make_meta(), step=-1))
     for number in (torch.nan, torch.inf, -torch.inf):
         refused(
@@ -60,7 +60,8 @@ def test_bad_json(tmp_path, text):
 def test_missing_and_unknown_keys(tmp_path):
     path = put(tmp_path / "a") / "member.json"
     original = path.read_text()
-    for key in json.loads(original):
+    may_be_missing = {one.name for one in fields(ArtifactMeta) if {one.default, one.default_factory} != {MISSING}}
+    for key in json.loads(original).keys() - may_be_missing:
         path.write_text(original)
         edit(path, **{key: ...})
         refused(lambda: read_artifact(tmp_path / "a"), path, f"key {key!r} is missing", "fetch this artifact again")
@@ -96,7 +97,7 @@ def test_missing_and_unknown_keys(tmp_path):
 def test_wrong_values(tmp_path, key, value):
     path = put(tmp_path / "a") / "member.json"
     edit(path, **{key: value})
-    refused(lambda: read_artifact(tmp_path / "a"), path, f"key {key!r}", "fetch this artifact again")
+    refused(lambda: read_artifact(tmp_path / "a"), path, f"key '{key}", "fetch this artifact again")
 
 
 WEIRD = [None, True, -1, 1e400, "", "x" * 500, "\0", [], [[]], {}, {"name": 1}, {"kind": [], "size": {}}]
@@ -119,7 +120,7 @@ def test_any_wrong_value_is_one_line(tmp_path):
     assert all("\n" not in line and (str(path) in line or line.startswith("expert-0: ")) for line in lines)
 
 
-@pytest.mark.parametrize("version", [0, 2, "1", None])
+@pytest.mark.parametrize("version", [0, 2])
 def test_unknown_format_version(tmp_path, version):
     path = put(tmp_path / "a") / "member.json"
     edit(path, format_version=version)

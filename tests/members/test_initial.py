@@ -154,7 +154,7 @@ def _diverged(folder: Path) -> Path:
         (_disguised, "not a whole safetensors file"),
         (_replaced, "was recorded: the file is damaged or replaced"),
         (_without_weights, "model.safetensors: does not exist"),
-        (_described_badly, "key 'step' must be"),
+        (_described_badly, "key 'step' = -1: must be"),
         (lambda folder: folder / "nothing", "is no artifact"),
         (lambda folder: folder, "is no artifact"),
         (lambda _: "nonsense://somewhere", "nonsense://somewhere cannot be read"),

@@ -45,13 +45,13 @@ def test_a_damaged_file_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"validated_step": "abc"}, "key 'validated_step' must be an integer of at least 0, not 'abc'"),
-        ({"metrics": 3}, "key 'metrics' must be an object of finite numbers, not 3"),
-        ({"metrics": {"train/loss": "x"}}, "key 'metrics' must be an object of finite numbers"),
-        ({"step": True}, "key 'step' must be an integer"),
-        ({"step": -5}, "key 'step' must be an integer of at least 0, not -5"),
-        ({"seconds": float("inf")}, "key 'seconds' must be a number of at least 0, not inf"),
-        ({"state": "flying"}, "key 'state' must be one of waiting, starting, .*, done, not 'flying'"),
+        ({"validated_step": "abc"}, "key 'validated_step': must be a whole number, is 'abc'"),
+        ({"metrics": 3}, "key 'metrics': must be a mapping, is 3"),
+        ({"metrics": {"train/loss": "x"}}, "key 'metrics.train/loss': must be a finite number, is 'x'"),
+        ({"step": True}, "key 'step': must be a whole number, is True"),
+        ({"step": -5}, "key 'step' = -5: must be at least 0"),
+        ({"seconds": float("inf")}, "key 'seconds': must be a finite number, is inf"),
+        ({"state": "flying"}, "key 'state' = 'flying': must be one of waiting, starting, .*, done"),
         ({"later": 1}, "unknown key 'later'"),
     ],
 )

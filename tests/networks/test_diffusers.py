@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 import shutil
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -215,7 +215,7 @@ def test_a_member_becomes_a_folder_that_its_class_loads(kind, tmp_path):
     model = saved(kind, tmp_path / "given")
     network = built(condition, folder=tmp_path / "given")
     params = params_of(tmp_path / "given")
-    meta = replace(make_meta(), network="diffusers", params=params, x_shape=SHAPE, condition=condition.to_dict())
+    meta = replace(make_meta(), network="diffusers", params=params, x_shape=SHAPE, condition=condition)
     meta = replace(meta, prediction=network.prediction, path=network.path)
     write_artifact(tmp_path / "artifact", network.state_dict(), meta)
     manifest = replace(single(tmp_path / "artifact"), about=ABOUT)
@@ -292,8 +292,8 @@ def test_an_adapter_is_written_merged_with_its_base(tmp_path):
     for parameter in network.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     params = params_of(tmp_path / "given")
-    meta = replace(make_meta(), network="diffusers", params=params, x_shape=SHAPE, condition=TOKENS.to_dict())
-    meta = replace(meta, lora=asdict(lora), init_from="base", init_sha256=sha256)
+    meta = replace(make_meta(), network="diffusers", params=params, x_shape=SHAPE, condition=TOKENS)
+    meta = replace(meta, lora=lora, init_from="base", init_sha256=sha256)
     write_artifact(tmp_path / "artifact", network.state_dict(), meta)
     export_member(replace(single(tmp_path / "artifact"), about=ABOUT), tmp_path / "out")
     again = diffusers.PRXTransformer2DModel.from_pretrained(tmp_path / "out", low_cpu_mem_usage=False)
@@ -360,12 +360,12 @@ def test_another_path_and_an_artifact_that_names_a_folder_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"works on the path 'vp', not 'linear'; set expert\.path=vp"):
         Run(experiment).resolve("expert-0", DataSizes(SHAPE, 16, None, 4)).build_network()
     state, same = built(folder=tmp_path).state_dict(), params_of(tmp_path)
-    meta = replace(make_meta(), network="diffusers", params=same, x_shape=SHAPE, condition=CLASSES.to_dict())
+    meta = replace(make_meta(), network="diffusers", params=same, x_shape=SHAPE, condition=CLASSES)
     meta = replace(meta, prediction="epsilon", path="vp")
     build_network(meta, state)
     refused(lambda: build_network(replace(meta, params={"path": str(tmp_path)}), state), "expert-0", "outside the")
     refused(lambda: build_network(replace(meta, path="linear"), state), "expert-0", "'vp'")
     small = {"_class_name": SD3} | MODELS[SD3]
     state, huge = built(TOKENS, config=small).state_dict(), small | {"pos_embed_max_size": 10**6}
-    meta = replace(meta, params={"config": huge}, condition=TOKENS.to_dict(), prediction="velocity", path="linear")
+    meta = replace(meta, params={"config": huge}, condition=TOKENS, prediction="velocity", path="linear")
     refused(lambda: build_network(meta, state), "expert-0", "of memory")

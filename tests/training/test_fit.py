@@ -25,6 +25,7 @@ from ddm_lightning.cli.parser import main
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.files import sha256_file
 from ddm_lightning.core.processes import FITTED_BY
+from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.flow.timesteps import sample_timesteps
 from ddm_lightning.members.load import load_network
@@ -203,7 +204,7 @@ def test_an_expert_reads_tokens(tmp_path):
     assert main(["prepare", "-c", str(TINY), f"run_dir={run}", *SHORT, *tokens, *recipe]) == 0
     assert fit(run, *tokens, *recipe, "expert.train.max_steps=3") == 0
     meta, network = load_network(member(run, "artifact"))
-    assert (meta.condition, meta.step) == ({"kind": "tokens", "size": 16, "length": 3}, 3)
+    assert (meta.condition, meta.step) == (ConditionSpec("tokens", 16, 3), 3)
     experiment = load_experiment(TINY, [f"run_dir={run}", *SHORT, *tokens])
     conditions = [text_condition([prompt], experiment) for prompt in ("red disc", "disc red", "red disc")]
     assert conditions[0].values.shape == (1, 3, 16) and bool((conditions[0].values[0, 2] == 0).all())

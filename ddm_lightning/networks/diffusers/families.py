@@ -122,8 +122,7 @@ class Family:
             fits = condition.kind == "none" or (condition.kind == "class" and condition.size <= size)
             wanted = f"'class' of at most {size}, or 'none'"
         if not fits:
-            numbers = {**condition.to_dict(), "kind": repr(condition.kind)}
-            given = ", ".join(f"{name} {number}" for name, number in numbers.items())
+            given = ", ".join(f"{name} {value!r}" for name, value in vars(condition).items() if value)
             raise ValueError(f"the model takes conditions of kind {wanted}, not {given}")
 
 
