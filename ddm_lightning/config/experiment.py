@@ -2,12 +2,53 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
 from omegaconf import MISSING
 
-from ddm_lightning.core.checks import CHANGEABLE, SHA256, option
+from ddm_lightning.core.checks import CHANGEABLE, INTERVAL, SHA256, Check, matching, option
+
+LOGGERS = ("tensorboard", "csv", "wandb")
+TRAINER_FLAGS = (
+    "benchmark",
+    "detect_anomaly",
+    "deterministic",
+    "enable_model_summary",
+    "inference_mode",
+    "profiler",
+    "sync_batchnorm",
+)
+"""Flags of Lightning's Trainer that ``island.trainer`` takes; other keys set the rest."""
+_LOGGERS: Check = (
+    lambda names: {*names} <= {*LOGGERS} and len({*names}) == len(names),
+    f"a list of {', '.join(LOGGERS)}, each at most once",
+)
+_FLAGS: Check = (
+    lambda flags: {*flags} <= {*TRAINER_FLAGS},
+    f"of the flags {', '.join(TRAINER_FLAGS)}; other keys set the rest",
+)
+_NAME = matching(r"[A-Za-z0-9_][\w.-]*", "the name of a folder: letters, digits, '_', '-' and '.' only")
+# Addresses without a bucket, host or folder; fsspec's memory is each process's own.
+_NOWHERE = r"memory:.*|(s3|sftp|ssh)://([^/]*@)?(:\d*)?(/.*)?|(\w+:)?/*"
+_REMOTE: Check = (
+    lambda place: re.fullmatch(_NOWHERE, place) is None,
+    "a place that all islands reach: a folder, s3://bucket/… or sftp://host/…",
+)
+# All of Streaming's except gz, which writes the time into the shards.
+_COMPRESSION = matching(
+    r"br(:(\d|1[01]))?|bz2(:[1-9])?|snappy|zstd(:([1-9]|1\d|2[0-2]))?",
+    "br, bz2, snappy or zstd, optionally with a level as in zstd:3, or null",
+)
+_WIDTHS: Check = (
+    lambda widths: all(0.005 <= width <= 0.288 for width in widths) and len({*widths}) == len(widths),
+    "a list of widths from 0.005 to 0.288, each once",
+)
+_TIMES: Check = (
+    lambda times: len(times) == 2 and 0 <= times[0] <= times[1] <= 1,
+    "two times, 0 <= low <= high <= 1, such as [0.1, 0.8]",
+)
 
 
 @dataclass
@@ -83,7 +124,7 @@ class ShardsConfig:
 
     max_bytes: int = option(1 << 26, low=1024, high=(1 << 32) - 1)
     """Maximum bytes of one shard before compression."""
-    compression: str | None = None
+    compression: str | None = option(None, check=_COMPRESSION)
     """MDS compression, such as ``zstd:3``; null for none."""
 
 
@@ -194,7 +235,7 @@ class TrainConfig:
     """Decay per step of the exponential moving average (EMA) of the weights, which the artifact holds."""
     keep: str = option("last", choices=("best", "last"))
     """EMA in the artifact: of the ``last`` step, or of the validation with the ``best`` held-out loss (a copy more)."""
-    ema_widths: list[float] = field(default_factory=list)
+    ema_widths: list[float] = option([], check=_WIDTHS)
     """Widths (sigma_rel) of additional power-function EMAs, each a copy of the weights; EDM2: 0.05 and 0.1."""
     ema_snapshots: int = option(16, low=1)
     """Snapshots of these EMAs during training; the command ``ema`` reconstructs any width from them."""
@@ -211,7 +252,7 @@ class InitConfig:
 
     source: str = MISSING
     """Path or URL of an artifact, a run, a model of diffusers, or a ``.safetensors`` file."""
-    sha256: str | None = field(default=None, metadata={"check": SHA256})
+    sha256: str | None = option(None, check=SHA256)
     """SHA-256 that the weights must have; null for any."""
     partial: bool = False
     """Whether weights that do not fit the network may start anew; they are listed."""
@@ -238,7 +279,7 @@ class ExpertConfig:
     """M: number of experts; null for K, one per cluster. More share their clusters by ``interval``."""
     cluster: int | None = option(None, low=0)
     """Only in ``overrides``: cluster on which the expert trains; null for its number modulo K."""
-    interval: list[float] = field(default_factory=lambda: [0.0, 1.0])
+    interval: list[float] = option([0.0, 1.0], check=INTERVAL)
     """Only in ``overrides``: the expert's t in [low, high), on the linear path and after the shift."""
     overrides: dict[str, Any] = field(default_factory=dict)
     """Keys of this section that differ for some experts, as in ``{expert-1: {path: cosine}}``."""
@@ -304,11 +345,11 @@ class IslandConfig:
     """URL (``s3://…``, ``file://…``) or folder to read shards from; null for the run's own."""
     cache_gb: float | None = option(None, low=1e-6)
     """Disk space per member and node for shards from a URL, in GB; null keeps every shard that was fetched."""
-    loggers: list[str] = field(default_factory=lambda: ["tensorboard"])
+    loggers: list[str] = option(["tensorboard"], check=_LOGGERS)
     """Where curves go: ``tensorboard``, ``csv`` and ``wandb`` (Weights & Biases); images go to all but ``csv``."""
     callbacks: list[PluginConfig] = field(default_factory=list)
     """Lightning callbacks of other packages, by their names in the registry of callbacks."""
-    trainer: dict[str, Any] = field(default_factory=dict)
+    trainer: dict[str, Any] = field(default_factory=dict, metadata={"check": _FLAGS})
     """Further flags of Lightning's Trainer, such as ``profiler: simple`` or ``detect_anomaly: true``."""
     log_every_n_steps: int = option(50, low=1)
     """Steps between points of a curve."""
@@ -371,7 +412,7 @@ class SampleConfig:
     """Scale of classifier-free guidance; 1 means none."""
     guidance: str = option("expert", choices=("expert", "mixture"))
     """Where guidance happens: ``expert`` (inside each, before mixing) or ``mixture`` (exact, as in one model)."""
-    guidance_interval: list[float] = field(default_factory=lambda: [0.0, 1.0])
+    guidance_interval: list[float] = option([0.0, 1.0], check=_TIMES)
     """Lowest and highest t at which guidance acts."""
     router_temperature: float = option(1.0, low=1e-3)
     """Divisor of the router's calibrated logits; below 1 makes it more confident."""
@@ -411,13 +452,13 @@ class EvaluateConfig:
 class Experiment:
     """Decentralized training of K experts and a router."""
 
-    name: str = MISSING
+    name: str = option(MISSING, check=_NAME)
     """Name of the experiment and, by default, of its run folder."""
-    run_dir: str = field(default="runs/${name}", metadata=CHANGEABLE)
+    run_dir: str = option("runs/${name}", check=matching(".+", "a folder"), changeable=True)
     """Run folder: everything that the experiment produces; ``~`` is your home, ``$HOME`` has no meaning."""
     seed: int = option(0, low=0, high=2**63 - 1)
     """Seed of the partition, the initial weights, the sample order, noise and timesteps."""
-    remote: str | None = field(default=None, metadata=CHANGEABLE)
+    remote: str | None = option(None, check=_REMOTE, changeable=True)
     """URL or folder that all islands reach (``s3://…``, ``sftp://…``): the run's shards, checkpoints and artifacts."""
     prepare: PrepareConfig = field(default_factory=PrepareConfig)
     """From a source to shards."""

@@ -19,24 +19,8 @@ from ddm_lightning.core.registry import LAUNCHERS, SOLVERS, STRATEGIES
 Rule: TypeAlias = tuple[bool, str, str]
 """Whether the rule is broken, the key to blame, and the problem."""
 _KINDS = ("expert", "router", "monolith", "student")
-LOGGERS = ("tensorboard", "csv", "wandb")
-
-TRAINER_FLAGS = (
-    "benchmark",
-    "detect_anomaly",
-    "deterministic",
-    "enable_model_summary",
-    "inference_mode",
-    "profiler",
-    "sync_batchnorm",
-)
-"""Flags of Lightning's Trainer that ``island.trainer`` takes; other keys set the rest."""
-# Addresses without a bucket, host or folder; fsspec's memory is each process's own.
-_NOWHERE = r"memory:.*|(s3|sftp|ssh)://([^/]*@)?(:\d*)?(/.*)?|(\w+:)?/*"
 # Columns that the shards have already.
 _COLUMNS = r"x_0|x_0_flipped|label|sample_id|cluster|has_caption|(text|caption).*"
-# All of Streaming's except gz, which writes the time into the shards.
-_COMPRESSIONS = r"br(:(\d|1[01]))?|bz2(:[1-9])?|snappy|zstd(:([1-9]|1\d|2[0-2]))?"
 
 
 def blamed(source: str | Path, overrides: Sequence[str], key: str, problem: str = "") -> str:
@@ -95,22 +79,6 @@ def _rules(experiment: Experiment) -> Iterator[Rule]:
     prepare, router = experiment.prepare, experiment.router.train
     partition = prepare.partition
     yield from [
-        (
-            not re.fullmatch(r"[A-Za-z0-9_][\w.-]*", experiment.name),
-            "name",
-            "names a folder: use letters, digits, '_', '-' and '.' only",
-        ),
-        (not experiment.run_dir, "run_dir", "must name a folder"),
-        (
-            experiment.remote is not None and re.fullmatch(_NOWHERE, experiment.remote) is not None,
-            "remote",
-            "must name a place that all islands reach: a folder, s3://bucket/… or sftp://host/…",
-        ),
-        (
-            not re.fullmatch(_COMPRESSIONS, prepare.shards.compression or "zstd"),
-            "prepare.shards.compression",
-            "must be br, bz2, snappy or zstd, optionally with a level as in zstd:3, or null",
-        ),
         *_rules_of_columns(experiment),
         (
             (partition.path is not None) != (partition.kind == "existing"),
@@ -135,8 +103,6 @@ def _rules(experiment: Experiment) -> Iterator[Rule]:
         problem = checks.uncovered(intervals)
         remedy = "change an expert's interval or cluster, or expert.num_experts"
         yield problem is not None, "expert.overrides", f"cluster {cluster} has {problem}; {remedy}"
-    for is_wrong, problem in _rules_of_widths(router.ema_widths):
-        yield is_wrong, "router.train.ema_widths", problem
     all_samples = experiment.expert.train.global_batch_size
     batch_sizes = {
         **{
@@ -188,7 +154,6 @@ def _rules_of_expert(name: str, expert: ExpertConfig, experiment: Experiment) ->
             "cluster",
             f"{expert.cluster} does not exist; give one from 0 to {num_clusters - 1}",
         ),
-        (not checks.INTERVAL[0](expert.interval), "interval", f"must be {checks.INTERVAL[1]}, such as [0.5, 1.0]"),
         (
             expert.timesteps.shift != base.timesteps.shift,
             "timesteps.shift",
@@ -210,7 +175,6 @@ def _rules_of_expert(name: str, expert: ExpertConfig, experiment: Experiment) ->
             "init_from",
             "must be that of all experts, because adapters share one base; remove it",
         ),
-        *((is_wrong, "train.ema_widths", problem) for is_wrong, problem in _rules_of_widths(expert.train.ema_widths)),
     ):
         own = (f"expert.{key}", problem) if name == "expert" else (f"expert.overrides.{name}", f"{key} {problem}")
         yield is_wrong, *own
@@ -221,19 +185,7 @@ def _rules_of_island(name: str, batch_size: int, experiment: Experiment) -> Iter
     island, own = island_of(name, experiment), (name, name.partition("-")[0])
     section = next((f"islands.{key}" for key in own if key in experiment.islands), "island")
     times = f"times nodes = {island.nodes} " if island.nodes > 1 else ""
-    loggers, flags = island.loggers, [flag for flag in island.trainer if flag not in TRAINER_FLAGS]
     for is_wrong, key, problem in (
-        (
-            not {*loggers} <= {*LOGGERS} or len({*loggers}) < len(loggers),
-            "loggers",
-            f"must be a list of {', '.join(LOGGERS)}, each at most once",
-        ),
-        (
-            bool(flags),
-            "trainer",
-            f"cannot set the flag {next(iter(flags), None)!r}; it takes {', '.join(TRAINER_FLAGS)}, and other keys set "
-            "the rest",
-        ),
         (
             batch_size % island.num_ranks > 0,
             "devices",
@@ -253,15 +205,9 @@ def _rules_of_island(name: str, batch_size: int, experiment: Experiment) -> Iter
         yield is_wrong, *((f"island.{key}", problem) if section == "island" else (section, f"{key} {problem}"))
 
 
-def _rules_of_widths(widths: Sequence[float]) -> Iterator[tuple[bool, str]]:
-    yield not all(0.005 <= width <= 0.288 for width in widths), "every width must be from 0.005 to 0.288"
-    yield len({f"{width:g}" for width in widths}) < len(widths), "holds a width twice; remove one of them"
-
-
 def _rules_of_sampling(experiment: Experiment) -> Iterator[Rule]:
     sample, condition = experiment.sample, experiment.condition
     reads_text = condition.kind not in ("class", "none")
-    times = sample.guidance_interval
     yield from [
         (sample.strategy not in STRATEGIES.names(), "sample.strategy", f"is unknown; {STRATEGIES.known()}"),
         (sample.solver not in SOLVERS.names(), "sample.solver", f"is unknown; {SOLVERS.known()}"),
@@ -279,10 +225,5 @@ def _rules_of_sampling(experiment: Experiment) -> Iterator[Rule]:
             sample.guidance_scale != 1 and (condition.kind == "none" or condition.dropout == 0),
             "sample.guidance_scale",
             "guidance needs a condition.kind other than none, and condition.dropout above 0; set 1",
-        ),
-        (
-            len(times) != 2 or not 0 <= times[0] <= times[1] <= 1,
-            "sample.guidance_interval",
-            "must be two times, 0 <= low <= high <= 1, such as [0.1, 0.8]",
         ),
     ]

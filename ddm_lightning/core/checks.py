@@ -126,17 +126,21 @@ def option(
     choices: Sequence[str] = (),
     low: float = -math.inf,
     high: float = math.inf,
+    check: Check | None = None,
     changeable: bool = False,
 ) -> Any:
-    """Field of a settings dataclass: a text among ``choices``, or a number from ``low`` to ``high``."""
-    return field(
-        default=default,
-        metadata={
-            "check": one_of(choices) if choices else within(low, high),
-            "choices": choices,
-            "changeable": changeable,
-        },
-    )
+    """Field of a settings dataclass: a text among ``choices``, a number from ``low`` to ``high``, or as ``check`` says.
+
+    A value that may be null is checked only if it is not.
+    """
+    metadata = {
+        "check": check or (one_of(choices) if choices else within(low, high)),
+        "choices": choices,
+        "changeable": changeable,
+    }
+    if isinstance(default, list):
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 @functools.cache

@@ -279,7 +279,7 @@ def test_numbers_that_yaml_reads_in_another_base_are_refused(path: Path, text: s
             ["islands={expert: {devices: 2}, expert-1: {strategy: single}}"],
             "'islands.expert-1' = {'strategy': 'single'}: devices must be 1 with island.strategy = 'single'",
         ),
-        (["islands={monolith: {loggers: [csvs]}}"], "'islands.monolith' = {'loggers': ['csvs']}: loggers must be a "),
+        (["islands={monolith: {loggers: [csvs]}}"], "'islands.monolith.loggers' = ['csvs']: must be a "),
         (
             ["island.accelerator=cpu", "island.attention=xformers"],
             "'island.attention' = 'xformers': needs a CUDA",
@@ -299,10 +299,10 @@ def test_numbers_that_yaml_reads_in_another_base_are_refused(path: Path, text: s
         ),
         (["prepare.shards.compression=gz:3"], "'prepare.shards.compression' = 'gz:3': must be br, bz2"),
         (["seed=99999999999999999999"], "'seed': must be a whole number, is 99999999999999999999; give"),
-        (["name=../elsewhere"], "'name' = '../elsewhere': names a folder"),
-        (["name=.."], "'name' = '..': names a folder"),
-        (["name=a b"], "'name' = 'a b': names a folder"),
-        (["run_dir=''"], "'run_dir' = '': must name a folder"),
+        (["name=../elsewhere"], "'name' = '../elsewhere': must be the name of a folder"),
+        (["name=.."], "'name' = '..': must be the name of a folder"),
+        (["name=a b"], "'name' = 'a b': must be the name of a folder"),
+        (["run_dir=''"], "'run_dir' = '': must be a folder"),
     ],
 )
 def test_values_out_of_range_and_contradictions_are_refused(path: Path, overrides: list[str], line: str) -> None:
@@ -343,7 +343,7 @@ def test_of_several_overrides_the_one_that_holds_is_to_blame_and_else_the_file(p
         " with 'prepare.partition.num_clusters=3': key 'expert.train.global_batch_size' = 8: must be divisible"
     )
     path.write_text(SMALLEST + "run_dir: ''\n")
-    assert refusal(path, "name=other").startswith(": key 'run_dir' = '': must name a folder")
+    assert refusal(path, "name=other").startswith(": key 'run_dir' = '': must be a folder")
     path.write_text(SMALLEST + "seed: -1\n")
     assert refusal(path, "run_dir=elsewhere").startswith(": key 'seed' = -1: ")
 

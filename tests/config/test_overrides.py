@@ -81,7 +81,10 @@ def test_a_changed_override_is_a_changed_experiment() -> None:
         ("expert-1.timesteps.shift=2.0", ["timesteps.shift must be that of all experts"]),
         ("expert-1.overrides.expert-0={}", ["overrides cannot be overridden"]),
         ("expert-1.train.global_batch_size=5", ["'expert.overrides.expert-1'", "must be divisible by"]),
-        ("expert-1.train.ema_widths=[0.5]", ["train.ema_widths every width must be from"]),
+        (
+            "expert-1.train.ema_widths=[0.5]",
+            ["'expert.overrides.expert-1.train.ema_widths' = [0.5]: must be a list of widths from"],
+        ),
     ],
 )
 def test_what_cannot_be_is_one_line(override: str, words: list[str]) -> None:
@@ -126,8 +129,8 @@ def test_experts_of_one_cluster_share_its_noise_levels_and_its_batch() -> None:
         (["expert-0.interval=[0.0,0.4]"], "cluster 0 has no expert for t from 0.4 to 0.5"),
         (["expert-0.cluster=1"], "cluster 0 has no expert for t from 0 to 0.5"),
         (["expert-0.cluster=2"], "cluster 2 does not exist; give one from 0 to 1"),
-        (["expert-0.interval=[0.0,1.5]"], "interval must be two times, 0 <= low < high <= 1"),
-        (["expert-0.interval=[0.5,0.5]"], "interval must be two times, 0 <= low < high <= 1"),
+        (["expert-0.interval=[0.0,1.5]"], "must be two times, 0 <= low < high <= 1"),
+        (["expert-0.interval=[0.5,0.5]"], "must be two times, 0 <= low < high <= 1"),
         (["expert-0.num_experts=2"], "num_experts cannot be overridden"),
     ],
 )

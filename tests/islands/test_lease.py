@@ -38,7 +38,7 @@ def test_a_claim_is_refused_while_its_process_lives_and_free_once_released(url):
     first.beat({"step": 7}, released=True)
     second = claim(url)
     assert (first.generation, second.generation) == (1, 2)
-    assert lease.read_lease(url, 1)["status"]["step"] == 7
+    assert lease.read_lease(url, 1).status["step"] == 7
     second.check()
     with pytest.raises(lease.LostLeaseError, match="has taken it over"):
         first.check()

@@ -166,8 +166,8 @@ def test_the_heart_beats_during_a_long_transfer(publisher, monkeypatch, way, act
     beats = []
 
     def transfer(*_):
-        before = lease.read_lease(publisher.held.url, 1)["beat"]
-        wait_for(lambda: beats.append(lease.read_lease(publisher.held.url, 1)["beat"]) or beats[-1] > before + 2, 20)
+        before = lease.read_lease(publisher.held.url, 1).beat
+        wait_for(lambda: beats.append(lease.read_lease(publisher.held.url, 1).beat) or beats[-1] > before + 2, 20)
         raise FileNotFoundError
 
     publisher.start()

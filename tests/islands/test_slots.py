@@ -172,7 +172,7 @@ def test_a_member_leaves_when_the_lender_wants_it(finished_run, tmp_path, monkey
     file.write_text(str(end))
     finish(member, code=130)
     assert time.time() < end
-    assert read_lease(f"{store}/members/expert-0/lease", 1)["released"]
+    assert read_lease(f"{store}/members/expert-0/lease", 1).released
     finish(start("fit", tmp_path / "two", f"remote={store}", "member=expert-0"))
     assert 0 < len(steps_of(tmp_path / "one")) < STEPS["expert-0"]
     check_same(tmp_path / "two", finished_run)

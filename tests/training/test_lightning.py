@@ -15,8 +15,8 @@ from shards.mds import WARNINGS
 from tiny_runs import TINY, copy_run
 from training.short_fits import SHORT, checkpoints, events, fit, member, trained, weights
 
+from ddm_lightning.config.experiment import TRAINER_FLAGS
 from ddm_lightning.config.load import load_experiment
-from ddm_lightning.config.validate import TRAINER_FLAGS
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import CALLBACKS
 from ddm_lightning.members.run import Run
@@ -137,7 +137,7 @@ def test_what_fit_cannot_use_is_one_line(tiny_run, capsys, setting, words):
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
-        ("island.trainer={precision: 16}", "cannot set the flag 'precision'; it takes benchmark, "),
+        ("island.trainer={precision: 16}", "'island.trainer' = {'precision': 16}: must be of the flags benchmark, "),
         ("island.loggers=[tensorbord]", "must be a list of tensorboard, csv, wandb"),
         ("island.loggers=[csv,csv]", "each at most once"),
     ],
