@@ -1,6 +1,6 @@
 """The one validator, by type annotations: settings, which people write, and records, JSON that may be a stranger's.
 
-Both are described by dataclasses. ``Annotated[int, integer(0)]`` narrows a type by a ``Check``; so does ``option``, a
+Both are described by dataclasses. ``Annotated[int, within(0)]`` narrows a type by a ``Check``; so does ``option``, a
 field of settings.
 """
 

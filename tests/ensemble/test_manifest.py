@@ -8,6 +8,7 @@ from artifact_files import edit, put, refused
 
 from ddm_lightning.core.files import sha256_file
 from ddm_lightning.ensemble.manifest import read_ensemble, write_ensemble
+from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.members.artifact import read_meta
 
 
@@ -97,9 +98,7 @@ def test_ensemble_of_members_that_differ(run_dir, member, changes, word):
 
 
 def test_a_router_without_a_condition_joins_an_ensemble_with_one(run_dir):
-    put(
-        run_dir / "members" / "router" / "artifact", "router", condition={"kind": "none", "size": 0}, timestep_shift=1.0
-    )
+    put(run_dir / "members" / "router" / "artifact", "router", condition=ConditionSpec("none", 0), timestep_shift=1.0)
     write_ensemble(run_dir, read_folders(run_dir), [0.25, 0.75])
     metas = read_ensemble(run_dir / "ensemble.json").metas
     assert [metas[name].condition.kind for name in ("expert-0", "expert-1", "router")] == ["text", "text", "none"]

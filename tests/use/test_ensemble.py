@@ -35,6 +35,7 @@ from ddm_lightning.cli.parser import main
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import sha256_file
 from ddm_lightning.ensemble.routing import Trace
+from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.members.artifact import read_meta
 from ddm_lightning.use.export import export_diffusers
 
@@ -297,7 +298,7 @@ def test_names_of_other_classes_than_the_experts_know(three: Path) -> None:
 
 
 def test_a_number_is_no_name_of_a_class(tmp_path: Path) -> None:
-    folder = saved(tmp_path, (100,), condition={"kind": "class", "size": 3}, caption_encoder=None)
+    folder = saved(tmp_path, (100,), condition=ConditionSpec("class", 3), caption_encoder=None)
     about = json.loads((folder / "ensemble.json").read_text())["about"]
     names = ["1", "10", "2"]  # folders named by numbers, as the alphabet sorts them
     edit(folder / "ensemble.json", about={**about, "class_names": names})
@@ -399,7 +400,7 @@ def test_generators_of_the_pipeline(pipeline: DiffusionPipeline) -> None:
 
 @pytest.mark.parametrize(("kind", "size", "more"), [("none", 0, {}), ("class", 3, {"class_labels": 2})])
 def test_the_pipeline_of_ensembles_without_prompts(tmp_path: Path, kind: str, size: int, more: dict[str, int]) -> None:
-    pipeline = exported(saved(tmp_path, (100,), condition={"kind": kind, "size": size}, caption_encoder=None))
+    pipeline = exported(saved(tmp_path, (100,), condition=ConditionSpec(kind, size), caption_encoder=None))
     one, other = (pipeline(**more, generator=seeded(seed)).images[0].tobytes() for seed in (1, 2))
     both = pipeline(**more, num_images_per_prompt=2, generator=[seeded(1), seeded(2)]).images
     assert [image.tobytes() for image in both] == [one, other] and one != other

@@ -30,6 +30,7 @@ from tiny_runs import ROOT, copy_run, settings, start
 from ddm_lightning import DecentralizedEnsemble
 from ddm_lightning.cli.parser import main
 from ddm_lightning.core import registry
+from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.prepare.prepared import example_captions
 
 pytestmark = pytest.mark.slow
@@ -287,7 +288,7 @@ def test_bad_input_is_told_in_one_line(client: Client, changes: dict[str, Any], 
 
 
 def test_one_unconditional_expert_has_neither_a_prompt_nor_switches(tmp_path: Path) -> None:
-    folder = saved(tmp_path, (100,), condition={"kind": "none", "size": 0}, caption_encoder=None)
+    folder = saved(tmp_path, (100,), condition=ConditionSpec("none", 0), caption_encoder=None)
     command = [sys.executable, "-m", "ddm_lightning", "demo", "-c", str(folder), "--port", "0"]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with served(subprocess.Popen(command, cwd=ROOT, **pipes)) as address, connected(address) as client:

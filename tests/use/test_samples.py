@@ -42,7 +42,7 @@ def by_class(kind: str = "class") -> Experiment:
 
 def rows_of(kind: str, names: Sequence[str] | None = None, **given: Any) -> list[ensemble.Row]:
     """Rows of an ensemble of three classes."""
-    about, meta = SimpleNamespace(class_names=names), SimpleNamespace(condition={"size": 3})
+    about, meta = SimpleNamespace(class_names=names), SimpleNamespace(condition=SimpleNamespace(size=3))
     opened: Any = SimpleNamespace(experiment=by_class(kind), about=about, meta=meta)
     return DecentralizedEnsemble.rows(opened, **given)
 
