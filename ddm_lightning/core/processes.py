@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import gc
 import io
 import os
@@ -23,8 +22,6 @@ from typing import Any
 from ddm_lightning.core.errors import line_of, note
 
 _WHILE_IMPORTING = (100_000, 50, 100)
-# glibc's mallopt: M_MMAP_THRESHOLD (older versions refuse more than 32 MB), M_TRIM_THRESHOLD and M_TOP_PAD.
-_KEPT_HEAP = ((-3, 2**25), (-3, 2**30), (-1, 2**31 - 1), (-2, 2**26))
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 """Ask a training to write a checkpoint and stop: from a terminal, also when it closes, or from a scheduler."""
 STOPPED = 130
@@ -139,17 +136,6 @@ def stop_as_by_ctrl_c() -> None:
     for number in STOP_SIGNALS:
         if signal.getsignal(number) == signal.SIG_DFL:
             signal.signal(number, signal.default_int_handler)
-
-
-def keep_heap() -> None:
-    """Let glibc keep freed memory for the next training step; call before training.
-
-    By default it returns a step's activations and gradients to the system and faults their pages in again.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is not None:
-        for option, value in _KEPT_HEAP:
-            mallopt(option, value)
 
 
 def num_cores() -> int:

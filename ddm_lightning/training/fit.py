@@ -18,7 +18,7 @@ from ddm_lightning.core.devices import autocast, configure_torch, device_of, dev
 from ddm_lightning.core.environment import Ranks
 from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.formatting import format_bytes
-from ddm_lightning.core.processes import FITTED_BY, handling, keep_heap
+from ddm_lightning.core.processes import FITTED_BY, handling
 from ddm_lightning.core.registry import CALLBACKS, require
 from ddm_lightning.members.artifact import hand_over
 from ddm_lightning.members.cost import state_bytes, step_cost
@@ -51,7 +51,6 @@ def fit_member(name: str, run: Run) -> MemberStatus:
     island = run.experiment.island
     if "wandb" in island.loggers:
         require("key 'island.loggers': 'wandb'", "wandb", extra="wandb")
-    keep_heap()
     # Do not break paths: rich takes a log file for a terminal of 80 columns.
     console = Console(stderr=True, quiet=not ranks.is_rank_zero(), soft_wrap=True, markup=False, highlight=False)
     folder, waits = run.folder.member(name), FITTED_BY in os.environ

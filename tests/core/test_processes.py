@@ -1,5 +1,4 @@
 import os
-import platform
 import pty
 import signal
 import subprocess
@@ -84,39 +83,6 @@ def test_nohup_ignores_a_closed_terminal(tmp_path):
 
 def test_the_collector_waits_for_the_imports_and_is_then_as_before():
     subprocess.run([sys.executable, "-c", CODE], check=True)
-
-
-FAULTS = """
-import resource, sys
-from ddm_lightning.core import processes
-if sys.argv[1] == "kept":
-    processes.keep_heap()
-
-def faults():
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    parts = [bytearray(4 << 20) for _ in range(16)]  # as a step's activations: all at once, then none
-    del parts
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-faults()
-print(faults() + faults())
-"""
-
-
-def faults(*arguments):
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
-    command = [sys.executable, "-c", FAULTS, *arguments]
-    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
-    return int(done.stdout.splitlines()[-1])
-
-
-glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc's heap")
-
-
-@glibc
-def test_a_heap_that_is_kept_is_not_faulted_in_again():
-    assert faults("kept") < 100
-    assert faults("given back") > 10_000
 
 
 THREAD = """
