@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Int, Shaped, UInt8, UInt64
 
 from ddm_lightning.core import remote
+from ddm_lightning.core.checks import read_record
 from ddm_lightning.core.errors import UserError, note
 from ddm_lightning.core.files import atomic_write_json, atomic_write_text, read_json
 from ddm_lightning.partition.columns import PackedStrings, Rows, StoredArray, opened
@@ -85,10 +86,7 @@ class Prepared:
     @cached_property
     def parts(self) -> list[Part]:
         """Parts of the source, from ``parts.json``."""
-        try:
-            return [Part(**part) for part in read_json(self.parts_file, "the list of parts", _AGAIN)]
-        except TypeError as error:
-            raise UserError(f"{self.parts_file}: is no list of parts ({error}); {_AGAIN}") from None
+        return read_record(self.parts_file, list[Part], "the list of parts", _AGAIN)
 
     def folder_of(self, part: Part) -> Path:
         """Return the folder of a part's columns. It depends on the part's name alone, not on other parts."""
