@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
 import torch
@@ -76,47 +77,37 @@ class Trace:
             self.x_0[key] = torch.cat([estimates[:, column], last])
 
 
+@dataclass(eq=False)
 class Batch:
-    """Samples generated together: their ensemble, conditions and noise.
+    """Samples generated together: their ensemble, conditions and noise."""
 
-    Args:
-        ensemble: the experts, on the device that samples.
-        condition: one per sample, or None for the null condition in all.
-        keys: key of each sample's noise.
-        x_shape: channels, height and width of a sample.
-        seed: seed of all noise.
-        settings: guidance and the router's temperature.
-        on_evaluation: called with the times [r] before the experts are evaluated.
-        trace: records every evaluation; None records nothing.
-        clusters: cluster of the image that each condition is of, [b], on the CPU; None if unknown.
-    """
+    ensemble: Ensemble
+    """The experts, on the device that samples."""
+    condition: Condition | None
+    """One per sample, or None for the null condition in all."""
+    keys: Sequence[Key]
+    """Key of each sample's noise."""
+    x_shape: tuple[int, int, int]
+    """Channels, height and width of a sample."""
+    seed: int
+    """Seed of all noise."""
+    settings: SampleConfig
+    """Guidance and the router's temperature."""
+    on_evaluation: Callable[[Tensor], object] = lambda _: None
+    """Called with the times [r] before the experts are evaluated."""
+    trace: Trace | None = None
+    """Records every evaluation; None records nothing."""
+    clusters: Int[Tensor, " b"] | None = None
+    """Cluster of the image that each condition is of, on the CPU; None if unknown."""
 
-    def __init__(
-        self,
-        ensemble: Ensemble,
-        condition: Condition | None,
-        keys: Sequence[Key],
-        x_shape: tuple[int, int, int],
-        seed: int,
-        settings: SampleConfig,
-        on_evaluation: Callable[[Tensor], object] = lambda _: None,
-        trace: Trace | None = None,
-        clusters: Int[Tensor, " b"] | None = None,
-    ) -> None:
-        self.ensemble = ensemble
-        self.clusters = clusters
-        self.condition = None if condition is None else condition.to(ensemble.device)
-        self.settings = settings
-        self._is_guided = condition is not None and settings.guidance_scale != 1
+    def __post_init__(self) -> None:
+        if self.condition is not None:
+            self.condition = self.condition.to(self.ensemble.device)
+        self._is_guided = self.condition is not None and self.settings.guidance_scale != 1
         self.num_branches = 2 if self._is_guided and self.settings.guidance == "mixture" else 1
         """2 if the mixture is guided: rows with the condition, then as many without. Otherwise 1."""
-        self._keys = keys
-        self._x_shape = x_shape
-        self._seed = seed
-        self._on_evaluation = on_evaluation
-        self.trace = trace
-        if trace is not None:
-            trace.begin(keys, ensemble.device)
+        if self.trace is not None:
+            self.trace.begin(self.keys, self.ensemble.device)
         self.x_1 = self._normal("x_1")
 
     def guidance_scale(self, t: Times) -> float | Times:
@@ -132,7 +123,7 @@ class Batch:
 
     def uniform(self, step: int) -> Float[Tensor, " b"]:
         """Uniform numbers in [0, 1) of one step."""
-        drawn = [torch.rand((), generator=keyed_generator(self._seed, "expert", step, *own)) for own in self._keys]
+        drawn = [torch.rand((), generator=keyed_generator(self.seed, "expert", step, *own)) for own in self.keys]
         return torch.stack(drawn).to(self.ensemble.device, non_blocking=True)
 
     def branches(
@@ -168,7 +159,7 @@ class Batch:
         """The ensemble's guided velocity for these samples, with routed or given weights of the experts."""
 
         def velocity(x_t: Samples, t: Times) -> Samples:
-            self._on_evaluation(t)
+            self.on_evaluation(t)
             own = [weights]
             if route is not None:
                 own = [route(part) for part in self.probabilities(x_t, t).split(len(x_t))]
@@ -205,7 +196,7 @@ class Batch:
             t: their times, [b].
             active: experts of each row of each branch; r is b·``num_branches``.
         """
-        self._on_evaluation(t)
+        self.on_evaluation(t)
         if self.condition is None or self.num_branches == 2 or not self._is_guided:
             return self.ensemble.expert_velocities(*self.branches(x_t, t), active)
         scale = self.guidance_scale(t)
@@ -217,7 +208,7 @@ class Batch:
 
     def _normal(self, *key: str | int) -> Float[Tensor, "b c h w"]:
         # Generated on the CPU, so that every device produces the same images.
-        drawn = [torch.randn(self._x_shape, generator=keyed_generator(self._seed, *key, *own)) for own in self._keys]
+        drawn = [torch.randn(self.x_shape, generator=keyed_generator(self.seed, *key, *own)) for own in self.keys]
         return torch.stack(drawn).to(self.ensemble.device, non_blocking=True)
 
 

@@ -10,6 +10,7 @@ import shutil
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -210,42 +211,30 @@ def steps(
     return [mine[start : start + batch_size].copy() for start in range(0, len(mine), batch_size)]
 
 
+@dataclass(eq=False)
 class ShardLoader:
     """Batches of shards, resumable within an epoch on any number of ranks and threads.
 
     Each iteration is one epoch, and ends the one before it. An unreadable shard raises ``ShardError``.
-
-    Args:
-        shards: the samples.
-        batch_size: samples per step on this rank.
-        seed: seed of the order.
-        training: whether each epoch has its own order and skips samples that do not fill a step of all ranks.
-        rank: this rank.
-        num_ranks: number of all.
-        num_workers: threads that gather batches ahead; NumPy releases Python's lock meanwhile.
-        pin_memory: whether to page-lock batches.
     """
 
-    def __init__(
-        self,
-        shards: FetchedShards,
-        *,
-        batch_size: int,
-        seed: int,
-        training: bool,
-        rank: int = 0,
-        num_ranks: int = 1,
-        num_workers: int = 0,
-        pin_memory: bool = False,
-    ) -> None:
-        self.shards = shards
-        self.samples_per_rank = batch_size
-        self.seed = seed
-        self.training = training
-        self.rank = rank
-        self.num_ranks = num_ranks
-        self.num_workers = num_workers
-        self.pin_memory = pin_memory
+    shards: FetchedShards
+    batch_size: int
+    """Samples per step on this rank."""
+    seed: int
+    """Seed of the order."""
+    training: bool
+    """Whether each epoch has its own order and skips samples that do not fill a step of all ranks."""
+    rank: int = 0
+    """This rank."""
+    num_ranks: int = 1
+    """Number of all."""
+    num_workers: int = 0
+    """Threads that gather batches ahead; NumPy releases Python's lock meanwhile."""
+    pin_memory: bool = False
+    """Whether to page-lock batches."""
+
+    def __post_init__(self) -> None:
         self._epoch = -1
         self._sample = 0
         self._resumes = False
@@ -253,7 +242,7 @@ class ShardLoader:
 
     def __len__(self) -> int:
         """Return the steps of a whole epoch."""
-        at_once = self.num_ranks * self.samples_per_rank
+        at_once = self.num_ranks * self.batch_size
         return len(self.shards) // at_once if self.training else -(-len(self.shards) // at_once)
 
     def __iter__(self) -> Generator[dict[str, Tensor]]:
@@ -269,14 +258,14 @@ class ShardLoader:
         self._resumes = False
         order = shuffled(self.shards.sizes, self.seed, self._epoch) if self.training else np.arange(len(self.shards))
         order = order[self._sample :]
-        rest = steps(order, self.rank, self.num_ranks, self.samples_per_rank, full=self.training)
+        rest = steps(order, self.rank, self.num_ranks, self.batch_size, full=self.training)
         # Otherwise threads would page-lock memory for the first GPU, and use it.
         device = (torch.cuda.set_device, (torch.cuda.current_device(),)) if self.pin_memory else ()
         pool = ThreadPoolExecutor(max(1, self.num_workers), "loader", *device)
         waiting: deque[Future[dict[str, Tensor]]] = deque()
         try:
             # Its end comes first, because threads of the pool may wait for a shard.
-            with self.shards.reading(order, self.samples_per_rank * self.num_ranks):
+            with self.shards.reading(order, self.batch_size * self.num_ranks):
                 for step, ids in enumerate(rest):
                     ahead = rest[step + len(waiting) : step + _BATCHES_PER_THREAD * self.num_workers]
                     waiting.extend(pool.submit(self._load, later) for later in ahead)

@@ -118,38 +118,27 @@ class Averages:
         return {name: total / count for name, total, count in zip(names, sums, counts, strict=True) if count}
 
 
+@dataclass(eq=False)
 class Objective(ABC):
-    """Base of the objectives: how a batch is noised, and how its losses count.
-
-    Args:
-        network: the built network.
-        member: its role, clusters and training settings.
-        stored: how the shards hold ``x_0``.
-        caption_encoder: encodes captions during training; None if the shards hold the result.
-        captions: weights of several captions per image, of which each step draws one; empty if there is only one.
-        num_held_out: held-out samples of its clusters; None to count every row of a held-out batch.
-    """
+    """Base of the objectives: how a batch is noised, and how its losses count."""
 
     loss_name = "loss"
     """Name of the loss in curves."""
+    network: nn.Module
+    """The built network."""
+    member: Member
+    """Its role, clusters and training settings."""
+    stored: StoredForm
+    """How the shards hold ``x_0``."""
+    caption_encoder: CaptionEncoder | None = None
+    """Encodes captions during training; None if the shards hold the result."""
+    captions: Sequence[float] = ()
+    """Weights of several captions per image, of which each step draws one; empty if there is only one."""
+    num_held_out: int | None = None
+    """Held-out samples of its clusters; None to count every row of a held-out batch."""
 
-    def __init__(
-        self,
-        network: nn.Module,
-        member: Member,
-        stored: StoredForm,
-        *,
-        caption_encoder: CaptionEncoder | None = None,
-        captions: Sequence[float] = (),
-        num_held_out: int | None = None,
-    ) -> None:
-        self.network = network
-        self.member = member
-        self.stored = stored
-        self.caption_encoder = caption_encoder
-        self.captions = captions
-        self.num_held_out = num_held_out
-        low, high = times_on_path(member.interval, member.path)
+    def __post_init__(self) -> None:
+        low, high = times_on_path(self.member.interval, self.member.path)
         self.interval = low, high
         fixed = enumerate(stratified_timesteps(NUM_VALIDATION_TIMESTEPS).tolist())
         self.timesteps = {index: t for index, t in fixed if low <= t < high} or {0: (low + high) / 2}
