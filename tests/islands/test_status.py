@@ -117,7 +117,7 @@ def test_a_process_of_this_machine_is_asked_directly(run):
     held = lease.claim("expert-0", f"{run.url}/members/expert-0/lease", print)
     held.beat(vars(MemberStatus("expert-0", 100, "training")))
     assert look(Watch(run)).health == "training"
-    held._content["began"] = "1"  # another process had this id
+    held._content.began = "1"  # another process had this id
     held.beat(vars(MemberStatus("expert-0", 100, "training")))
     assert look(Watch(run)).health == "killed"
 
