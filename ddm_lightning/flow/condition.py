@@ -36,12 +36,11 @@ class ConditionSpec:
             (self.vector_size, self.kind == "tokens+text"),
         )
         fits = all(number >= 0 and (number > 0) == needed for number, needed in numbers)
-        if self.kind not in KINDS or not fits or max(self.size * max(1, self.length), self.vector_size) > 1 << 24:
+        if self.kind not in KINDS or not fits:
             raise ValueError(
                 f"a condition of kind {self.kind!r} with size {self.size!r}, length {self.length!r} and vector_size "
                 f"{self.vector_size!r}: kinds are {', '.join(KINDS)}; all but none have a size of at least 1, those "
-                "with tokens a length of at least 1, and tokens+text alone a vector_size of at least 1; none has more "
-                "than 2^24 numbers"
+                "with tokens a length of at least 1, and tokens+text alone a vector_size of at least 1"
             )
 
     @property

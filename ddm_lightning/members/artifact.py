@@ -106,7 +106,7 @@ class ArtifactMeta:
         Raises:
             ValueError: some do.
         """
-        role, counts = role_of(self.member), self.class_counts
+        role, counts, condition = role_of(self.member), self.class_counts, self.condition
         if role.name != self.role:
             raise ValueError(f"key 'role' must be {role.name} for {self.member}, not {self.role}")
         if (self.cluster is None) != (role.name != EXPERT):
@@ -119,7 +119,9 @@ class ArtifactMeta:
             raise ValueError("key 'clusters' must name num_clusters clusters of a router")
         if self.lora is not None and (self.init_sha256 is None or role.classifies):
             raise ValueError("key 'lora' needs key 'init_sha256', and is not for a router")
-        if counts and (self.condition.kind != "class" or len(counts) != self.condition.size or not any(counts)):
+        if max(condition.size * max(condition.length, 1), condition.vector_size) > 1 << 24:
+            raise ValueError("key 'condition' has more than 2^24 numbers")
+        if counts and (condition.kind != "class" or len(counts) != condition.size or not any(counts)):
             raise ValueError("key 'class_counts' must count the images of every class of key 'condition'")
         if any(value <= 0 for key, value in self.metrics.items() if key.startswith(TEMPERATURE)):
             raise ValueError("key 'metrics' holds a temperature that is not positive")
