@@ -132,7 +132,9 @@ def test_a_log_gets_lines_about_the_running_members(alone, monkeypatch, tmp_path
     assert out.getvalue().count(line) == 1
 
 
-@pytest.mark.parametrize(("codes", "expected"), [((2, 2, 2), 2), ((2, 1, 2), 1)])
+@pytest.mark.parametrize(
+    ("codes", "expected"), [((2, 2, 2), 2), ((2, 1, 2), 1), ((2, 130, 2), 1), ((130, 2, 2), 1), ((130, 130, 130), 130)]
+)
 def test_errors_that_the_user_can_fix_end_in_their_exit_code(alone, monkeypatch, codes, expected):
     ends = dict(zip(MEMBERS, codes, strict=True))
     spawn = start_as(alone, lambda member: f"import os; print(flush=True); os._exit({ends[member]})")
