@@ -108,7 +108,7 @@ TEST = [
 
 setup(
     name="ddm_lightning",
-    version="0.1.0",
+    version="0.2.0",
     description="Decentralized Diffusion Models: experts trained on islands that share no network",
     long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",

@@ -13,8 +13,8 @@ from functools import partial
 
 import torch
 from common import MEMBER, Report, device_of, load, parse, parser, run
-from recipe_cost import TrainingStep, measured
 from step_clock import median
+from step_member import TrainingStep, measured
 from step_memory import peak_bytes
 from step_networks import in_turn
 

@@ -40,22 +40,7 @@ def _mix(document: Mapping[str, Any]) -> Report:
     return table
 
 
-def _changes(document: Mapping[str, Any]) -> Report:
-    """An expert leaves and comes back."""
-    columns = {"experts": 0, "kid_all": 2, "kid_stayed": 2, "share_of_leaver": 3, "shares_tv": 3}
-    headings = ["KID to all kinds", "KID to the kinds that stayed", "share of the leaver's kind", "error of shares"]
-    table = Report("", ["", "experts", *headings])
-    for strategy in ("bayes", "full"):
-        for step in ("before", "removed", "added"):
-            values = [f"{document['figures'][f'{k}_{strategy}_{step}']:.{digits}f}" for k, digits in columns.items()]
-            table.row(f"`{strategy}`, {'added again' if step == 'added' else step}", *values)
-    return table
-
-
-TABLES: Mapping[str, Callable[[Mapping[str, Any]], Report]] = {
-    "mix": _mix,
-    "changes": _changes,
-}
+TABLES: Mapping[str, Callable[[Mapping[str, Any]], Report]] = {"mix": _mix}
 
 
 def rendered(text: str, results: Path) -> str:

@@ -6,21 +6,16 @@ from argparse import Namespace
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from common import call, load, use_all_threads
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import IMAGE_ENCODERS
 from ddm_lightning.encoders.interfaces import ImageEncoder, StoredForm
 from ddm_lightning.ensemble.load import load_ensemble
 from ddm_lightning.ensemble.manifest import read_ensemble
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.evaluation.image_sets import open_side
-from ddm_lightning.flow.condition import Condition
-from ddm_lightning.flow.path import interpolate
-from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.members.run import Run
 
 
@@ -39,17 +34,6 @@ class Split:
 
     def __len__(self) -> int:
         return len(self.x_0)
-
-    def condition(self, kind: str) -> Condition | None:
-        """Conditions of the samples for a ``condition.kind``; None for ``none``."""
-        if kind == "none":
-            return None
-        if kind == "class":
-            return Condition.of(self.labels)
-        if kind == "tokens":
-            raise UserError("key 'condition.kind' = 'tokens': benchmarks read pooled vectors only; set text")
-        assert self.texts is not None, "check_experiment asks for a caption encoder"
-        return Condition.of(self.texts)
 
 
 def trained(options: Namespace, *overrides: str) -> tuple[Run, Ensemble]:
@@ -79,9 +63,3 @@ def read_split(run: Run, side: str) -> Split:
     samples = {name: column[order] for name, column in samples.items()}
     x_0 = StoredForm(run.manifest.stores, run.manifest.normalisation).mean(samples["x_0"].float())
     return Split(samples["cluster"], samples["label"], x_0, samples.get("text"))
-
-
-def noised(x_0: Float[Tensor, "n c h w"], t: float, draw: int, seed: int, purpose: str) -> Float[Tensor, "n c h w"]:
-    """Add the noise of one draw to every sample; different purposes have different noise."""
-    noise = torch.randn(x_0.shape, generator=keyed_generator(seed, purpose, draw))
-    return interpolate(x_0, noise, torch.full((len(x_0),), t))

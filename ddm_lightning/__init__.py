@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ddm_lightning.use.ensemble import DecentralizedEnsemble
 
 __all__ = ["DecentralizedEnsemble", "UserError"]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 ensure_torchvision_importable()
 hush_xformers()
 

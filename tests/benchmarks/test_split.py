@@ -1,6 +1,5 @@
 import numpy as np
 import pytest
-import torch
 from split import read_split
 from tiny_runs import TINY
 
@@ -36,10 +35,3 @@ def test_both_sides_are_the_whole_source_with_its_images_clusters_and_texts(run)
         assert side.labels.tolist() == [records[i].label for i in ids]
         np.testing.assert_allclose(side.texts.numpy(), texts[ids], rtol=1e-3)
     assert sorted(numbers) == list(range(96))
-
-
-def test_conditions_by_kind(run):
-    side = read_split(run, HELD_OUT)
-    assert side.condition("none") is None
-    assert torch.equal(side.condition("class").values, side.labels)
-    assert torch.equal(side.condition("text").values, side.texts)

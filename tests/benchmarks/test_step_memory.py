@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from recipe_cost import TrainingStep
+from step_member import TrainingStep
 from step_memory import peak_bytes
 from tiny_runs import TINY
 

@@ -1,15 +1,13 @@
-"""Cost of a training step under different settings: time, FLOPs, parameters and memory."""
+"""A member's training step alone, on fixed random data."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
-from step_clock import Seconds
 from step_memory import peak_bytes
-from step_networks import NUM_CLASSES, Sizes, Timed, forget_compiled, in_turn
+from step_networks import Timed, forget_compiled
 from torch import Tensor
 from torch.nn import functional
 
@@ -20,7 +18,7 @@ from ddm_lightning.members.cost import step_cost
 from ddm_lightning.members.member import Member
 from ddm_lightning.networks.attention import set_attention
 from ddm_lightning.networks.blocks import checkpoint_blocks, compile_blocks
-from ddm_lightning.shards.manifest import DataSizes, Manifest
+from ddm_lightning.shards.manifest import DataSizes
 from ddm_lightning.training.ema import track_ema
 from ddm_lightning.training.optimizer import build_optimizer, clip_in_step
 
@@ -42,7 +40,7 @@ class TrainingStep(Timed):
         UserError: a network that refuses its params, or a precision that needs more than autocast.
     """
 
-    def __init__(self, member: str, experiment: Experiment, sizes: Manifest | DataSizes, device: torch.device) -> None:
+    def __init__(self, member: str, experiment: Experiment, sizes: DataSizes, device: torch.device) -> None:
         island, self.train, self.device = experiment.island, experiment.expert.train, device
         if island.precision not in PRECISIONS:
             raise UserError(
@@ -107,46 +105,6 @@ def _random_condition(
     return Condition.of(values.to(device))
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Cost of a step under one setting."""
-
-    seconds: list[Seconds]
-    """Time of a step, one value per round."""
-    num_parameters: int
-    flops: float
-    """FLOPs per sample, forward and backward, recomputation included."""
-    peak: int | None
-    """Peak bytes of a step on a GPU; None on a CPU."""
-
-
-class Costs:
-    """Compares steps under other settings with the experiment's step.
-
-    Args:
-        base: makes the experiment's step, on an otherwise empty device.
-        num_rounds: turns of each step.
-        steps_per_turn: steps per turn.
-    """
-
-    def __init__(self, base: Callable[[], TrainingStep], num_rounds: int, steps_per_turn: int) -> None:
-        self.num_rounds, self.steps_per_turn = num_rounds, steps_per_turn
-        self.base, self.base_peak = measured(base)
-
-    def compare(self, other: Callable[[], TrainingStep]) -> tuple[Cost, Cost]:
-        """Make the step ``other`` and measure it alternately with the experiment's; return the cost of each.
-
-        Raises:
-            UserError, RuntimeError: ``other`` does not run on this device.
-        """
-        step, peak = measured(other)
-        found = in_turn({"base": self.base, "other": step}, self.num_rounds, self.steps_per_turn)
-        return (
-            Cost(found["base"], self.base.num_parameters, self.base.flops, self.base_peak),
-            Cost(found["other"], step.num_parameters, step.flops, peak),
-        )
-
-
 def measured(make: Callable[[], TrainingStep]) -> tuple[TrainingStep, int | None]:
     """Make a step and measure its peak bytes on a GPU; None on a CPU, where that takes a profiler."""
     gc.collect()  # remove the remains of earlier steps
@@ -157,29 +115,3 @@ def measured(make: Callable[[], TrainingStep]) -> tuple[TrainingStep, int | None
         forget_compiled()
     step.take()  # creates moments and averages
     return step, peak_bytes(step) if step.device.type == "cuda" else None
-
-
-def large(sizes: Sizes, num_clusters: int) -> tuple[list[str], DataSizes]:
-    """Overrides that make an experiment's network a class-conditional DiT of ``sizes`` in bfloat16, and its data sizes.
-
-    All other settings of the experiment stay.
-    """
-    params = {
-        "size": "null",
-        "width": sizes.width,
-        "depth": sizes.depth,
-        "num_heads": sizes.num_heads,
-        "patch_size": sizes.patch_size,
-    }
-    settings = [
-        "expert.network.name=dit",
-        *(f"expert.network.params.{key}={value}" for key, value in params.items()),
-        f"expert.train.global_batch_size={sizes.batch_size * num_clusters}",
-        "condition.kind=class",
-        "sample.prompts=[]",
-        "sample.guidance_scale=1",
-        "island.accelerator=auto",
-        "island.devices=1",
-        "island.precision=bf16-mixed",
-    ]
-    return settings, DataSizes(sizes.x_shape, 0, None, NUM_CLASSES)
