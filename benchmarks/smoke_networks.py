@@ -123,7 +123,8 @@ def training(place: Place) -> Iterator[Check]:
             yield shown(what, f"not run: it takes {planned:.0f} GB")
             continue
         losses, figures = _train([*settings, f"expert.train.global_batch_size={2 * batch}"], place)
-        yield same(f"{what} compiled graphs", torch._dynamo.utils.counters["stats"]["unique_graphs"], 1)
+        # One serves all blocks; another is that of ``check_compiler``.
+        yield same(f"{what} compiled graphs", torch._dynamo.utils.counters["stats"]["unique_graphs"], 2)
         yield at_most(f"{what} last loss over the first", losses[-1] / losses[0], 0.99)
         if place.on_gpu:
             yield shown(f"{what} operations that wait between two points of the curves", "none")  # they raise
