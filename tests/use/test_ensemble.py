@@ -28,16 +28,18 @@ from diffusers import DiffusionPipeline
 from hub import hub as hub
 from PIL import Image
 from saved_ensembles import images, load, saved
-from tiny_runs import ROOT, copy_run, settings
+from tiny_runs import ROOT, TINY, copy_run, settings
 
 from ddm_lightning import DecentralizedEnsemble
 from ddm_lightning.cli.parser import main
+from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import sha256_file
 from ddm_lightning.ensemble.routing import Trace
 from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.members.artifact import read_meta
 from ddm_lightning.use.export import export_diffusers
+from ddm_lightning.use.saved import resolve
 
 
 @pytest.fixture
@@ -469,3 +471,30 @@ def test_steps_are_shifted_as_in_the_experts_training(tmp_path: Path) -> None:
     trace = Trace()
     load(saved(tmp_path, timestep_shift=3.0)).sample("apple", strategy="full", num=1, num_steps=2, trace=trace)
     assert trace.times.tolist() == [1, 0.75, 0]
+
+
+def test_params_stay_with_their_solver_and_strategy() -> None:
+    own = ("sample.solver=dormand-prince", "sample.solver_params={rtol: 0.1}", "sample.strategy=top-k")
+    experiment = load_experiment(TINY, [*own, "sample.strategy_params={top_k: 1}"])
+    for arguments, solver, strategy in (
+        ({"seed": 1}, {"rtol": 0.1}, {"top_k": 1}),
+        ({"solver": "dormand-prince", "strategy": "top-k"}, {"rtol": 0.1}, {"top_k": 1}),
+        ({"solver": "euler"}, {}, {"top_k": 1}),
+        ({"strategy": "full"}, {"rtol": 0.1}, {}),
+        ({"strategy": "bayes"}, {}, {}),  # which has a solver of its own
+    ):
+        found = resolve(experiment, **arguments).sample
+        assert (found.solver_params, found.strategy_params) == (solver, strategy), arguments
+
+
+def test_an_ensemble_that_has_lost_an_expert_is_saved_without_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = saved(tmp_path)
+    shutil.rmtree(folder / "expert-1")
+    load(folder).save_pretrained(tmp_path / "again")
+    capsys.readouterr()
+    again = load(tmp_path / "again")
+    assert capsys.readouterr().err == "", "nothing is missing there"
+    assert again.manifest.shares == pytest.approx({"expert-0": 2 / 7, "expert-2": 5 / 7})
+    assert images(again) == images(load(folder))
