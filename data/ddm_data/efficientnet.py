@@ -34,7 +34,8 @@ _STAGES = (
     (4, 5, 2, 6, 192),
     (1, 3, 1, 6, 320),
 )
-_STEM_CHANNELS, _HEAD_CHANNELS = 32, 1280
+_STEM_CHANNELS = 32
+_HEAD_CHANNELS = 1280
 
 
 class _SameConv(nn.Conv2d):
@@ -48,7 +49,8 @@ class _SameConv(nn.Conv2d):
         return super().forward(functional.pad(input, pads))
 
 
-_conv, _norm = partial(_SameConv, bias=False), partial(nn.BatchNorm2d, eps=1e-3)
+_conv = partial(_SameConv, bias=False)
+_norm = partial(nn.BatchNorm2d, eps=1e-3)
 
 
 class _InvertedResidual(nn.Module):
@@ -58,9 +60,12 @@ class _InvertedResidual(nn.Module):
         self.has_expansion = expansion != 1
         self.has_skip = stride == 1 and inputs == outputs
         if self.has_expansion:
-            self._expand_conv, self._bn0 = _conv(inputs, inner, 1), _norm(inner)
-        self._depthwise_conv, self._bn1 = _conv(inner, inner, kernel, stride, groups=inner), _norm(inner)
-        self._project_conv, self._bn2 = _conv(inner, outputs, 1), _norm(outputs)
+            self._expand_conv = _conv(inputs, inner, 1)
+            self._bn0 = _norm(inner)
+        self._depthwise_conv = _conv(inner, inner, kernel, stride, groups=inner)
+        self._bn1 = _norm(inner)
+        self._project_conv = _conv(inner, outputs, 1)
+        self._bn2 = _norm(outputs)
 
     def forward(self, x: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c2 h2 w2"]:
         y = functional.relu6(self._bn0(self._expand_conv(x))) if self.has_expansion else x
@@ -74,14 +79,17 @@ class EfficientNetLite0(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self._conv_stem, self._bn0 = _conv(3, _STEM_CHANNELS, 3, 2), _norm(_STEM_CHANNELS)
-        blocks, channels = [], _STEM_CHANNELS
+        self._conv_stem = _conv(3, _STEM_CHANNELS, 3, 2)
+        self._bn0 = _norm(_STEM_CHANNELS)
+        blocks = []
+        channels = _STEM_CHANNELS
         for repeats, kernel, stride, expansion, outputs in _STAGES:
             for repeat in range(repeats):
                 blocks.append(_InvertedResidual(channels, outputs, kernel, stride if repeat == 0 else 1, expansion))
                 channels = outputs
         self._blocks = nn.ModuleList(blocks)
-        self._conv_head, self._bn1 = _conv(channels, _HEAD_CHANNELS, 1), _norm(_HEAD_CHANNELS)
+        self._conv_head = _conv(channels, _HEAD_CHANNELS, 1)
+        self._bn1 = _norm(_HEAD_CHANNELS)
 
     def forward(self, pixels: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b 1280"]:
         """Return pooled features of images with values from 0 to 255."""

@@ -65,7 +65,8 @@ class Icons:
         require("source 'icons'", "resvg-py", extra="mix")
         if size < 8:
             raise ValueError("size must be at least 8")
-        self.path, self.size = Path(path), size
+        self.path = Path(path)
+        self.size = size
         try:
             self.version = json.loads((self.path / "package.json").read_text(encoding="utf-8"))["version"]
             collections = json.loads((self.path / "collections.json").read_text(encoding="utf-8"))
@@ -141,8 +142,10 @@ def _icons(path: Path, name: str) -> tuple[list[str], dict[str, Any]]:
 
 def _svg(icon: dict[str, Any]) -> str:
     """Return an SVG with the icon in the middle of a square."""
-    width, height = icon.get("width", 16), icon.get("height", 16)
+    width = icon.get("width", 16)
+    height = icon.get("height", 16)
     side = max(width, height)
-    left, top = icon.get("left", 0) - (side - width) / 2, icon.get("top", 0) - (side - height) / 2
+    left = icon.get("left", 0) - (side - width) / 2
+    top = icon.get("top", 0) - (side - height) / 2
     spaces = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
     return f'<svg {spaces} width="{side}" height="{side}" viewBox="{left} {top} {side} {side}">{icon["body"]}</svg>'

@@ -52,7 +52,8 @@ class Mixture:
             raise ValueError(f"max_samples = {max_samples} must be at least 1")
         self.max_samples = max_samples
         self._children: list[_Child] = []
-        times, names = Counter[str](), set[str]()
+        times = Counter[str]()
+        names = set[str]()
         for number, given in enumerate(sources):
             checks.check(given, _Entry, place := f"{PARAMS}.sources[{number}]", "source 'mixture'")
             if "name" not in given:
@@ -86,7 +87,8 @@ class Mixture:
 
     def read(self, part: Part) -> Iterator[Record | BrokenSample]:
         """Yield the samples of one part of one source."""
-        number, quota = part.where["source"], part.where.get("quota")
+        number = part.where["source"]
+        quota = part.where.get("quota")
         child = self._children[number]
         found = child.source.read(Part(**part.where["part"]))
         for one in found if quota is None else _choose(found, quota):
@@ -106,7 +108,8 @@ def _limit(parts: list[Part], max_samples: int | None) -> list[Part]:
     if max_samples is None or (total is not None and total <= max_samples):
         return parts
     sizes = [1 if total is None else part.num_samples or 0 for part in parts]
-    limited, before = [], 0
+    limited = []
+    before = 0
     for part, size in zip(parts, sizes, strict=True):
         # Differences of rounded sums add up to ``max_samples``.
         quota = (before + size) * max_samples // sum(sizes) - before * max_samples // sum(sizes)

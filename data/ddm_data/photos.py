@@ -49,7 +49,8 @@ class Photos:
         "Photographs: from scikit-image (NASA, SpaceX, CC0Textures, S. van der Walt, R. Michetti and others; public "
         "domain or CC0) and scikit-learn (china.jpg by danielbuechele, flower.jpg by vultilion; CC BY 2.0)"
     )
-    num_classes, class_names = len(_PHOTOS), list(_PHOTOS.values())
+    num_classes = len(_PHOTOS)
+    class_names = list(_PHOTOS.values())
 
     def __init__(
         self, size: int = 48, stride: int = 16, block: int = 128, max_side: int = 768, min_std: float = 8.0
@@ -57,8 +58,11 @@ class Photos:
         require("source 'photos'", "scikit-image", "scikit-learn", extra="mix")
         if not 8 <= size <= block or stride < 1:
             raise ValueError("size must be from 8 to block, and stride at least 1")
-        self.size, self.stride, self.block = size, stride, block
-        self.max_side, self.min_std = max_side, min_std
+        self.size = size
+        self.stride = stride
+        self.block = block
+        self.max_side = max_side
+        self.min_std = min_std
 
     def parts(self) -> list[Part]:
         """List one part per photograph."""

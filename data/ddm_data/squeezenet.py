@@ -91,7 +91,8 @@ class SqueezeNetFeatures:
 
     @torch.inference_mode()
     def encode(self, images: UInt8[np.ndarray, "n h w 3"]) -> Float[np.ndarray, "n 512"]:
-        size, network = (self.resolution, self.resolution), self.network
+        size = (self.resolution, self.resolution)
+        network = self.network
         mean = torch.tensor(_MEAN, device=self.device).view(3, 1, 1)
 
         def encode(pixels: Tensor) -> Tensor:

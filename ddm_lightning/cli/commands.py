@@ -57,7 +57,8 @@ def _prepare(experiment: Experiment, options: argparse.Namespace) -> None:
         print(f"parts to encode: {plan.num_unfinished_parts} of {plan.num_parts}\nnothing was written")
         print(f"what the members will need (your GPU: add --device NAME): {command_line('plan', options)}")
         return
-    run, folder = _prepared(experiment, options), RunFolder.of(experiment)
+    run = _prepared(experiment, options)
+    folder = RunFolder.of(experiment)
     if options.parts is not None:  # what is left holds no shards, but would be taken for the run's shards
         shutil.rmtree(folder.shards, ignore_errors=True)
     if run is None:
@@ -94,10 +95,12 @@ def _prepared(experiment: Experiment, options: argparse.Namespace) -> Run | None
     from ddm_lightning.prepare.stages import prepare
 
     share = Share.parse(options.parts) if getattr(options, "parts", None) is not None else None
-    folder, check = RunFolder.of(experiment).root, _networks_check(experiment, options, initial=True)
+    folder = RunFolder.of(experiment).root
+    check = _networks_check(experiment, options, initial=True)
     check_free(Run(experiment), parts=share is not None)
     with Bars(Console(), transient=True) as bars:
-        prune, reporter = getattr(options, "prune", False), Reporter(bars)
+        prune = getattr(options, "prune", False)
+        reporter = Reporter(bars)
         manifest = (
             prepare(experiment, folder, reporter, check, prune)
             if share is None
@@ -315,7 +318,8 @@ def _ema(experiment: Experiment, options: argparse.Namespace) -> None:
 
 
 def _export(experiment: Experiment, options: argparse.Namespace) -> None:
-    out, member = Path(options.out), experiment.sample.member if options.to == "diffusers" else None
+    out = Path(options.out)
+    member = experiment.sample.member if options.to == "diffusers" else None
     manifest = manifest_with_about(RunFolder.of(experiment).root, experiment, member=member)
     if options.to == "peft":
         if others := export_peft(manifest, out):
@@ -339,7 +343,8 @@ def change_ensemble(options: argparse.Namespace) -> None:
     """Run ``ensemble add``, ``remove`` or ``replace``, which need no experiment."""
     if options.action != "remove" and options.images is not None and options.images < 1:
         raise UserError(f"--images {options.images}: must be at least 1")
-    before, out = manifest_with_about(fetched(options.folder), partial=True), Path(options.out)
+    before = manifest_with_about(fetched(options.folder), partial=True)
+    out = Path(options.out)
     if options.action != "remove" and options.trust:
         verify(Path(options.artifact), Path(options.artifact) / SIGNATURE, [Path(key) for key in options.trust])
     if options.action == "remove":
@@ -352,7 +357,8 @@ def change_ensemble(options: argparse.Namespace) -> None:
         if options.action == "add" and options.tune_router and ROUTER not in after.folders:
             from ddm_lightning.training.extension import extend_router
 
-            expert, router = Path(options.artifact), Path(scratch) / ROUTER
+            expert = Path(options.artifact)
+            router = Path(scratch) / ROUTER
             seen, new = (RunFolder(Path(run)) for run in options.tune_router)
             extend_router(before, expert, options.images / after.description.num_images, seen, new, router)
             after = added(before, expert, options.images, router)

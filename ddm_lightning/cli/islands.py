@@ -32,7 +32,8 @@ _SHARED_WIDTH = 1000
 
 def launch_members(experiment: Experiment, options: argparse.Namespace) -> None:
     """Run ``launch``: start the jobs of members, print them, or stop them."""
-    run, members = Run(experiment), parse_members(options.only, experiment, "--only")
+    run = Run(experiment)
+    members = parse_members(options.only, experiment, "--only")
     jobs = jobs_of(run, members, options.config, options.overrides)
     if options.cancel:
         found: Iterable[tuple[str, str]] = cancel(run, members)
@@ -66,7 +67,8 @@ def show_plan(experiment: Experiment, options: argparse.Namespace) -> None:
         key=lambda one: (not one.fits, one.totals["dollars"] is None, one.totals["dollars"] or 0.0),
     )
     best = plans[0] = planner.with_suggestions(plans[0])
-    sources, warnings = plan_tables.sources_of(data, rates, source), [*best.warnings()]
+    sources = plan_tables.sources_of(data, rates, source)
+    warnings = [*best.warnings()]
     if options.json:
         found = {"experiment": experiment.name, "sources": sources, "warnings": warnings}
         print(json.dumps({**found, "plans": [*map(plan_tables.as_json, plans)]}))
@@ -113,7 +115,8 @@ def show_status(experiment: Experiment, options: argparse.Namespace) -> None:
 
 def _watch(run: Run) -> None:
     """Show the table until all members are done; wait for a store that cannot be reached."""
-    watch, is_waiting = Watch(run), False
+    watch = Watch(run)
+    is_waiting = False
     members: list[Seen] = []
     with Live(auto_refresh=False) as live:
         while True:
@@ -147,7 +150,8 @@ def table_of(run: Run, members: Sequence[Seen] | None = None, width: int = 80) -
     """Table of the run's members, by default as they are now; on all islands if it has a URL."""
     title = remote.shown(run.url or str(run.folder.root))
     table = status_table(title, Watch(run).look() if members is None else members, width)
-    table.caption, table.caption_justify = preparing_line(run), "left"
+    table.caption = preparing_line(run)
+    table.caption_justify = "left"
     return table
 
 

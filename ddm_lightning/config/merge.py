@@ -31,7 +31,8 @@ def _forget_params(merged: DictConfig, change: DictConfig) -> None:
         # References cannot be followed before everything is merged.
         if OmegaConf.is_interpolation(change, key) or OmegaConf.is_interpolation(merged, key):
             continue
-        node, given = merged.get(key), change.get(key)
+        node = merged.get(key)
+        given = change.get(key)
         if not (isinstance(node, DictConfig) and isinstance(given, DictConfig)):
             continue
         if not issubclass(OmegaConf.get_type(node) or dict, PluginConfig):

@@ -76,7 +76,8 @@ def check_experiment(
 
 
 def _rules(experiment: Experiment) -> Iterator[Rule]:
-    prepare, router = experiment.prepare, experiment.router.train
+    prepare = experiment.prepare
+    router = experiment.router.train
     partition = prepare.partition
     yield from [
         *_rules_of_columns(experiment),
@@ -135,8 +136,10 @@ def _rules_of_columns(experiment: Experiment) -> Iterator[Rule]:
 
 def _rules_of_expert(name: str, expert: ExpertConfig, experiment: Experiment) -> Iterator[Rule]:
     """Rules of the section ``expert``, or of it with the overrides of the expert ``name``."""
-    num_clusters, base = experiment.prepare.partition.num_clusters, experiment.expert
-    batch, num_experts = expert.train.global_batch_size, experiment.num_experts
+    num_clusters = experiment.prepare.partition.num_clusters
+    base = experiment.expert
+    batch = expert.train.global_batch_size
+    num_experts = experiment.num_experts
     number = "expert.num_experts" if base.num_experts else "prepare.partition.num_clusters"
     for is_wrong, key, problem in (
         *(
@@ -182,7 +185,8 @@ def _rules_of_expert(name: str, expert: ExpertConfig, experiment: Experiment) ->
 
 def _rules_of_island(name: str, batch_size: int, experiment: Experiment) -> Iterator[Rule]:
     """Rules of the island of the member ``name``, whose steps have ``batch_size`` samples."""
-    island, own = island_of(name, experiment), (name, name.partition("-")[0])
+    island = island_of(name, experiment)
+    own = (name, name.partition("-")[0])
     section = next((f"islands.{key}" for key in own if key in experiment.islands), "island")
     times = f"times nodes = {island.nodes} " if island.nodes > 1 else ""
     for is_wrong, key, problem in (
@@ -206,7 +210,8 @@ def _rules_of_island(name: str, batch_size: int, experiment: Experiment) -> Iter
 
 
 def _rules_of_sampling(experiment: Experiment) -> Iterator[Rule]:
-    sample, condition = experiment.sample, experiment.condition
+    sample = experiment.sample
+    condition = experiment.condition
     reads_text = condition.kind not in ("class", "none")
     yield from [
         (sample.strategy not in STRATEGIES.names(), "sample.strategy", f"is unknown; {STRATEGIES.known()}"),

@@ -43,7 +43,8 @@ def device_of(accelerator: str) -> torch.device:
     """Device for work that needs only one: a rank's own, or the current one where no launcher numbers ranks."""
     if resolve_accelerator(accelerator) != "gpu":
         return torch.device("cpu")
-    mine, count = Ranks.read(), torch.cuda.device_count()
+    mine = Ranks.read()
+    count = torch.cuda.device_count()
     return torch.device("cuda", mine.local_rank % count) if mine.launched and count else torch.device("cuda")
 
 
@@ -89,7 +90,8 @@ def tf32() -> Iterator[None]:
 @contextmanager
 def own_defaults() -> Iterator[None]:
     """Compute as in a fresh process, whatever the caller has made torch's defaults, and leave its random numbers."""
-    dtype, place = torch.get_default_dtype(), torch.get_default_device()
+    dtype = torch.get_default_dtype()
+    place = torch.get_default_device()
     torch.set_default_dtype(torch.float32)
     try:
         with torch.random.fork_rng(devices=[]), nullcontext() if place.type == "cpu" else torch.device("cpu"):

@@ -43,7 +43,8 @@ def _naming(path: Path, temporary: Path) -> Iterator[None]:
     except OSError as error:
         place = error.filename2 or error.filename  # shutil blames the source of a copy first
         if error.errno and (place is None or str(place) == str(path) or Path(place).is_relative_to(temporary)):
-            error.filename, error.filename2 = str(path), None
+            error.filename = str(path)
+            error.filename2 = None
         raise
 
 

@@ -67,7 +67,8 @@ class Bars(Progress):
         console = console or Console(stderr=True)
         # Colours that a variable forces into a file do not make it a screen.
         is_screen = console.is_interactive and (console.file.isatty() or console.is_jupyter)
-        self._shows_lines, self._over = show and not is_screen, threading.Event()
+        self._shows_lines = show and not is_screen
+        self._over = threading.Event()
         self._lines = threading.Thread(target=self._print_lines, name="progress", daemon=True)
         super().__init__(
             TextColumn("{task.description:<10}"),
@@ -98,7 +99,8 @@ class Bars(Progress):
         return super().add_task(description, *options, **{"note": "", **fields})
 
     def _print_lines(self) -> None:
-        last, over = "", False
+        last = ""
+        over = False
         while not over:
             over = self._over.wait(LINE_SECONDS)
             if over and not last:

@@ -17,10 +17,16 @@ from ddm_lightning.core.files import atomic_write
 
 # Height in pixels to which small images are enlarged.
 CELL_SIZE = 72
-_GAP, _MARGIN = 4, 12
-_FONT_SIZE, _TITLE_SIZE, _FOOTER_SIZE = 13, 17, 10
-_MAX_LABEL_WIDTH, _MAX_LABEL_LINES = 260, 4
-_INK, _PALE_INK, _PAPER = (20, 20, 20), (110, 110, 110), (255, 255, 255)
+_GAP = 4
+_MARGIN = 12
+_FONT_SIZE = 13
+_TITLE_SIZE = 17
+_FOOTER_SIZE = 10
+_MAX_LABEL_WIDTH = 260
+_MAX_LABEL_LINES = 4
+_INK = (20, 20, 20)
+_PALE_INK = (110, 110, 110)
+_PAPER = (255, 255, 255)
 
 Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 
@@ -42,7 +48,8 @@ def labelled_grid(
         headings: text above each column, shortened to its width; none without them.
     """
     height, width, _ = next(image for _, images in rows for image in images).shape
-    cell_height, cell_width = height * scale, width * scale
+    cell_height = height * scale
+    cell_width = width * scale
     # Matplotlib's own font makes a grid look the same on every machine, and has accents, Greek and Cyrillic.
     path = f"{get_data_path()}/fonts/ttf/DejaVuSans.ttf"
     font, title_font, footer_font = (ImageFont.truetype(path, s) for s in (_FONT_SIZE, _TITLE_SIZE, _FOOTER_SIZE))

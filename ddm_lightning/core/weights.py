@@ -149,7 +149,8 @@ def check_memory(tensors: Iterable[Tensor], source: str) -> None:
     Raises:
         UserError: the tensors do not fit.
     """
-    needed, free = sum(tensor.nbytes for tensor in tensors), free_bytes()
+    needed = sum(tensor.nbytes for tensor in tensors)
+    free = free_bytes()
     if needed > free:
         raise UserError(
             f"{source}: needs {format_bytes(needed)} of memory, {format_bytes(free)} is free; use a larger machine"
@@ -158,7 +159,9 @@ def check_memory(tensors: Iterable[Tensor], source: str) -> None:
 
 def free_bytes() -> float:
     """Memory available to this process; infinite if unknown."""
-    meminfo, limit = Path("/proc/meminfo"), Path("/sys/fs/cgroup/memory.max")  # of Linux; of a container
+    # of Linux; of a container
+    meminfo = Path("/proc/meminfo")
+    limit = Path("/sys/fs/cgroup/memory.max")
     found = re.search(r"MemAvailable: *(\d+) kB", meminfo.read_text()) if meminfo.exists() else None
     most = limit.read_text().strip() if limit.exists() else ""
     return min(int(found[1]) << 10 if found else math.inf, int(most) if most.isdigit() else math.inf)

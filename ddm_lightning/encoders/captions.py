@@ -52,7 +52,8 @@ class HashedWords(Provenance, OneVector):
     def __init__(self, size: int = 64, max_tokens: int = 0) -> None:
         if size < 1 or max_tokens < 0:
             raise ValueError(f"size = {size}, max_tokens = {max_tokens}: give at least 1 and 0")
-        self.size, self.max_tokens = size, max_tokens
+        self.size = size
+        self.max_tokens = max_tokens
         self.columns = {"text": f"ndarray:float16:{size}"}
         if max_tokens:
             self.token_shape = (max_tokens, size)
@@ -176,7 +177,8 @@ class _TextModel(Pretrained):
         """Column -> MDS encoding."""
         vector = {"text": array_encoding("float16", [self.size])}
         states = {"text_tokens": array_encoding("float16", [self.max_tokens, self.width])}
-        ids, length = {"text_ids": array_encoding("int32", [self.max_tokens])}, {"text_length": "int32"}
+        ids = {"text_ids": array_encoding("int32", [self.max_tokens])}
+        length = {"text_length": "int32"}
         return {"pooled": vector, "tokens": vector | states | length, "ids": ids | length}[self.store]
 
     @property
@@ -293,7 +295,8 @@ class CLIPText(_TextModel):
 
     place = "caption encoder 'clip-text'"
     kinds = dict.fromkeys(("clip", "clip_text_model"), "CLIPTextModel")
-    config_class, tokenizer_class = "CLIPTextConfig", "CLIPTokenizerFast"
+    config_class = "CLIPTextConfig"
+    tokenizer_class = "CLIPTokenizerFast"
     tokenizer_files = (("tokenizer.json",), ("vocab.json", "merges.txt"))
     has_positions = True
 
@@ -323,7 +326,8 @@ class T5Text(_TextModel):
 
     place = "caption encoder 't5-text'"
     kinds = {"t5": "T5EncoderModel"}  # noqa: RUF012  never changed
-    config_class, tokenizer_class = "T5Config", "T5TokenizerFast"
+    config_class = "T5Config"
+    tokenizer_class = "T5TokenizerFast"
     tokenizer_files = (("tokenizer.json",), ("spiece.model",))
     has_positions = False
     default_tokens = 128
@@ -349,7 +353,8 @@ class T5GemmaText(T5Text):
     place = "caption encoder 't5gemma-text'"
     kinds = {"t5_gemma_module": "T5GemmaEncoder"}  # noqa: RUF012  never changed
     module = "transformers.models.t5gemma.modeling_t5gemma"
-    config_class, tokenizer_class = "T5GemmaModuleConfig", "GemmaTokenizerFast"
+    config_class = "T5GemmaModuleConfig"
+    tokenizer_class = "GemmaTokenizerFast"
     tokenizer_files = (("tokenizer.json",), ("tokenizer.model",))
     default_tokens = 256
 

@@ -50,7 +50,8 @@ class _ImageModel(Pretrained):
                 f"{self.folder}: has no {self.first_size_of!r}, needed by {self.place}; "
                 "give a whole model in its parameter 'path'"
             )
-        self.weight_shape, self.size = found[0], found[0][0]
+        self.weight_shape = found[0]
+        self.size = found[0][0]
 
     @torch.inference_mode()
     def encode(self, images: UInt8[np.ndarray, "n h w 3"]) -> Float[np.ndarray, "n size"]:
@@ -60,7 +61,8 @@ class _ImageModel(Pretrained):
             UserError: the weights do not load, or the device is missing.
         """
         device = self._found_device()
-        network, dtype = self._network(device), self.dtype_on(device)
+        network = self._network(device)
+        dtype = self.dtype_on(device)
         size = (self.resolution or network.config.image_size,) * 2
         mean, std = (torch.tensor(values, device=device).view(1, 3, 1, 1) for values in (self.mean, self.std))
 
@@ -88,8 +90,11 @@ class DinoV2(_ImageModel):
 
     place = "feature network 'dinov2'"
     kinds = {"dinov2": "Dinov2Model", "dinov2_with_registers": "Dinov2WithRegistersModel"}  # noqa: RUF012  never changed
-    mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
-    output, first_size_of = "pooler_output", "embeddings.patch_embeddings.projection.weight"
+    # of ImageNet
+    mean = (0.485, 0.456, 0.406)
+    std = (0.229, 0.224, 0.225)
+    output = "pooler_output"
+    first_size_of = "embeddings.patch_embeddings.projection.weight"
 
     def __init__(self, path: str, resolution: int = 224, **params: Any) -> None:
         super().__init__(path, **params)
@@ -114,8 +119,10 @@ class ClipImages(_ImageModel):
 
     place = "feature network 'clip'"
     kinds = dict.fromkeys(("clip", "clip_vision_model"), "CLIPVisionModelWithProjection")
-    mean, std = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-    output, first_size_of = "image_embeds", "visual_projection.weight"
+    mean = (0.48145466, 0.4578275, 0.40821073)
+    std = (0.26862954, 0.26130258, 0.27577711)
+    output = "image_embeds"
+    first_size_of = "visual_projection.weight"
 
     def _load(self, **settings: Any) -> Any:
         # Some published configurations state another size.
@@ -138,7 +145,8 @@ class Inception:
     size = 2048
 
     def __init__(self, path: str = ".", device: str = "cpu") -> None:
-        self.device, self.path = torch.device(device), Path(path).expanduser()
+        self.device = torch.device(device)
+        self.path = Path(path).expanduser()
         self.path = self.path / INCEPTION_FILE if self.path.is_dir() else self.path
         if self.path.name != INCEPTION_FILE or not self.path.is_file():
             raise UserError(
@@ -183,7 +191,8 @@ class PooledPixels(Provenance):
     def __init__(self, grid: int = 4) -> None:
         if grid < 1:
             raise ValueError(f"grid = {grid}: give at least 1")
-        self.grid, self.size = grid, 3 * grid * grid
+        self.grid = grid
+        self.size = 3 * grid * grid
 
     def encode(self, images: UInt8[np.ndarray, "n h w 3"]) -> Float[np.ndarray, "n size"]:
         pixels = torch.from_numpy(np.array(images)).permute(0, 3, 1, 2).float() / 255
@@ -227,7 +236,8 @@ class RandomConvolutions(Provenance):
 
     def _statistics(self, pixels: Float[Tensor, "n 3 h w"]) -> Float[Tensor, "n size"]:
         size = (self.resolution, self.resolution)
-        x, found = functional.interpolate(pixels / 127.5 - 1, size, mode="bilinear", antialias=True), []
+        x = functional.interpolate(pixels / 127.5 - 1, size, mode="bilinear", antialias=True)
+        found = []
         for kernel in self._kernels:
             x = functional.relu(functional.conv2d(x, kernel, padding=1))
             found += [x.mean((2, 3)), x.std((2, 3))]

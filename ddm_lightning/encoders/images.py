@@ -17,7 +17,8 @@ from ddm_lightning.core.registry import IMAGE_ENCODERS
 from ddm_lightning.encoders.interfaces import Provenance
 from ddm_lightning.encoders.pretrained import Pretrained, encode_in_batches
 
-_SCALE, _SHIFT = 1 / 127.5, 127.5
+_SCALE = 1 / 127.5
+_SHIFT = 127.5
 # Pixels per batch: on a CPU, SD's activations take 0.5 GB.
 _PIXELS_AT_ONCE = {"cpu": 4 * 256 * 256, "cuda": 32 * 256 * 256}
 
@@ -148,7 +149,8 @@ class DiffusersVAE(Pretrained):
         device = self._found_device()
         height, width = (self.x_shape(extent)[1] for extent in images.shape[1:3])
         stacked = 2 if self.stores == "posterior" else 1
-        network, dtype = self._network(device), self.dtype_on(device)
+        network = self._network(device)
+        dtype = self.dtype_on(device)
 
         def encode(pixels: Tensor) -> Tensor:
             rounded = network.encode((pixels / 127.5 - 1).to(dtype)).latent_dist
@@ -168,7 +170,8 @@ class DiffusersVAE(Pretrained):
     @torch.inference_mode()
     def decode(self, x_0: Float[Tensor, "n c height width"]) -> UInt8[np.ndarray, "n h w 3"]:
         """Decode to images, rounded to the nearest pixel value; on the CPU if the machine lacks the device."""
-        device, dtype = self._found_device(or_cpu=True), self.compute_dtype or torch.float32
+        device = self._found_device(or_cpu=True)
+        dtype = self.compute_dtype or torch.float32
         network = self._network(device, dtype)
         scale, shift = (
             torch.as_tensor(self.normalisation[key], dtype=torch.float32, device=device).view(1, -1, 1, 1)

@@ -88,7 +88,8 @@ class StoredForm:
 
     def sample(self, stored: Shaped[Tensor, "b s h w"], generator: torch.Generator) -> Float[Tensor, "b c h w"]:
         """Sample ``x_0`` from its Gaussian; return a stored ``x_0`` unchanged."""
-        mean, std = self.mean(stored), self.std(stored)
+        mean = self.mean(stored)
+        std = self.std(stored)
         return mean if std is None else mean + std * torch.randn(mean.shape, generator=generator, device=mean.device)
 
 

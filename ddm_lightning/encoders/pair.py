@@ -31,10 +31,12 @@ class Pair:
     """
 
     def __init__(self, vector: dict[str, Any], tokens: dict[str, Any]) -> None:
-        self.of_vector, self.of_tokens = _built(vector, "vector"), _built(tokens, "tokens")
+        self.of_vector = _built(vector, "vector")
+        self.of_tokens = _built(tokens, "tokens")
         if self.of_tokens.token_shape is None:
             raise ValueError(f"tokens: {tokens['name']!r} makes no tokens; set its param 'store' or 'max_tokens'")
-        self.size, self.token_shape = self.of_vector.size, self.of_tokens.token_shape
+        self.size = self.of_vector.size
+        self.token_shape = self.of_tokens.token_shape
         self.packages = tuple(dict.fromkeys((*self.of_vector.packages, *self.of_tokens.packages)))
         own = self.of_vector.columns
         # Both may store ids, which differ.

@@ -89,7 +89,8 @@ class Pretrained:
         self.compute_dtype = None if given.compute_dtype is None else _DTYPES[given.compute_dtype]
         self.device = torch.device(given.device)
         require(self.place, *self.packages, extra=EXTRA)
-        self._path, self._revision = path, given.revision
+        self._path = path
+        self._revision = given.revision
         endings = (".safetensors", ".safetensors.index.json", "-*-of-*.safetensors")
         self.folder = self._find(given.subfolder, ["config.json", *(self.stem + end for end in endings)], self._read)
         kind = self.config.get(self.kind_key)
@@ -143,7 +144,8 @@ class Pretrained:
     def _snapshot(self, subfolder: str | None, names: Sequence[str], only_cached: bool) -> Path:
         from huggingface_hub import errors, snapshot_download
 
-        prefix, name = f"{subfolder.strip('/')}/" if subfolder else "", self._path
+        prefix = f"{subfolder.strip('/')}/" if subfolder else ""
+        name = self._path
         try:
             found = snapshot_download(
                 name,

@@ -55,7 +55,8 @@ def added(ensemble: EnsembleManifest, folder: Path, num_images: int, router: Pat
     meta = read_meta(folder)
     if present := [name for name in ensemble.experts if ensemble.metas.get(name) == meta]:
         raise UserError(f"{folder}: is already in the ensemble as {present[0]}; add another expert")
-    name, num_clusters = meta.member, max(meta.num_clusters for meta in ensemble.metas.values())
+    name = meta.member
+    num_clusters = max(meta.num_clusters for meta in ensemble.metas.values())
     if meta.partition_sha256 != ensemble.partition_sha256 or name in ensemble.folders:
         name = expert_name(max(num_clusters, *(expert_number(name) + 1 for name in ensemble.experts)))
     return _with_artifact(ensemble, name, folder, num_images, router)
@@ -99,11 +100,13 @@ def _with_artifact(
 def _changed(ensemble: EnsembleManifest, folders: dict[str, Path], counts: dict[str, int]) -> EnsembleManifest:
     own = ensemble.places
     images = {own.get(name, name): count for name, count in counts.items()}  # by cluster
-    total, about = sum(images.values()), ensemble.description
+    total = sum(images.values())
+    about = ensemble.description
     sample = about.sample
     if ROUTER not in folders and STRATEGIES.get(sample.strategy).needs_router:  # type: ignore[attr-defined]
         sample = replace(sample, strategy="bayes", strategy_params={}, solver="ancestral", solver_params={})
-    clusters, priors = [[*images].index(own.get(name, name)) for name in counts], [n / total for n in images.values()]
+    clusters = [[*images].index(own.get(name, name)) for name in counts]
+    priors = [n / total for n in images.values()]
     manifest = checked(Path(ENSEMBLE_FILE), folders, priors, list(counts), expert_clusters=clusters)
     return replace(manifest, about=replace(about, num_images=total, sample=sample))
 

@@ -242,7 +242,8 @@ def read_ensemble(path: Path, *, partial: bool = False) -> EnsembleManifest:
     clusters = document.expert_clusters or [*range(len(priors))]
     folders = {entry.member: _artifact_folder(entry, path, is_run=document.about is None) for entry in document.members}
     order = [name for name in folders if name != ROUTER] if document.changed else None
-    present, lost = folders, set[str]()
+    present = folders
+    lost = set[str]()
     if partial:
         present = {name: folder for name, folder in folders.items() if (folder / MEMBER_FILE).exists()}
         all_names = {*folders} if order else _of_partition(clusters)
@@ -291,7 +292,8 @@ def checked(
         UserError: an artifact is damaged, an expert is missing, or members do not belong together.
     """
     clusters = range(len(priors)) if expert_clusters is None else expert_clusters
-    changed, experts = order is not None, order or [expert_name(number) for number in range(len(clusters))]
+    changed = order is not None
+    experts = order or [expert_name(number) for number in range(len(clusters))]
     if (
         {*folders, *lost} - {ROUTER} != {*experts}
         or len(experts) != len(clusters)
@@ -307,7 +309,8 @@ def checked(
         raise UserError(f"{path}: every expert is missing; fetch their artifact folders")
     names = [*kept, *([ROUTER] if ROUTER in folders else [])]
     metas = {name: read_meta(folders[name]) for name in names}
-    first, router = metas[names[0]], metas.get(ROUTER)
+    first = metas[names[0]]
+    router = metas.get(ROUTER)
     for name, meta in metas.items():
         file = folders[name] / MEMBER_FILE
         is_own = changed or (meta.member == name and meta.cluster == kept.get(name))
@@ -403,6 +406,8 @@ def assemble(run: Run, *, partial: bool = False) -> bool:
             check_recorded(folder / WEIGHTS_FILE, meta.model_sha256, REMEDY)
         if meta.base_sha256 is not None:
             Bases([folder]).file(meta, str(folder / MEMBER_FILE))
-    clusters, all_folders = expert_clusters(run.experiment), [*folders.values()]
-    root, priors = run.folder.root, run.manifest.priors
+    clusters = expert_clusters(run.experiment)
+    all_folders = [*folders.values()]
+    root = run.folder.root
+    priors = run.manifest.priors
     return write_ensemble(root, all_folders, priors, partial=partial, expert_clusters=clusters).metas != listed

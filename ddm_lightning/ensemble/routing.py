@@ -35,7 +35,8 @@ class Trace:
     """
 
     def __init__(self, keys: Collection[Key] | None = None, images: Collection[Key] = ()) -> None:
-        self._keys, self._images = keys, images
+        self._keys = keys
+        self._images = images
         self.times: Float[Tensor, " num_times"] = torch.empty(0)
         """Decreasing times of the steps; the last one is 0."""
         self.weights: dict[Key, Float[Tensor, "steps K"]] = {}
@@ -47,13 +48,15 @@ class Trace:
 
     def begin(self, keys: Sequence[Key], device: torch.device) -> None:
         """Begin a batch of the samples ``keys``."""
-        self._batch, self._evaluations = keys, list[tuple[Tensor, ...]]()
+        self._batch = keys
+        self._evaluations = list[tuple[Tensor, ...]]()
         shown = [row for row, key in enumerate(keys) if key in self._images]
         self._rows = torch.tensor(shown, dtype=torch.long, device=device)
 
     def add(self, x_t: Samples, t: Times, weights: Float[Tensor, "b K"], velocity: Samples) -> None:
         """Keep one evaluation of the batch."""
-        x_t, velocity = x_t[self._rows], velocity[self._rows]
+        x_t = x_t[self._rows]
+        velocity = velocity[self._rows]
         self._evaluations.append((t, weights, x_t, x_0_from_velocity(x_t, velocity, t[self._rows])))
 
     def end(self, times: Float[Tensor, " num_times"], x_0: Float[Tensor, "b c h w"]) -> None:
@@ -65,14 +68,16 @@ class Trace:
         distances = (t.flip(0) - times[:-1, None, None].to(t)).abs()
         nearest = len(t) - 1 - distances.argmin(1)
         weights = weights[nearest, torch.arange(len(self._batch), device=t.device)].float().cpu()
-        steps, columns = nearest[:, self._rows], torch.arange(len(self._rows), device=t.device)
+        steps = nearest[:, self._rows]
+        columns = torch.arange(len(self._rows), device=t.device)
         x_t, estimates = (part[steps, columns].float().cpu() for part in (x_t, estimates))
         self.times = times.cpu()
         for row, key in enumerate(self._batch):
             if self._keys is None or key in self._keys:
                 self.weights[key] = weights[:, row]
         for column, row in enumerate(self._rows.tolist()):
-            key, last = self._batch[row], x_0[row, None].float()
+            key = self._batch[row]
+            last = x_0[row, None].float()
             self.x_t[key] = torch.cat([x_t[:, column], last])
             self.x_0[key] = torch.cat([estimates[:, column], last])
 

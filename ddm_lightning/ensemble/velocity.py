@@ -168,7 +168,8 @@ class Ensemble:
         """
         if len(factors) != self.num_clusters or not all(0 <= factor < float("inf") for factor in factors):
             raise UserError(f"factors = {list(factors)}: give {self.num_clusters} numbers from 0 up, one per cluster")
-        changed, own = copy(self), torch.tensor(factors, dtype=torch.float64)
+        changed = copy(self)
+        own = torch.tensor(factors, dtype=torch.float64)
         kept = self.priors * own
         if not kept.any():
             raise UserError("every expert is switched off; leave one on")

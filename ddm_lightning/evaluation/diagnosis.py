@@ -40,12 +40,15 @@ from ddm_lightning.use.ensemble import DecentralizedEnsemble
 from ddm_lightning.use.saved import manifest_with_about, resolve
 
 STRATEGIES_SHOWN = ("full", "top-1", "sample-1", "bayes")
-MAX_HELD_OUT, MAX_TRAIN = 2048, 20_000
+MAX_HELD_OUT = 2048
+MAX_TRAIN = 20_000
 # A smaller set is repeated with other noise.
-MIN_ROWS, MAX_DRAWS = 512, 8
+MIN_ROWS = 512
+MAX_DRAWS = 8
 BATCH_SIZE = 64
 # Share of the priors' NLL from which on a router tells nothing; above this t it need not.
-MOST_UNTOLD, HIGHEST_BLIND = 0.98, 0.85
+MOST_UNTOLD = 0.98
+HIGHEST_BLIND = 0.85
 # Side of the images whose pixels the classifier of clusters sees.
 CLASSIFIER_SIDE = 12
 
@@ -109,7 +112,8 @@ def diagnose(
     ensemble.precision = experiment.sample.precision
     if ensemble.router is None and ensemble.num_clusters > 1 and not strategies:
         chosen = {name: own for name, own in chosen.items() if not strategy_of(own.sample).needs_router}
-    train, held_out = _read(run, TRAIN, MAX_TRAIN, device), _read(run, HELD_OUT, MAX_HELD_OUT, device)
+    train = _read(run, TRAIN, MAX_TRAIN, device)
+    held_out = _read(run, HELD_OUT, MAX_HELD_OUT, device)
     with Bars(show=show_progress) as bars:
         task = bars.add_task("experts", total=len(stratified_timesteps()))
         draws = min(MAX_DRAWS, -(-MIN_ROWS // len(held_out.x_0)))  # of noise
@@ -174,7 +178,8 @@ def expert_figures(
         ``in_cluster`` and ``out_of_cluster`` loss; ``disagreement`` [t], the velocities' variance under the
         router's weights, relative to the square of their mean (empty without a router).
     """
-    num_clusters, times = ensemble.num_clusters, stratified_timesteps()
+    num_clusters = ensemble.num_clusters
+    times = stratified_timesteps()
     counts = held_out.clusters.bincount(minlength=num_clusters).clamp(min=1)
     losses = torch.zeros(len(times), num_clusters, num_clusters, device=held_out.x_0.device)
     disagreement = []
@@ -182,7 +187,8 @@ def expert_figures(
         variance = square = 0.0
         for part in torch.arange(len(x_t), device=x_t.device).split(BATCH_SIZE):
             own = held_out.rows(part)
-            noisy, time = x_t[part], t[part]
+            noisy = x_t[part]
+            time = t[part]
             every = torch.ones(len(part), num_clusters, dtype=torch.bool, device=x_t.device)
             found = ensemble.expert_velocities(noisy, time, own.condition, every).transpose(0, 1)
             target = (noisy - own.x_0) / times[index]  # noise - x_0
@@ -272,9 +278,11 @@ def _read(run: Run, side: str, most: int, device: torch.device) -> Samples:
         UserError: there are none, or shards are damaged.
     """
     shards, _ = open_side(run.folder.shards, run.manifest, side)
-    num, names = min(len(shards), most), ("x_0", "cluster", "sample_id") if side == TRAIN else None
+    num = min(len(shards), most)
+    names = ("x_0", "cluster", "sample_id") if side == TRAIN else None
     batch = shards.take(np.arange(num) * len(shards) // num, names)
-    objective, condition = build_objective(run.member(MONOLITH), run, nn.Identity()), None
+    objective = build_objective(run.member(MONOLITH), run, nn.Identity())
+    condition = None
     if side != TRAIN and objective.member.condition.kind != "none":
         parts = (
             objective.condition({name: values[rows].to(device) for name, values in batch.items()})
@@ -338,8 +346,10 @@ def diagnosis_lines(figures: Mapping[str, Any]) -> list[str]:
 
 
 def _experts(figures: Mapping[str, Any]) -> Figure:
-    experts, times = figures["experts"], figures["times"]
-    loss, by_time = np.array(experts["loss"]), np.array(experts["loss_by_time"])
+    experts = figures["experts"]
+    times = figures["times"]
+    loss = np.array(experts["loss"])
+    by_time = np.array(experts["loss_by_time"])
     figure = Figure(figsize=(13, 4), layout="constrained")
     matrix, by_cluster, disagreement = figure.subplots(1, 3)
     # Colours show the excess over the best expert of the cluster.

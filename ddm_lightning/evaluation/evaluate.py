@@ -35,8 +35,10 @@ from ddm_lightning.members.run import Run
 from ddm_lightning.shards.manifest import HELD_OUT, TRAIN
 from ddm_lightning.use.ensemble import built_encoder
 
-SETTINGS_FILE, RESULT_FILE = "settings.json", "evaluation.json"
-NUM_SUSPECTS, NUM_NEIGHBOURS = 8, 5
+SETTINGS_FILE = "settings.json"
+RESULT_FILE = "evaluation.json"
+NUM_SUSPECTS = 8
+NUM_NEIGHBOURS = 5
 NEAR_QUANTILE = 0.05
 """Share of held-out images that count as near to a training image."""
 
@@ -71,7 +73,8 @@ class Evaluation:
             return ShardImages(run.folder.shards, manifest, encoder, side, max_num)
 
         self.generated: ImageSet = FileImages(images) if images else Generated(run, manifest, encoder)
-        wanted, is_side = self.settings.reference, self.settings.reference in (HELD_OUT, TRAIN)
+        wanted = self.settings.reference
+        is_side = self.settings.reference in (HELD_OUT, TRAIN)
         self.reference: ImageSet = of_shards(wanted) if is_side else FileImages(Path(wanted).expanduser())
         if self.generated.shape != self.reference.shape:
             sizes = " and ".join("{} × {}".format(*one.shape) for one in (self.reference, self.generated))
@@ -96,14 +99,16 @@ class Evaluation:
 
     def _open(self, out: Path | None) -> Path:
         """Find the results folder, refuse one with other settings, and write the settings into it."""
-        generated, sample = self.generated, self.experiment.sample
+        generated = self.generated
+        sample = self.experiment.sample
         own = generated.settings if isinstance(generated, Generated) else {"images_sha256": generated.sha256}
         root = Path(__file__).parents[1]
         code = sha256_json({str(path.relative_to(root)): sha256_file(path) for path in root.rglob("*.py")})
         self.origin = {"version": version("ddm_lightning"), "commit": _commit(), "code_sha256": code, **own}
         name = (sample.member or sample.strategy) if isinstance(generated, Generated) else "images"
         folder = out or self.run.folder.root / "evaluation" / f"{name}-{sha256_json(self.origin)[:8]}"
-        path, remedy = folder / SETTINGS_FILE, "give another folder with --out"
+        path = folder / SETTINGS_FILE
+        remedy = "give another folder with --out"
         if path.exists():
             found = read_json(path, "the settings of these results", remedy)
             found, ours = (dict(leaves(one, lists=False)) for one in (found, self.origin))
@@ -114,7 +119,8 @@ class Evaluation:
             raise UserError(f"--out {folder}: is not empty and holds no {SETTINGS_FILE}; {remedy}")
         atomic_write_json(path, self.origin)
         if isinstance(generated, Generated):
-            generated.folder, generated.sha256 = folder, sha256_json(self.origin)
+            generated.folder = folder
+            generated.sha256 = sha256_json(self.origin)
         return folder
 
     def features(self, metric: FeatureMetric, images: ImageSet, rows: range) -> Float[np.ndarray, "n d"]:
@@ -172,7 +178,8 @@ class Evaluation:
         """
         if not self.known:
             return None
-        metric, (train_images, held_out) = self.by_features[0], self.known
+        metric = self.by_features[0]
+        (train_images, held_out) = self.known
         train = self.all_features(metric, train_images)
         distances, neighbours = nearest(self.all_features(metric, self.generated), train, NUM_NEIGHBOURS)
         of_held_out = nearest(self.all_features(metric, held_out), train, 1)[0][:, 0]
@@ -201,7 +208,8 @@ class Evaluation:
         """Compute everything, write ``evaluation.json`` and return its path and a table."""
         scores = self.scores()
         memorised = self.memorisation()
-        generated, real = self.generated, self.reference
+        generated = self.generated
+        real = self.reference
         document = {
             **self.origin,
             "num_generated": generated.num,
@@ -215,7 +223,8 @@ class Evaluation:
         }
         path = self.folder / RESULT_FILE
         if path.exists():  # of the same images; other metrics or another reference get a file of their own
-            compared, before = ("metrics", "reference"), read_json(path, "earlier scores", "delete it")
+            compared = ("metrics", "reference")
+            before = read_json(path, "earlier scores", "delete it")
             if any(before.get(key) != document[key] for key in compared):
                 path = path.with_stem(f"{path.stem}-{sha256_json([document[key] for key in compared])[:8]}")
         atomic_write_json(path, document)

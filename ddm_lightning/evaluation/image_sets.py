@@ -59,7 +59,8 @@ class ShardImages:
     ) -> None:
         self._shards, hashes = open_side(shards, manifest, side)
         assert manifest is not None, "``open_side`` refuses that"
-        self.name, self._encoder = side, encoder
+        self.name = side
+        self._encoder = encoder
         self._stored = StoredForm(manifest.stores, manifest.normalisation)
         self.num = min(len(self._shards), max_num or len(self._shards))
         self.shape = decoded_shape(encoder, manifest.x_shape)
@@ -118,7 +119,8 @@ class FileImages:
     """
 
     def __init__(self, path: Path) -> None:
-        self.name, self._path = str(path), path
+        self.name = str(path)
+        self._path = path
         self._files = Files(str(path), "images", follow_links=True) if path.is_dir() else None
         self._source: Sequence[str] | Images = self._files.images if self._files else _read_npz(path)
         self.num = len(self._source)

@@ -39,11 +39,13 @@ class ClusterShares:
         held_out_clusters: Int[Tensor, " m"],
         num_clusters: int,
     ) -> None:
-        self._mean, self._std = train.mean(0), train.std(0).clamp(min=1e-6)
+        self._mean = train.mean(0)
+        self._std = train.std(0).clamp(min=1e-6)
         fits = [self._fit(train, clusters, num_clusters, decay) for decay in WEIGHT_DECAYS]
         losses = [float(F.cross_entropy(self._inputs(held_out) @ fit, held_out_clusters)) for fit in fits]
         self._weights = fits[int(np.argmin(losses))]
-        self._held_out, self._clusters = self._probabilities(held_out), held_out_clusters
+        self._held_out = self._probabilities(held_out)
+        self._clusters = held_out_clusters
         self.accuracy = float((self._held_out.argmax(1) == held_out_clusters).float().mean())
         """On held-out samples."""
 
@@ -56,7 +58,8 @@ class ClusterShares:
 
         Each of ``ROUNDS`` draws held-out images with replacement, both to judge and for the confusion (a bootstrap).
         """
-        generator, held_out = keyed_generator(seed, "shares by chance"), len(self._clusters)
+        generator = keyed_generator(seed, "shares by chance")
+        held_out = len(self._clusters)
         true = self._clusters.bincount(minlength=self._held_out.shape[1]) / held_out
         found = []
         for _ in range(ROUNDS):

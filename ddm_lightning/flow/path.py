@@ -94,13 +94,15 @@ class VariancePreserving(Path):
     t = 0.9935 of the linear one; beyond, the network is evaluated at tau = 1.
     """
 
-    BETA_MIN, BETA_MAX = 0.1, 20.0
+    BETA_MIN = 0.1
+    BETA_MAX = 20.0
 
     def scales(self, tau: Times) -> tuple[Times, Times, Times, Times]:
         """``alpha``, ``sigma`` and their derivatives; that of ``sigma`` is infinite at 0."""
         decay = (self.BETA_MAX - self.BETA_MIN) / 4 * tau.square() + self.BETA_MIN / 2 * tau
         half_beta = (self.BETA_MIN + (self.BETA_MAX - self.BETA_MIN) * tau) / 2
-        alpha, sigma = (-decay).exp(), (-torch.expm1(-2 * decay)).sqrt()
+        alpha = (-decay).exp()
+        sigma = (-torch.expm1(-2 * decay)).sqrt()
         return alpha, sigma, -half_beta * alpha, half_beta * alpha.square() / sigma
 
     def tau(self, t: Times) -> Times:
@@ -153,7 +155,8 @@ def to_velocity(prediction: Samples, x_t: Samples, t: Times, kind: str, path: st
     """
     if kind == "velocity" and path == "linear":
         return prediction
-    own, tau = PATHS[path], t
+    own = PATHS[path]
+    tau = t
     x_t, t = own.to_linear(x_t, tau)
     time = expand_time(t, x_t)
     if kind == "velocity":
@@ -202,7 +205,8 @@ def velocity_loss_weights(t: Times, kind: str, path: str = "linear") -> Times:
     linear path's time of equal signal-to-noise ratio. Divisors are at least ``MIN_LOSS_SCALE``, as in JiT (Li and He,
     2511.13720), which trains x_0 predictions with this loss.
     """
-    scale, (_, t) = PATHS[path].velocity_scale(t), PATHS[path].to_linear(t, t)
+    scale = PATHS[path].velocity_scale(t)
+    (_, t) = PATHS[path].to_linear(t, t)
     divisor = {"velocity": 1 / scale, "epsilon": 1 - t, "x_0": t}[kind]
     return divisor.clamp(min=MIN_LOSS_SCALE) ** -2
 

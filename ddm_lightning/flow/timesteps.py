@@ -74,7 +74,9 @@ def sampling_times(
 ) -> Float[Tensor, " num_times"]:
     """``num_steps + 1`` times from exactly 1 (noise) down to exactly 0 (data), shifted as in training."""
     times = shift_timesteps(torch.linspace(1, 0, num_steps + 1, dtype=torch.float64), shift)
-    times[0], times[-1] = 1, 0  # shift/(1 + (shift-1)) may round
+    # shift/(1 + (shift-1)) may round
+    times[0] = 1
+    times[-1] = 0
     return times.to(device, dtype)
 
 

@@ -59,7 +59,8 @@ def launch(run: Run, jobs: Sequence[Job], launcher: Launcher, on: str) -> dict[s
     Raises:
         UserError: the store or the engine cannot be reached; jobs started before are kept.
     """
-    handles, seen = _handles(run), {one.status.member: one for one in Watch(run).look()}
+    handles = _handles(run)
+    seen = {one.status.member: one for one in Watch(run).look()}
     states = {job.member: _state(seen.get(job.member), run) for job in jobs}
     for name, state in states.items():
         if state is None and name in handles and handles[name][0] == on:

@@ -81,7 +81,8 @@ def gpu_variables(slot: int, island: IslandConfig) -> dict[str, str]:
     """Variables that give the member in ``slot`` GPUs of its own; none without GPUs."""
     if resolve_accelerator(island.accelerator) != "gpu":
         return {}
-    visible, count = os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.device_count()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    count = torch.cuda.device_count()
     return {"CUDA_VISIBLE_DEVICES": gpus_of_slot(slot, island.devices, visible, count)}
 
 

@@ -72,7 +72,8 @@ def read_curves(name: str, run: Run) -> Curves:
     folder = run.folder.member(name) / "tensorboard"
     with TemporaryDirectory() as scratch:
         if run.url is not None:
-            folder, url = Path(scratch), f"{run.url}/members/{name}/tensorboard"
+            folder = Path(scratch)
+            url = f"{run.url}/members/{name}/tensorboard"
             with remote.reaching():
                 for file in remote.files(url):
                     remote.get(f"{url}/{file}", inside(folder, file, Path(url)))

@@ -62,7 +62,8 @@ def data_of(experiment: Experiment, num_samples: int | None = None) -> Data:
     Raises:
         UserError: the manifest is damaged.
     """
-    run_dir, prepare = RunFolder.of(experiment).root, experiment.prepare
+    run_dir = RunFolder.of(experiment).root
+    prepare = experiment.prepare
     if manifest_path(run_dir).exists():
         manifest = Manifest.read(run_dir)
         samples = [cluster.train for cluster in manifest.clusters]
@@ -70,18 +71,22 @@ def data_of(experiment: Experiment, num_samples: int | None = None) -> Data:
     from ddm_lightning.prepare.reading import Plugins
     from ddm_lightning.prepare.records import count_samples
 
-    copies, num_captions = 1 + prepare.horizontal_flips, max(1, len(prepare.captions))
+    copies = 1 + prepare.horizontal_flips
+    num_captions = max(1, len(prepare.captions))
     try:
         plugins = Plugins(prepare)
-        sizes, found = plugins.sizes(), count_samples(plugins.parts)
-        images, captions = plugins.image_encoder, plugins.caption_encoder
+        sizes = plugins.sizes()
+        found = count_samples(plugins.parts)
+        images = plugins.image_encoder
+        captions = plugins.caption_encoder
         stored = prod(sizes.x_shape) * np.dtype(images.dtype).itemsize * (1 + (images.stores == "posterior"))
         text = num_captions * bytes_per_sample(captions.columns if captions else {})
         sample_bytes = copies * stored + bytes_per_sample({"label": "int32"}) + text
         source = "from the source and the encoders"
     except (UserError, OSError) as error:
         edge = (prepare.images.size or 256) // 8
-        sizes, found = DataSizes((4, edge, edge), 768, (77, 768), 1000), None
+        sizes = DataSizes((4, edge, edge), 768, (77, 768), 1000)
+        found = None
         params = prepare.caption_encoder.params if prepare.caption_encoder else {}
         text = {"ids": 4 * 77, "tokens": 2 * 77 * 768}.get(params.get("store", ""), 2 * 768)
         sample_bytes = copies * 4 * prod(sizes.x_shape) + num_captions * text
@@ -114,10 +119,12 @@ def rates_of(mfu: str | None, files: Sequence[str]) -> Rates:
     Raises:
         UserError: a share that is none, a file that holds none, an unknown device or a negative price.
     """
-    value, source = ASSUMED_MFU, "assumed; measure it with benchmarks/mfu.py"
+    value = ASSUMED_MFU
+    source = "assumed; measure it with benchmarks/mfu.py"
     if mfu is not None:
         try:
-            value, source = float(mfu), "--mfu"
+            value = float(mfu)
+            source = "--mfu"
         except ValueError:
             found = read_json(Path(mfu), "a result of benchmarks/mfu.py", "give a share such as 0.4, or such a file")
             figures = found.get("figures", {}) if isinstance(found, dict) else {}
@@ -238,7 +245,9 @@ class Planner:
     """
 
     def __init__(self, experiment: Experiment, members: Sequence[str], data: Data, rates: Rates) -> None:
-        self.experiment, self.data, self.rates = experiment, data, rates
+        self.experiment = experiment
+        self.data = data
+        self.rates = rates
         self.members = [Run(experiment).resolve(name, data.sizes) for name in members]
         self._costs: dict[str, tuple[MemberCost, float, float]] = {}
 

@@ -81,11 +81,15 @@ class Publisher:
     """
 
     def __init__(self, name: str, run: Run, held: Lease) -> None:
-        self.name, self.run, self.held = name, run, held
-        self.folder, self.url = run.folder.member(name), f"{run.url}/members/{name}"
+        self.name = name
+        self.run = run
+        self.held = held
+        self.folder = run.folder.member(name)
+        self.url = f"{run.url}/members/{name}"
         self._sent: dict[Path, tuple[int, int]] = {}
         self._published_step = -1
-        self.training_over, self._over = threading.Event(), threading.Event()
+        self.training_over = threading.Event()
+        self._over = threading.Event()
         self._lost: LostLeaseError | None = None
         self._is_down = False
         self.publication_seconds = 0.0
@@ -131,7 +135,8 @@ class Publisher:
         return sorted((int(match[2]), int(match[3]), name) for match, name in found)
 
     def _pull_checkpoint(self, stem: str) -> bool:
-        source, folder = f"{self.url}/checkpoints/{stem}", self.folder / "checkpoints"
+        source = f"{self.url}/checkpoints/{stem}"
+        folder = self.folder / "checkpoints"
         path = folder / stem.rpartition(".")[0]
         temporary = folder / f"{TEMPORARY}{path.name}"
         try:

@@ -45,7 +45,8 @@ def check_free(run: Run, parts: bool = False) -> None:
     """
     if run.url is None:
         return
-    probe, root = f"{run.url}/probe-{uuid.uuid4().hex}", f"{run.url}/{run.folder.prepared.name}"
+    probe = f"{run.url}/probe-{uuid.uuid4().hex}"
+    root = f"{run.url}/{run.folder.prepared.name}"
     with remote.reaching():
         remote.write(f"{probe}/empty", b"")
         remote.remove(probe)
@@ -80,8 +81,10 @@ def publish_prepared(run: Run, tick: Callable[[int, int], None]) -> None:
     """
     if run.url is None:
         return
-    manifest, folder = manifest_path(run.folder.root), run.folder
-    target, root = f"{run.url}/{_MANIFEST}", f"{run.url}/{folder.prepared.name}"
+    manifest = manifest_path(run.folder.root)
+    folder = run.folder
+    target = f"{run.url}/{_MANIFEST}"
+    root = f"{run.url}/{folder.prepared.name}"
     is_there = False
     with remote.reaching():
         with suppress(FileNotFoundError):
@@ -187,7 +190,8 @@ def pull_artifact(name: str, run: Run) -> None:
         OSError: the store cannot be read.
         UserError: the artifact is damaged, or its signature is refused.
     """
-    url, folder = f"{run.url}/members/{name}/artifact", run.folder.artifact(name)
+    url = f"{run.url}/members/{name}/artifact"
+    folder = run.folder.artifact(name)
     own = (folder / MEMBER_FILE).read_bytes() if run.folder.has_artifact(name) else b""
     try:
         description = remote.read(f"{url}/{MEMBER_FILE}")

@@ -71,7 +71,9 @@ class Slot:
     """Publishes the training, if the run has a URL."""
 
     def __init__(self, name: str, run: Run) -> None:
-        self.name, self.run, self.island = name, run, run.experiment.island
+        self.name = name
+        self.run = run
+        self.island = run.experiment.island
         self.folder = run.folder.member(name) / "checkpoints"
         self._needed = LEAVING_SECONDS
         self._grace_end = 0.0
@@ -137,7 +139,8 @@ class Slot:
 
     def _leaving_seconds(self) -> float:
         """Time that a step, a checkpoint, its publication and the end of the process may take."""
-        newest, speed = newest_checkpoint(self.folder), self.run.status(self.name).samples_per_second
+        newest = newest_checkpoint(self.folder)
+        speed = self.run.status(self.name).samples_per_second
         # From the first of its files, written here or fetched, to the last.
         times = [path.stat().st_mtime for path in newest.iterdir()] if newest else [0.0]
         publication = self.publisher.publication_seconds if self.publisher else 0.0

@@ -114,7 +114,8 @@ class Watch:
         if beat != last:
             self._beats[name] = (beat, now, True)
             return 0.0
-        watched, by_clocks = now - since, time.time() - written
+        watched = now - since
+        by_clocks = time.time() - written
         if has_changed:
             return watched
         return max(watched, by_clocks) if watched >= lease.STALE_SECONDS else by_clocks
@@ -162,7 +163,8 @@ def rows_of(members: Sequence[Seen]) -> list[dict[str, str]]:
 
 
 def _row(seen: Seen) -> dict[str, str]:
-    status, is_shared = seen.status, seen.starts is not None
+    status = seen.status
+    is_shared = seen.starts is not None
     age = seen.heartbeat_age
     return {
         "member": status.member,

@@ -106,7 +106,9 @@ class ArtifactMeta:
         Raises:
             ValueError: some do.
         """
-        role, counts, condition = role_of(self.member), self.class_counts, self.condition
+        role = role_of(self.member)
+        counts = self.class_counts
+        condition = self.condition
         if role.name != self.role:
             raise ValueError(f"key 'role' must be {role.name} for {self.member}, not {self.role}")
         if (self.cluster is None) != (role.name != EXPERT):

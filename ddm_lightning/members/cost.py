@@ -223,7 +223,8 @@ class MemberCost:
     """
 
     def __init__(self, member: Member) -> None:
-        self.member, self.network = member, member.adapted(member.plan_network())
+        self.member = member
+        self.network = member.adapted(member.plan_network())
         named = dict(self.network.named_parameters())
         self.num_parameters = sum(parameter.numel() for parameter in named.values())
         by_muon = member.train.optimizer == "muon"
@@ -248,7 +249,8 @@ class MemberCost:
         Raises:
             RuntimeError: an operation of a plug-in needs data.
         """
-        state, num_shards = self.state, island.devices if strategy.startswith("fsdp") else 1
+        state = self.state
+        num_shards = island.devices if strategy.startswith("fsdp") else 1
         is_sharded = num_shards > 1
         num, parts = micro_batch_of(self.member, island)
         half = is_sharded and island.precision in HALF
@@ -337,7 +339,8 @@ class _Held(TorchDispatchMode):
         return output
 
     def _add(self, storage: torch.UntypedStorage) -> None:
-        key, num_bytes = id(storage), storage.nbytes()
+        key = id(storage)
+        num_bytes = storage.nbytes()
         if key in self._alive:
             return
 

@@ -56,7 +56,9 @@ class Initial:
     """
 
     def __init__(self, member: Member, config: InitConfig, folder: RunFolder, url: str | None) -> None:
-        self.member, self.config, self.root = member, config, folder.initial
+        self.member = member
+        self.config = config
+        self.root = folder.initial
         self.source = remote.shown(config.source)
         """Where they come from, without a password."""
         self._url = url and f"{url}/{self.root.name}"
@@ -182,10 +184,12 @@ class Initial:
         Raises:
             UserError: as ``path``; they are damaged, not finite or of another class, or do not fit.
         """
-        path, remedy = self.path, self._remedy
+        path = self.path
+        remedy = self._remedy
         weights = read_header(path, remedy) if header_only else load_weights(path, self.sha256, remedy)
         notes = self._check_description(getattr(network, "prediction", None))
-        needs, named = network.state_dict(), prefixed(weights, network)
+        needs = network.state_dict()
+        named = prefixed(weights, network)
         if named is not weights:  # of the model within, which lacks the rest
             needs = {name: value for name, value in needs.items() if name.startswith(str(network.wraps))}
         odd = misfits(named, needs)
@@ -204,7 +208,8 @@ class Initial:
         """
         if not self.path.with_name(MEMBER_FILE).exists():
             return []
-        meta, own = read_meta(self.path.parent), self.member.network
+        meta = read_meta(self.path.parent)
+        own = self.member.network
         if meta.lora is not None:
             raise self._error("is an adapter; give its base, or the weights of another whole network")
         for what, was, now, may_differ in (
@@ -237,7 +242,8 @@ class Initial:
         try:
             with remote.reaching(f"{self.source} cannot be read"):
                 self._bring(temporary)
-            weights, is_artifact = temporary / WEIGHTS_FILE, (temporary / MEMBER_FILE).exists()
+            weights = temporary / WEIGHTS_FILE
+            is_artifact = (temporary / MEMBER_FILE).exists()
             found = read_meta(temporary).model_sha256 if is_artifact else sha256_file(weights)
             load_weights(
                 weights, found, "give other weights; they are never unpickled"
@@ -281,7 +287,9 @@ class Initial:
         Raises:
             OSError: the source cannot be read.
         """
-        source, target, found = self.config.source.rstrip("/"), folder / WEIGHTS_FILE, self._describe(folder)
+        source = self.config.source.rstrip("/")
+        target = folder / WEIGHTS_FILE
+        found = self._describe(folder)
         is_weights = source.endswith(".safetensors")
         parts = [] if is_weights or found else sorted(filter(_OF_DIFFUSERS.fullmatch, remote.files(source)))
         if is_weights or found or len(parts) == 1:

@@ -38,7 +38,9 @@ def load_network(folder: Path, *, mapped: bool = False, bases: Bases | None = No
     Raises:
         UserError: as ``read_artifact``, ``build_network`` and ``Bases.file``.
     """
-    meta, path, source = read_meta(folder), folder / WEIGHTS_FILE, str(folder / MEMBER_FILE)
+    meta = read_meta(folder)
+    path = folder / WEIGHTS_FILE
+    source = str(folder / MEMBER_FILE)
     header = read_header(path, REMEDY)
     if meta.lora is None:
         network = _fitting_network(meta, header, {}, source)
@@ -57,7 +59,8 @@ class Bases:
     """
 
     def __init__(self, folders: Iterable[Path], device: torch.device | str = "cpu") -> None:
-        self.folders, self.device = [folder.absolute() for folder in folders], device
+        self.folders = [folder.absolute() for folder in folders]
+        self.device = device
         self._built: dict[str, nn.Module] = {}
 
     def file(self, meta: ArtifactMeta, source: str) -> Path:
@@ -164,7 +167,8 @@ def _build_bounded(meta: ArtifactMeta, weights: Mapping[str, Tensor], base: Mapp
         plugin = PluginConfig(meta.network, meta.params)
         network = ROLES[meta.role].build(plugin, meta.x_shape, meta.condition, meta.num_clusters)
         if meta.lora is not None:
-            named, own = prefixed(base, network), network.state_dict()
+            named = prefixed(base, network)
+            own = network.state_dict()
             trained = {name.replace(".base_layer.", ".") for name in weights}
             frozen = {name: value for name, value in named.items() if name in own and name not in trained}
             adapt(network, meta.lora, frozen)

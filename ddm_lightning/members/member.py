@@ -151,7 +151,8 @@ class Student(Role):
     objective = "distillation"
 
     def train(self, name: str, experiment: Experiment) -> TrainConfig:
-        train, distill = super().train(name, experiment), experiment.distill
+        train = super().train(name, experiment)
+        distill = experiment.distill
         return replace(
             train,
             max_steps=distill.max_steps or train.max_steps,

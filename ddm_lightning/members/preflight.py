@@ -142,9 +142,11 @@ def _check_samples(experiment: Experiment, manifest: Manifest) -> None:
 
 def missing_condition(kind: str, num: int) -> UserError:
     """Return the refusal of data of which none of ``num`` samples has the condition."""
-    found, remedy = f"none of {num:,} samples has a caption", "caption_column, or a text file beside each image"
+    found = f"none of {num:,} samples has a caption"
+    remedy = "caption_column, or a text file beside each image"
     if kind == "class":
-        found, remedy = f"all of {num:,} samples have one label", "label_column, or one folder for each class"
+        found = f"all of {num:,} samples have one label"
+        remedy = "label_column, or one folder for each class"
     return UserError(
         f"key 'condition.kind' = {kind!r}: {found}; tell the source where it is (prepare.source.params.{remedy}; "
         "docs/data.md), or set condition.kind=none"
@@ -177,7 +179,8 @@ def refuse_stale(members: Sequence[str], run: Run) -> None:
         UserError: an artifact is another member's or was trained with other settings.
     """
     for name in filter(run.folder.has_artifact, members):
-        folder, member = run.folder.artifact(name), run.member(name)
+        folder = run.folder.artifact(name)
+        member = run.member(name)
         meta = read_meta(folder)
         steps = member.train.max_steps
         has_checkpoint = any((run.folder.member(name) / "checkpoints").glob("step-*.ckpt"))

@@ -97,7 +97,8 @@ class Run:
     @property
     def shards(self) -> str:
         """Folder or URL of the shards: ``island.shards``, else this machine's, else those at ``remote``."""
-        here, own = self.folder.shards, self.experiment.island.shards
+        here = self.folder.shards
+        own = self.experiment.island.shards
         if own is not None:
             return own if remote.is_url(own) else str(Path(own).expanduser())
         if self.url is not None and not here.is_dir():

@@ -21,7 +21,8 @@ from ddm_lightning.core.files import locked
 
 MEMBER_FILE = "member.json"
 """Description of an artifact's weights."""
-SIGNATURE, STATEMENT = "model.sig", "signed.json"
+SIGNATURE = "model.sig"
+STATEMENT = "signed.json"
 """Signature of an artifact, and what it says besides (``members.signatures``); absent without keys."""
 ENSEMBLE_FILE = "ensemble.json"
 
@@ -162,7 +163,8 @@ def changes(old: dict[str, Any], new: dict[str, Any]) -> str:
     described = []
     for key in sorted(before.keys() | after.keys()):
         inherited = before.get("expert.train.max_steps") if key.endswith(".train.max_steps") else None
-        was, now = before.get(key, defaults.get(key, inherited)), after.get(key)
+        was = before.get(key, defaults.get(key, inherited))
+        now = after.get(key)
         if was == now or f"{key}.".startswith(allowed):
             continue
         section = key.removesuffix("train.max_steps")

@@ -129,7 +129,8 @@ def accept(name: str, folder: Path, run: Run) -> None:
     if content == last.content:
         return  # weights, which are gigabytes, are hashed again when they are loaded
     verify(folder, folder / SIGNATURE, keys)
-    meta, statement = read_meta(folder), _statement(folder)
+    meta = read_meta(folder)
+    statement = _statement(folder)
     for is_wrong, problem in (
         (meta.member != name, f"is signed as {meta.member}, not as {name}"),
         (statement.experiment != fingerprint(run.experiment), "is signed for an experiment with other settings"),

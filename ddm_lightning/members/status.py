@@ -69,7 +69,8 @@ class MemberStatus:
             return
         self.updated = time.time()
         self.pid = os.getpid()
-        self.began, self.host = start_time(self.pid), platform.node()
+        self.began = start_time(self.pid)
+        self.host = platform.node()
         try:
             atomic_write_json(folder / "status.json", asdict(self))
         except OSError as error:  # the disk may be full for a moment

@@ -134,9 +134,11 @@ class SelfAttention(nn.Module):
     def forward(self, x: Tokens, rotation: Float[Tensor, "#b n 2 half"] | None = None) -> Tokens:
         """Every token attends to all tokens of its row; ``rotation`` is that of ``attention.rotate``."""
         q, k, v = self.qkv(x).unflatten(2, (3, self.num_heads, -1)).unbind(2)
-        q, k = normalised(q, self.query_norm), normalised(k, self.key_norm)
+        q = normalised(q, self.query_norm)
+        k = normalised(k, self.key_norm)
         if rotation is not None:
-            q, k = rotate(q, rotation), rotate(k, rotation)
+            q = rotate(q, rotation)
+            k = rotate(k, rotation)
         return self.out(attention(q, k, v, self.attention_backend).flatten(2))
 
 
@@ -156,7 +158,8 @@ class CrossAttention(nn.Module):
         """Every token of ``x`` attends to all tokens of ``context`` in its row."""
         q = self.q(x).unflatten(2, (self.num_heads, -1))
         k, v = self.kv(context).unflatten(2, (2, self.num_heads, -1)).unbind(2)
-        q, k = normalised(q, self.query_norm), normalised(k, self.key_norm)
+        q = normalised(q, self.query_norm)
+        k = normalised(k, self.key_norm)
         return self.out(attention(q, k, v, self.attention_backend).flatten(2))
 
 

@@ -72,7 +72,8 @@ class Calibration:
         """Add predictions at the ``index``-th time; all tensors are on the CPU."""
         log_probabilities = (logits[None] / _CHOICES.to(logits)[:, None, None]).log_softmax(2).double()
         first = is_fitted(sample_ids)
-        rows, own = log_probabilities[:, first], clusters[first]
+        rows = log_probabilities[:, first]
+        own = clusters[first]
         self.loss[index] -= rows.gather(2, own.expand(len(rows), -1)[..., None]).sum((1, 2))
         self.reliability[index] += reliability(log_probabilities[:, ~first], clusters[~first])
 

@@ -217,7 +217,8 @@ class RouterDiT(Trunk):
         if condition is not None and self.training and self.text_dropout:
             condition = replace(condition, values=functional.dropout(condition.values, self.text_dropout))
         conditioning = self.conditioning(t, condition)
-        patches, rotation = self.tokens(x_t), self.rotation
+        patches = self.tokens(x_t)
+        rotation = self.rotation
         if self.training and self.dropout:
             kept = sample_kept(patches, self.dropout)
             patches = patches.gather(1, kept[:, :, None].expand(-1, -1, patches.shape[2]))

@@ -51,7 +51,9 @@ def adapt(network: nn.Module, lora: LoraConfig, base: Mapping[str, Tensor]) -> N
     Raises:
         UserError: peft is not installed, there is no such layer, or ``base`` does not fit.
     """
-    config, own, layers = _of_peft(lora), network.state_dict(), adaptable(network)
+    config = _of_peft(lora)
+    own = network.state_dict()
+    layers = adaptable(network)
     from peft import inject_adapter_in_model
 
     for name, value in base.items():

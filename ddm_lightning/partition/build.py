@@ -55,7 +55,8 @@ from ddm_lightning.partition.partition import (
 
 _CLUSTER_RESTARTS = 10
 # Largest problem balanced by prices, in distances and in numbers that the features hold: seconds on a CPU.
-_PRICED_DISTANCES, _PRICED_NUMBERS = 1 << 22, 1 << 26
+_PRICED_DISTANCES = 1 << 22
+_PRICED_NUMBERS = 1 << 26
 _MOST_COMPARED = 30_000
 
 
@@ -73,7 +74,8 @@ def check_partition(config: PartitionConfig, num_samples: int | None) -> None:
         return
     num_fitted = max(1, round(config.fit_fraction * num_samples))
     for key in ("num_clusters", "num_fine_centroids") if config.kind == "kmeans" else ("num_clusters",):
-        number, name = getattr(config, key), key.removeprefix("num_").replace("_", " ")
+        number = getattr(config, key)
+        name = key.removeprefix("num_").replace("_", " ")
         if number > num_samples:
             raise _refusal(config, key, f"the source has only {num_samples} samples; use fewer")
         if number > num_fitted:
@@ -128,9 +130,11 @@ def _in_memory(rows: Rows, config: PartitionConfig) -> Shaped[np.ndarray, "n d"]
     row_bytes = rows.row_shape[0] * rows.dtype.itemsize
     if config.kind == "flat":  # four copies in float32, and twice the distances from all centroids
         row_bytes = 16 * rows.row_shape[0] + 8 * config.num_clusters
-    needed, free = len(rows) * row_bytes, free_bytes()
+    needed = len(rows) * row_bytes
+    free = free_bytes()
     if needed > 0.7 * free:
-        size, most = format_bytes(needed), format_bytes(free)
+        size = format_bytes(needed)
+        most = format_bytes(free)
         raise _refusal(config, "fit_fraction", f"takes {size} of memory, and {most} are free; lower it")
     return rows[:]
 
@@ -165,7 +169,8 @@ def fit_fine(
     Raises:
         UserError: more fine centroids than distinct samples.
     """
-    num_fine, num_numbers = config.num_fine_centroids, len(rows) * rows.row_shape[0]
+    num_fine = config.num_fine_centroids
+    num_numbers = len(rows) * rows.row_shape[0]
     is_small = len(rows) * num_fine <= _PRICED_DISTANCES and num_numbers <= _PRICED_NUMBERS
     with _refusing(config, "num_fine_centroids", "use fewer, or remove duplicates from the source"):
         if not is_small:
@@ -195,7 +200,8 @@ def group_fine(
     Raises:
         UserError: fewer distinct centroids than clusters.
     """
-    x, weights = fine.double(), per_fine.double()
+    x = fine.double()
+    weights = per_fine.double()
     with one_thread(), _refusing(config, "num_clusters", "use fewer, or remove duplicates from the source"):
         _, cluster_of_fine = balanced_kmeans(
             x,
@@ -266,7 +272,8 @@ def _two_stages(
     kept_fine: tuple[Path, str] | None,
 ) -> tuple[Rule, Int64[np.ndarray, "n"]]:
     generator = torch.Generator().manual_seed(seed)
-    size, passes = len(rows), count(1)
+    size = len(rows)
+    passes = count(1)
     total = (config.num_iterations + 1) * size
 
     def fit() -> dict[str, Tensor]:
@@ -278,7 +285,8 @@ def _two_stages(
 
     found = fit() if kept_fine is None else _cached(*kept_fine, fit)
     generator.set_state(found["generator"])
-    fine, nearest_fine = found["fine"], found["nearest"].long()
+    fine = found["fine"]
+    nearest_fine = found["nearest"].long()
     rule = group_fine(fine, nearest_fine.bincount(minlength=len(fine)), config, generator, features)
     return rule, rule.cluster_of_fine[nearest_fine].numpy()
 
@@ -312,7 +320,8 @@ def _existing(config: PartitionConfig, rows: Rows, features: str) -> Rule:
     if found.num_clusters != config.num_clusters:
         raise _refusal(config, "path", f"has {found.num_clusters} clusters; set prepare.partition.num_clusters to that")
     if isinstance(found.rule, NearestCentroid | PricedCentroid):
-        theirs, size = found.rule.features, found.rule.centroids.shape[1]
+        theirs = found.rule.features
+        size = found.rule.centroids.shape[1]
         if (size,) != rows.row_shape or (features and theirs and features != theirs):
             raise _refusal(
                 config,
@@ -335,7 +344,8 @@ def check_balance(counts: Int64[Tensor, "k"], config: PartitionConfig, num_fitte
     Raises:
         UserError: a cluster is empty or too large.
     """
-    total, largest = float(counts.sum()), int(counts.max())
+    total = float(counts.sum())
+    largest = int(counts.max())
     remedy = {
         "kmeans": "raise prepare.partition.num_fine_centroids",
         "flat": "raise prepare.partition.fit_fraction",

@@ -75,7 +75,9 @@ class StoredArray:
 
     def __init__(self, path: Path) -> None:
         stored = np.load(path, mmap_mode="r")
-        self.path, self.dtype, self.shape = path, stored.dtype, stored.shape
+        self.path = path
+        self.dtype = stored.dtype
+        self.shape = stored.shape
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -118,7 +120,9 @@ class PackedStrings:
     dtype = np.dtype(object)
 
     def __init__(self, path: Path, name: str, num_rows: int) -> None:
-        self.path, self.name, self.shape = path, name, (num_rows,)
+        self.path = path
+        self.name = name
+        self.shape = (num_rows,)
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -126,7 +130,8 @@ class PackedStrings:
     def __getitem__(self, which: slice | Int[np.ndarray, "m"]) -> Shaped[np.ndarray, "m"]:
         """Return these strings, as objects."""
         with opened(self.path) as arrays:
-            text, ends = arrays[self.name].tobytes(), arrays[f"{self.name}_ends"]
+            text = arrays[self.name].tobytes()
+            ends = arrays[f"{self.name}_ends"]
             bounds = np.concatenate([[0], ends])
             spans = zip(bounds[:-1][which], bounds[1:][which], strict=True)
             return np.array([text[start:end].decode() for start, end in spans], object)
@@ -189,7 +194,8 @@ class Rows(Sequence[Any]):
         order = rows.argsort(kind="stable")
         hit, first = np.unique(np.searchsorted(self.starts, rows[order], side="right") - 1, return_index=True)
         for index, chosen in zip(hit.tolist(), np.split(order, first[1:]), strict=False):
-            kept, local = self.kept[index], rows[chosen] - self.starts[index]
+            kept = self.kept[index]
+            local = rows[chosen] - self.starts[index]
             out[chosen] = self.arrays[index][local if kept is None else kept[local]]
         return out
 

@@ -205,7 +205,8 @@ def _cheapest_swap(
     if price.numel() == 0:
         return None
     flat = int((price / surplus.clamp(min=1e-12)).argmin())
-    row, column = flat // len(others), flat % len(others)
+    row = flat // len(others)
+    column = flat % len(others)
     if math.isinf(float(price[row, column])):
         return None
     return [(int(members[row]), int(home[column])), (int(others[column]), crowded)]
@@ -220,7 +221,8 @@ def plus_plus(
         ValueError: fewer distinct samples than clusters.
     """
     chosen: list[int] = []
-    nearest, gaps = torch.full((len(x),), math.inf, dtype=x.dtype), torch.empty_like(x)
+    nearest = torch.full((len(x),), math.inf, dtype=x.dtype)
+    gaps = torch.empty_like(x)
     odds = weights.double()
     for _ in range(num_clusters):
         # Not torch.multinomial, which accepts at most 2^24 samples.

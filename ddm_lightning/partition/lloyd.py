@@ -19,7 +19,8 @@ from ddm_lightning.partition.kmeans import means, plus_plus
 from ddm_lightning.partition.nearest import in_order, one_thread, prepared, rows_at_once
 
 # Rows from which the starting centroids are drawn: per centroid, and at least.
-_ROWS_PER_CENTROID, _LEAST_START_ROWS = 8, 8192
+_ROWS_PER_CENTROID = 8
+_LEAST_START_ROWS = 8192
 # Cells above this multiple of the mean are split while far smaller ones can be given up. Otherwise a pile of
 # near-duplicates could fill one cell that no grouping can balance.
 LARGEST_OVER_MEAN = 2.0
@@ -91,7 +92,8 @@ def _pass(
         x = prepared(rows[start : start + num_rows], config.metric, config.device) - centre
         least, index = torch.addmm(half, x, centroids.T, alpha=-1).min(1)
         counts = index.bincount(minlength=num_clusters)
-        order, starts = index.argsort(stable=True), counts.cumsum(0) - counts
+        order = index.argsort(stable=True)
+        starts = counts.cumsum(0) - counts
         cost = x.square().sum(1) + 2 * least
         return counts, _sums(x, order, starts), _sums(cost.unsqueeze(1), order, starts).squeeze(1)
 
@@ -121,7 +123,8 @@ def _relocated(
     moved = centroids.clone()
     mean = float(load.mean())
     for light in load.argsort(stable=True).tolist():
-        heavy, size = int(load.argmax()), float(counts[light])
+        heavy = int(load.argmax())
+        size = float(counts[light])
         crowded = float(load[heavy]) > LARGEST_OVER_MEAN * mean
         if size > 0 and not (crowded and size < _GIVEN_UP * mean):
             break

@@ -18,7 +18,8 @@ from ddm_lightning.partition.columns import Rows
 
 # Entries of one matrix of rows times centroids: 32 MB in float32.
 _SCORES_AT_ONCE = 1 << 23
-_MOST_ROWS, _LEAST_ROWS = 8192, 256
+_MOST_ROWS = 8192
+_LEAST_ROWS = 256
 T = TypeVar("T")
 
 # Rows read at a time by ``nearest_of_rows``.

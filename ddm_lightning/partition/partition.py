@@ -154,7 +154,8 @@ class ClusterOfLabel:
         table = np.append(self.cluster_of_label.numpy(), -1)
         clusters = table[np.minimum(samples.labels, len(table) - 1)]
         if len(unknown := np.flatnonzero(clusters < 0)):
-            key, label = samples.keys[unknown[0]], samples.labels[unknown[0]]
+            key = samples.keys[unknown[0]]
+            label = samples.labels[unknown[0]]
             raise UserError(
                 f"sample {key!r}: the partition has no cluster for its class {label}; raise "
                 "prepare.partition.fit_fraction or, with kind = existing, make a new partition"

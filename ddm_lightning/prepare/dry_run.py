@@ -76,7 +76,8 @@ def dry_run(experiment: Experiment, run_dir: Path, check: Callable[[DataSizes], 
     """
     preparation = Preparation(experiment, run_dir, Reporter())
     stages = tuple(stage.name for stage in preparation.pending())
-    plugins, parts = preparation.plugins, preparation.parts
+    plugins = preparation.plugins
+    parts = preparation.parts
     preparation.check_before_writing(check)
 
     start = time.monotonic()

@@ -30,9 +30,15 @@ from ddm_lightning.prepare.near_duplicates import codes_of
 from ddm_lightning.prepare.reading import ENOUGH, Plugins, Reading, one_ahead, to_square
 from ddm_lightning.prepare.records import BrokenSample, Part, Record
 
-RECORDS, LATENTS, CAPTIONS, FEATURES = "records", "latents", "captions", "features"
-SAMPLE, CODES = "sample", "codes"
-LEDGER, ROWS_FILE, TEXTS_FILE = "part.json", "rows.npz", "texts.npz"
+RECORDS = "records"
+LATENTS = "latents"
+CAPTIONS = "captions"
+FEATURES = "features"
+SAMPLE = "sample"
+CODES = "codes"
+LEDGER = "part.json"
+ROWS_FILE = "rows.npz"
+TEXTS_FILE = "texts.npz"
 MAX_THUMBNAILS = 8192
 """Images kept small for the report: of each part its share, but at least one."""
 _THUMBNAIL_SIZE = 96  # pixels
@@ -111,7 +117,8 @@ def encode_part(job: PartJob, plugins: Plugins, on_progress: OnProgress) -> Entr
         UserError: the source breaks its contract, or now yields other samples than those of the existing columns; or a
             GPU has too little memory.
     """
-    ledger, wanted = job.ledger, _wanted(job, plugins)
+    ledger = job.ledger
+    wanted = _wanted(job, plugins)
     # New records may hold other samples, so they outdate every column set.
     ledger.forget(*(list(ledger.entries) if RECORDS in wanted else wanted))
     of_images = [name for name in (RECORDS, LATENTS, FEATURES) if name in wanted]
@@ -137,7 +144,8 @@ def encode_part(job: PartJob, plugins: Plugins, on_progress: OnProgress) -> Entr
 
 def _wanted(job: PartJob, plugins: Plugins) -> set[str]:
     """Return the column sets to compute: not those of unchanged samples whose files were only touched or copied."""
-    ledger, keys = job.ledger, job.keys
+    ledger = job.ledger
+    keys = job.keys
     missing = {name for name, key in keys.items() if not ledger.is_done(name, key)}
     if RECORDS in missing:
         missing = set(keys)
@@ -214,9 +222,11 @@ def num_captions(config: PrepareConfig) -> int:
 
 
 def _encode_captions(job: PartJob, plugins: Plugins, on_progress: OnProgress) -> None:
-    encoder, texts = plugins.caption_encoder, job.ledger.folder / TEXTS_FILE
+    encoder = plugins.caption_encoder
+    texts = job.ledger.folder / TEXTS_FILE
     assert encoder is not None
-    num, num_rows = num_captions(plugins.config), job.ledger.entries[RECORDS]["num_rows"]
+    num = num_captions(plugins.config)
+    num_rows = job.ledger.entries[RECORDS]["num_rows"]
     with _writing(job, CAPTIONS) as sets:
         for number in range(num):
             captions = PackedStrings(texts, numbered("captions", number), num_rows)[:].tolist()

@@ -98,7 +98,8 @@ def run_jobs(
         num_samples: samples in all jobs; None if unknown.
         reporter: receives progress.
     """
-    config, done = plugins.config, 0
+    config = plugins.config
+    done = 0
 
     def advance(here: int) -> None:
         reporter.advance(stage, done + here, max(num_samples or 0, done + here))
@@ -115,7 +116,8 @@ def run_jobs(
         finished = ((number, work(job, plugins, advance)) for number, job in enumerate(jobs))
     for number, entries in finished:
         job = jobs[number]
-        job.ledger.entries, job.ledger.is_published = entries, job.published is not None
+        job.ledger.entries = entries
+        job.ledger.is_published = job.published is not None
         done += job.num_samples
         advance(0)
         yield job
@@ -137,7 +139,8 @@ def run_local(work: Callable[[Job], Result], jobs: Sequence[Job], num_processes:
     Raises:
         UserError: processes were killed again and again, with no job finished. Errors of ``work`` pass through.
     """
-    unfinished, num_deaths = dict(enumerate(jobs)), 0
+    unfinished = dict(enumerate(jobs))
+    num_deaths = 0
     while unfinished:
         pool = ProcessPoolExecutor(num_processes, multiprocessing.get_context("spawn"), initializer=_begin)
         try:

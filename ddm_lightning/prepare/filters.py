@@ -47,7 +47,8 @@ def properties(image: UInt8[np.ndarray, "h w 3"], images: ImagesConfig) -> dict[
     ``crop_top`` and ``crop_left`` are of the resized image, as in SDXL (Podell et al., arXiv 2307.01952, section 2.2).
     """
     height, width = image.shape[:2]
-    shorter, size = min(height, width), images.size
+    shorter = min(height, width)
+    size = images.size
     crops = size is not None and images.aspect == "crop"
     top, left = (round((side * size / shorter - size) / 2) if size and crops else 0 for side in (height, width))
     return dict(zip(PROPERTIES, (height, width, shorter, top, left), strict=True))
@@ -100,7 +101,8 @@ def _holds(condition: str, value: Any) -> bool | None:
     """Whether a value fulfils a condition; None if there is no such value to compare."""
     found = re.fullmatch(r"([<>=!]=?)\s*(.*)", condition)
     assert found is not None  # checked with the experiment
-    compare, word = _OPERATORS[found[1]], found[2].strip("\"' ")
+    compare = _OPERATORS[found[1]]
+    word = found[2].strip("\"' ")
     limit = number_in(word)
     if not math.isnan(limit):
         number = number_in(value)

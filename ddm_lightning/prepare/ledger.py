@@ -53,7 +53,8 @@ class Ledger:
     """
 
     def __init__(self, file: Path, folder: Path | None = None) -> None:
-        self.file, self.folder = file, folder or file.parent
+        self.file = file
+        self.folder = folder or file.parent
         self.is_published = False
         """Whether the entries are at the URL; their files need not be here then."""
         self.entries: Entries = {}
@@ -163,7 +164,8 @@ class Published:
             if not (found := remote.read(address)):
                 return None
             content = parse_json(found)
-            versions, entries = dict(content["versions"]), _checked(content["work"])
+            versions = dict(content["versions"])
+            entries = _checked(content["work"])
         except FileNotFoundError:
             return None
         except (ValueError, KeyError, TypeError, AttributeError, UserError) as error:
@@ -206,7 +208,8 @@ class Published:
             UserError: a file is missing or differs from its entry.
         """
         for path, file in _files_of(entries.values()).items():
-            target, address = inside(folder, path, Path(f"{name}.json")), self._address(name, path, file)
+            target = inside(folder, path, Path(f"{name}.json"))
+            address = self._address(name, path, file)
             if not wanted(path) or _is_there(target, file):
                 continue
             self._get(address, target)

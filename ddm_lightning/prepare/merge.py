@@ -50,7 +50,8 @@ def merge_groups(
         ClusterSamples(*(num_samples[shard_name(k, split)] for split in (TRAIN, HELD_OUT)))
         for k in range(partition.num_clusters)
     )
-    encoder, captions = plugins.image_encoder, plugins.caption_encoder
+    encoder = plugins.image_encoder
+    captions = plugins.caption_encoder
     size = prepared.index["image_size"]
     moments = [entry["moments"] for group in groups for entry in group["folders"].values()]
     return Manifest(
@@ -85,7 +86,9 @@ def merge_groups(
 
 def _merge_folders(shards: Path, groups: Sequence[Mapping[str, Any]]) -> tuple[Counter[str], dict[str, str]]:
     """Merge the indices of each folder, and remove what no group has written; return its samples and index's hash."""
-    num_samples, folders, kept = Counter[str](), dict[str, list[Path]](), set[Path]()
+    num_samples = Counter[str]()
+    folders = dict[str, list[Path]]()
+    kept = set[Path]()
     for group in groups:
         for name, entry in group["folders"].items():
             num_samples[name] += entry["samples"]

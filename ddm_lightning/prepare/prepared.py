@@ -69,7 +69,9 @@ class Prepared:
         ledgers: Sequence[Ledger] | None = None,
         published: Published | None = None,
     ) -> None:
-        self.folder, self.first, self.published = folder, first, published
+        self.folder = folder
+        self.first = first
+        self.published = published
         self.parts_file = folder / "parts.json"
         self.index_file = folder / "index.json"
         self.broken_file = folder / "broken.jsonl"
@@ -118,7 +120,8 @@ class Prepared:
             return
 
         def pull(number: int) -> None:
-            folder, entries = self.part_folder(number), self.ledgers[number].entries
+            folder = self.part_folder(number)
+            entries = self.ledgers[number].entries
             published.pull(f"parts/{folder.name}", folder, entries, lambda path: not names or path in names)
 
         remote.in_threads(pull, numbers)
@@ -185,7 +188,8 @@ class Prepared:
             fraction: as in ``is_sampled``.
         """
         column_set, column = (FEATURES, "features") if fraction == 1 else (SAMPLE, "sample")
-        in_part, in_file = [], []
+        in_part = []
+        in_file = []
         for number, usable in zip(self.filled_parts, self.kept, strict=True):
             with np.load(self.part_folder(number) / ROWS_FILE) as rows:
                 sampled = is_sampled(rows["key_hash"], fraction)
@@ -204,7 +208,9 @@ class Prepared:
 
     def thumbnails(self) -> tuple[list[UInt8[np.ndarray, "s s 3"]], Int[np.ndarray, "m"]]:
         """Return small images of some samples, and their rows counted from the first of these parts."""
-        images, rows, start = list[Any](), list[int](), 0
+        images = list[Any]()
+        rows = list[int]()
+        start = 0
         for number, usable in zip(self.filled_parts, self.kept, strict=True):
             usable = np.arange(self._num_rows(number)) if usable is None else usable
             with np.load(self.part_folder(number) / TEXTS_FILE) as texts:
@@ -253,7 +259,8 @@ def write_index(
             dropped[number] = {int(row): cause for row, cause in unfit.items()}
     _drop_duplicates(prepared, dropped)
 
-    counts, filtered = Counter[str](), Counter[str]()
+    counts = Counter[str]()
+    filtered = Counter[str]()
     for state in states:
         counts.update(state["broken"])
         filtered.update(state.get("filtered", {}))
@@ -339,11 +346,9 @@ def _broken(prepared: Prepared, dropped: Dropped) -> Iterator[dict[str, Any]]:
     named = [number for number, state in enumerate(states) if state["broken"] or number in dropped]
     prepared.fetch(named, TEXTS_FILE)
     for number in named:
-        part, path, rows = (
-            prepared.parts[number].name,
-            prepared.part_folder(number) / TEXTS_FILE,
-            dropped.get(number, {}),
-        )
+        part = prepared.parts[number].name
+        path = prepared.part_folder(number) / TEXTS_FILE
+        rows = dropped.get(number, {})
         for line in PackedStrings(path, "broken", sum(states[number]["broken"].values()))[:]:
             yield {"part": part, **json.loads(line)}
         keys = PackedStrings(path, "keys", states[number]["num_rows"])[np.array(sorted(rows), np.int64)]
@@ -361,7 +366,9 @@ class Thumbnails(NamedTuple):
     @classmethod
     def read(cls, paths: Iterable[Path]) -> Thumbnails:
         """Read the files of all groups, in the order of the samples."""
-        images, clusters, captions = list[Any](), list[int](), list[str]()
+        images = list[Any]()
+        clusters = list[int]()
+        captions = list[str]()
         for path in paths:
             with opened(path) as arrays:
                 images += [*arrays["images"]]

@@ -38,7 +38,8 @@ IMAGES_AT_ONCE = 64
 ENOUGH = 1000
 """Samples to read before a judgement on all."""
 _PARTS_TO_LOOK_AT = 20
-_FIX, _SET_SIZE = "fix the source (its contract: prepare/records.py)", "set prepare.images.size"
+_FIX = "fix the source (its contract: prepare/records.py)"
+_SET_SIZE = "set prepare.images.size"
 _COMMON_PACKAGES = ("ddm_lightning", "torch", "numpy", "pillow", "mosaicml-streaming")
 
 
@@ -108,7 +109,8 @@ class Plugins:
         Raises:
             UserError: the source cannot be listed, has no parts, or two of one name.
         """
-        name, parts = self.config.source.name, list(self.source.parts())
+        name = self.config.source.name
+        parts = list(self.source.parts())
         if not parts:
             raise UserError(f"source {name!r}: has no samples; fix prepare.source")
         part, times = Counter(part.name for part in parts).most_common(1)[0]
@@ -238,7 +240,8 @@ class Reading:
             yield found, image
 
     def _check(self, record: Record) -> None:
-        image, num_classes = record.image, self.plugins.source.num_classes
+        image = record.image
+        num_classes = self.plugins.source.num_classes
         if not isinstance(record.key, str) or not isinstance(record.caption, str):
             raise self._error(record, f"has a key or caption that is no text ({record.caption!r:.60})")
         if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or 0 in image.shape:
@@ -256,7 +259,8 @@ class Reading:
         return replace(record, values=kept)
 
     def _square(self, record: Record) -> UInt8[np.ndarray, "h w 3"]:
-        image, size = record.image, self.plugins.config.images.size
+        image = record.image
+        size = self.plugins.config.images.size
         if size is not None:
             return to_square(image, size, self.plugins.config.images.aspect)
         if image.shape[0] != image.shape[1]:
@@ -297,7 +301,8 @@ def to_square(image: UInt8[np.ndarray, "h w 3"], size: int, aspect: str) -> UInt
     height, width = image.shape[:2]
     if (height, width) == (size, size):
         return image
-    whole, lanczos = Image.fromarray(image), Image.Resampling.LANCZOS
+    whole = Image.fromarray(image)
+    lanczos = Image.Resampling.LANCZOS
     if aspect == "crop":
         return np.asarray(ImageOps.fit(whole, (size, size), lanczos))
     if aspect == "stretch":

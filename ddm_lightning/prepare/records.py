@@ -61,7 +61,9 @@ class Part:
 
 
 # Every part costs some files, so that a large source has larger ones.
-BLOCK_SIZE, LARGE_BLOCK_SIZE, LARGE_SOURCE = 512, 10_240, 1_000_000
+BLOCK_SIZE = 512
+LARGE_BLOCK_SIZE = 10_240
+LARGE_SOURCE = 1_000_000
 
 
 def block_size_of(num_samples: int) -> int:
@@ -83,7 +85,8 @@ def block_parts(
         num_in_source: samples of the whole source, which decide the size of a block; None for ``num_samples``.
         **where: for ``Part.where``.
     """
-    parts, size = [], block_size_of(num_samples if num_in_source is None else num_in_source)
+    parts = []
+    size = block_size_of(num_samples if num_in_source is None else num_in_source)
     for start in range(0, num_samples, size):
         stop = min(start + size, num_samples)
         parts.append(

@@ -30,9 +30,13 @@ from ddm_lightning.prepare.reading import Plugins
 # Silhouettes need the square of this many distances: 128 MB.
 MAX_ROWS = 4_000
 _ZERO_DISTANCE = 1e-12
-_CELL_PIXELS, _GRID_COLUMNS = 72, 18
-_MIN_SHOWN, _MAX_SHOWN, _MAX_SHOWN_IN_ALL = 6, 36, 1152
-_MAX_NEIGHBOURS, _MAX_CAPTIONS = 3, 8
+_CELL_PIXELS = 72
+_GRID_COLUMNS = 18
+_MIN_SHOWN = 6
+_MAX_SHOWN = 36
+_MAX_SHOWN_IN_ALL = 1152
+_MAX_NEIGHBOURS = 3
+_MAX_CAPTIONS = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,7 +163,8 @@ def write_report(path: Path, data: ReportData, *, title: str, attribution: str, 
         attribution: credit, printed on the page.
         seed: chooses the measured samples and the images.
     """
-    measures, num_clusters = measure(data, seed), len(data.counts)
+    measures = measure(data, seed)
+    num_clusters = len(data.counts)
     max_images = max(_MIN_SHOWN, min(_MAX_SHOWN, _MAX_SHOWN_IN_ALL // num_clusters))
     shown = choose_images(data.thumbnails.clusters, num_clusters, seed, max_images)
     templates = Environment(

@@ -81,7 +81,8 @@ class SharedPreparation(Preparation):
         self.check_before_writing(check)
         with self._alone():
             self._agree_on_parts()
-            read_at, said = time.monotonic(), ""
+            read_at = time.monotonic()
+            said = ""
             while waiting := self._advance():
                 if waiting != said:
                     self.reporter.say(f"waiting for {waiting}; Ctrl-C leaves")
@@ -176,7 +177,8 @@ class SharedPreparation(Preparation):
         return True
 
     def _pull_indices(self, group: GroupJob) -> None:
-        entries, wanted = group.ledger.entries, (".npz", "index.json")
+        entries = group.ledger.entries
+        wanted = (".npz", "index.json")
         self.published.pull(group.name, self.folder, entries, lambda path: path.endswith(wanted))
 
 

@@ -130,9 +130,11 @@ class Preparation:
     """Where parts and groups are published, if several machines share the work."""
 
     def __init__(self, experiment: Experiment, run_dir: Path, reporter: Reporter) -> None:
-        self.experiment, self.config = experiment, experiment.prepare
+        self.experiment = experiment
+        self.config = experiment.prepare
         self.plugins = Plugins(experiment.prepare)
-        self.run_dir, self.folder = run_dir, RunFolder(run_dir).prepared
+        self.run_dir = run_dir
+        self.folder = RunFolder(run_dir).prepared
         self.reporter = reporter
         self.columns = inputs_of_columns(self.plugins)
         self.parts = self._list_parts()
@@ -143,7 +145,8 @@ class Preparation:
             return self.plugins.parts
         except UserError as error:
             # Finished shards outlive their source.
-            parts_file, source = Prepared(self.folder).parts_file, asdict(self.config.source)
+            parts_file = Prepared(self.folder).parts_file
+            source = asdict(self.config.source)
             is_finished = parts_file.exists() and manifest_path(self.run_dir).exists()
             if not is_finished or Manifest.read(self.run_dir).source != source:
                 raise
@@ -161,7 +164,10 @@ class Preparation:
         return True
 
     def _stages(self) -> list[Stage]:
-        config, seed, files, columns = self.config, self.experiment.seed, self.ledger.files, self.columns
+        config = self.config
+        seed = self.experiment.seed
+        files = self.ledger.files
+        columns = self.columns
         parts = [asdict(part) for part in self.parts]
         other = Path(config.partition.path or "").expanduser()  # the partition of another run, which may have changed
         fit = [asdict(config.partition), asdict(config.features), sha256_file(other) if other.is_file() else None]
@@ -257,7 +263,9 @@ class Preparation:
         Raises:
             UserError: there are none.
         """
-        kind, seen, num_read = self.experiment.condition.kind, set[Any](), 0
+        kind = self.experiment.condition.kind
+        seen = set[Any]()
+        num_read = 0
         if kind == "none":
             return
         for found in self.plugins.look():
@@ -301,7 +309,8 @@ class Preparation:
 
     def part_jobs(self) -> list[PartJob]:
         """List the parts, with keys of all that their columns are made from."""
-        digests, jobs = {name: sha256_json(inputs) for name, inputs in self.columns.items()}, []
+        digests = {name: sha256_json(inputs) for name, inputs in self.columns.items()}
+        jobs = []
         for number, (part, ledger) in enumerate(zip(self.parts, self.prepared.ledgers, strict=True)):
             samples = sha256_json([part.name, part.fingerprint])
             keys = {name: f"{samples} {digest}" for name, digest in digests.items()}
@@ -311,12 +320,14 @@ class Preparation:
 
     def group_jobs(self) -> list[GroupJob]:
         """List the groups of parts whose shards are written together, with keys of all that they are made from."""
-        config, seed = self.config, self.experiment.seed
+        config = self.config
+        seed = self.experiment.seed
         stored = [config.held_out_fraction, asdict(config.shards), seed]
         stored += [self.ledger.files("index"), self.ledger.files("partition"), *config.keep]
         jobs = []
         for number, ledger in enumerate(self.groups):
-            prepared, name = self.prepared.group(number), f"groups/{number:05}"
+            prepared = self.prepared.group(number)
+            name = f"groups/{number:05}"
             if prepared.filled_parts:
                 files = hash_of_files(prepared.ledgers, self.columns.keys() - {SAMPLE, CODES})
                 keys = {GROUP: sha256_json([STAGES_VERSION, stored, files])}
@@ -371,13 +382,16 @@ class Preparation:
         )
 
     def _encode(self) -> str:
-        jobs, broken, num_read = self.unfinished(self.part_jobs()), Counter[str](), 0
+        jobs = self.unfinished(self.part_jobs())
+        broken = Counter[str]()
+        num_read = 0
         total = count_samples(job.part for job in jobs)
         for job in run_jobs("encode", encode_part, jobs, self.plugins, total, self.reporter):
             num_read += job.num_samples
             broken.update(job.ledger.entries[RECORDS]["broken"])
             check_broken(broken, num_read, self.config.max_bad_fraction, job.ledger.folder / TEXTS_FILE)
-        num_parts, num_kept = len(self.parts), len(self.parts) - len(jobs)
+        num_parts = len(self.parts)
+        num_kept = len(self.parts) - len(jobs)
         return f"{num_parts:,} part{'s' * (num_parts != 1)}" + (f", {num_kept:,} already encoded" if num_kept else "")
 
     def _compute_partition(self) -> None:
@@ -385,7 +399,8 @@ class Preparation:
 
         The fine centroids are cached under a key of all their inputs, so that another number of clusters reuses them.
         """
-        config, seed = self.config.partition, self.experiment.seed
+        config = self.config.partition
+        seed = self.experiment.seed
         fine = [config.metric, config.num_fine_centroids, config.fit_fraction, config.num_iterations, config.device]
         fine_key = sha256_json([fine, seed, self._fitted_files(), self.ledger.files("index")])
         sample, _ = self.prepared.sample(config.fit_fraction)
@@ -402,7 +417,8 @@ class Preparation:
 
     def _write_partition(self) -> str:
         """Write the rule of the fitted partition, the clusters of the sample and the split by hashes."""
-        prepared, (partition, clusters) = self.prepared, self._fitted
+        prepared = self.prepared
+        (partition, clusters) = self._fitted
         _, hashes = prepared.sample(self.config.partition.fit_fraction)
         split = Split.of(hashes, clusters, partition.num_clusters, self.config.held_out_fraction)
         partition.save(prepared.rule_file)
@@ -413,7 +429,8 @@ class Preparation:
         return f"{len(sizes)} clusters of {min(sizes):,} to {max(sizes):,} samples"
 
     def _write_shards(self) -> str:
-        jobs, num_bytes = self.unfinished(self.group_jobs()), 0
+        jobs = self.unfinished(self.group_jobs())
+        num_bytes = 0
         total = sum(job.num_samples for job in jobs)
         for job in run_jobs("shards", write_group, jobs, self.plugins, total, self.reporter):
             # The group's other file holds thumbnails.

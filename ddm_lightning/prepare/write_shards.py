@@ -137,7 +137,8 @@ def write_split(
     with open_writer(folder, encodings, config.compression, config.max_bytes) as writer:
         for block in _blocks(samples, order):
             stored = torch.from_numpy(block["x_0"])
-            mean, std = samples.form.mean(stored, torch.float64).numpy(), samples.form.std(stored, torch.float64)
+            mean = samples.form.mean(stored, torch.float64).numpy()
+            std = samples.form.std(stored, torch.float64)
             squares = mean**2 + (0.0 if std is None else std.square().numpy())
             moments.append(np.stack([np.ones_like(mean).sum((0, 2, 3)), mean.sum((0, 2, 3)), squares.sum((0, 2, 3))]))
             for row in range(len(stored)):
@@ -196,10 +197,13 @@ def _write_group(job: GroupJob, plugins: Plugins, on_progress: Callable[[int], N
 
     The folder of a cluster and split is named after its content, so an upload that was stopped can go on.
     """
-    config, ledger, prepared = plugins.config, job.ledger, job.prepared
+    config = plugins.config
+    ledger = job.ledger
+    prepared = job.prepared
     ledger.forget(GROUP)
     partition = Partition.load(prepared.rule_file)
-    labels, keys = prepared.facts("label"), prepared.texts("keys")
+    labels = prepared.facts("label")
+    keys = prepared.texts("keys")
     features = prepared.rows(FEATURES, "features")
     clusters = partition.rule.assign(Samples(features, labels, keys), config.partition.device)
     counts = np.zeros((partition.num_clusters, plugins.source.num_classes), np.int64)
@@ -208,7 +212,9 @@ def _write_group(job: GroupJob, plugins: Plugins, on_progress: Callable[[int], N
     split = Split(**read_json(prepared.split_file, "the split", "run prepare again"))
     held_out = split.is_held_out(prepared.facts("split_hash"))
     thumbnails = ledger.file.with_suffix(".npz")
-    done, folders, paths = 0, {}, [thumbnails]
+    done = 0
+    folders = {}
+    paths = [thumbnails]
 
     def advance(here: int) -> None:
         on_progress(done + here)
@@ -233,20 +239,24 @@ def _write_group(job: GroupJob, plugins: Plugins, on_progress: Callable[[int], N
 
 def columns_of(prepared: Prepared, plugins: Plugins, labels: Int[np.ndarray, "n"]) -> ShardColumns:
     """Return the columns to store in the shards and their encodings."""
-    encoder, captions = plugins.image_encoder, plugins.caption_encoder
+    encoder = plugins.image_encoder
+    captions = plugins.caption_encoder
     latents = ["x_0", *(["x_0_flipped"] if plugins.config.horizontal_flips else [])]
     columns = {name: prepared.rows(LATENTS, name) for name in latents}
     encodings = {name: array_encoding(encoder.dtype, rows.row_shape) for name, rows in columns.items()}
-    columns["label"], encodings["label"] = Rows([labels]), "int32"
+    columns["label"] = Rows([labels])
+    encodings["label"] = "int32"
     num = num_captions(plugins.config)
     for number, (name, encoding) in product(range(num), captions.columns.items() if captions else ()):
         column = numbered(name, number)
-        columns[column], encodings[column] = prepared.rows(CAPTIONS, column), encoding
+        columns[column] = prepared.rows(CAPTIONS, column)
+        encodings[column] = encoding
     if num > 1:
         columns["has_caption"] = prepared.rows(RECORDS, "has_caption")
         encodings["has_caption"] = array_encoding("uint8", [num])
     for number, name in enumerate(plugins.config.keep):
-        columns[name], encodings[name] = prepared.rows(RECORDS, f"kept-{number}"), "float64"
+        columns[name] = prepared.rows(RECORDS, f"kept-{number}")
+        encodings[name] = "float64"
     return ShardColumns(
         columns,
         encodings,

@@ -88,7 +88,8 @@ class FetchedShards(Shards):
         self._held_bytes = self.num_bytes[is_held].sum()
         by_need = by_need[: np.count_nonzero(self._last >= 0)]
         is_missing = (self._is_fetched & ~is_held)[by_need]
-        self._missing, self._present = by_need[is_missing].tolist(), by_need[~is_missing].tolist()
+        self._missing = by_need[is_missing].tolist()
+        self._present = by_need[~is_missing].tolist()
         self._to_pass = [shard for shard in self._last.argsort().tolist() if self._last[shard] >= 0]
         self._read_ahead_steps = -(-_READ_AHEAD * len(self) // (step_size * len(self.files)))
         self._jobs: PriorityQueue[tuple[int, int]] = PriorityQueue()

@@ -146,7 +146,8 @@ class ClusterDataModule(L.LightningDataModule):
         share = (1 - _HELD_OUT_SHARE if training else _HELD_OUT_SHARE) if self._held_out else 1.0
         budget = None if self.max_cache_bytes is None else share * self.max_cache_bytes
         is_keeper = self.trainer is None or self.trainer.local_rank == 0
-        address, store = self.shards.rstrip("/"), self.cache / _STORE
+        address = self.shards.rstrip("/")
+        store = self.cache / _STORE
         origins = [Origin(f"{address}/{name}", store / name, self.index_sha256.get(name)) for name in names]
         shards = FetchedShards(origins, budget, is_keeper=is_keeper)
         least = shards.least_bytes(window(shards.sizes) if training else 0)
@@ -291,5 +292,7 @@ class ShardLoader:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next iteration continue where ``state`` was taken."""
-        self._epoch, self._sample, self.seed = state["epoch"], state["sample_in_epoch"], state["shuffle_seed"]
+        self._epoch = state["epoch"]
+        self._sample = state["sample_in_epoch"]
+        self.seed = state["shuffle_seed"]
         self._resumes = self._epoch >= 0

@@ -12,7 +12,8 @@ from ddm_lightning.core import checks
 from ddm_lightning.core.files import atomic_write_json, read_json
 
 FORMAT_VERSION = 3
-TRAIN, HELD_OUT = "train", "held-out"
+TRAIN = "train"
+HELD_OUT = "held-out"
 _REMEDY = "run prepare first, with the same FILE and settings, or copy it from where that was done"
 
 

@@ -264,7 +264,8 @@ class Shards:
                 raise unreadable(f"{self.files[shard].path}: {problem}") from error
 
     def _map(self, shard: int) -> _Map:
-        file, found = self.files[shard], self._maps.get(shard)
+        file = self.files[shard]
+        found = self._maps.get(shard)
         if found is None:
             found = _Map(file)
             if file.packed is None or file.path.is_file():  # otherwise it is in memory

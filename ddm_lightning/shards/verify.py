@@ -66,7 +66,8 @@ def verify_shards(folder: Path, hashes: bool = True, *, index_sha256: str | None
     Raises:
         UserError: index or shard is missing or differs; the line names the file and the remedy.
     """
-    index, shards = folder / "index.json", read_index(folder)
+    index = folder / "index.json"
+    shards = read_index(folder)
     if index_sha256 is not None and sha256_file(index) != index_sha256:
         raise UserError(f"{index}: differs from the manifest's; {_REMEDY}")
 

@@ -41,13 +41,17 @@ class Reporter(L.Callback):
     """
 
     def __init__(self, folder: Path, status: MemberStatus) -> None:
-        self.folder, self.status = folder, status
-        self._bars, self._earlier_seconds = Bars(show=is_rank_zero()), status.seconds
+        self.folder = folder
+        self.status = status
+        self._bars = Bars(show=is_rank_zero())
+        self._earlier_seconds = status.seconds
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Start the clock and the bar."""
-        self._first_step, self._start = trainer.global_step, time.monotonic()
-        self.status.state, self.status.step = "training", trainer.global_step
+        self._first_step = trainer.global_step
+        self._start = time.monotonic()
+        self.status.state = "training"
+        self.status.step = trainer.global_step
         self.status.write(self.folder)
         self._bars.start()
         self._task = self._bars.add_task(self.status.member, total=self.status.max_steps, completed=trainer.global_step)
@@ -96,7 +100,9 @@ class MissedValidation(L.Callback):
     """
 
     def __init__(self, folder: Path, status: MemberStatus, validate_every_n_steps: int) -> None:
-        self.folder, self.status, self.every_n_steps = folder, status, validate_every_n_steps
+        self.folder = folder
+        self.status = status
+        self.every_n_steps = validate_every_n_steps
 
     def on_fit_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Lift the limit until the start: Lightning would not even start a training without steps left."""
@@ -196,10 +202,13 @@ class RollingCheckpoints(L.Callback):
     """
 
     def __init__(self, folder: Path, island: IslandConfig, origin: Mapping[str, Any]) -> None:
-        self.folder, self.island, self.origin = folder, island, origin
+        self.folder = folder
+        self.island = island
+        self.origin = origin
         by_steps = None if island.checkpoint_every_n_minutes else island.checkpoint_every_n_steps
         self.due = [n for n in (by_steps, island.validate_every_n_steps, island.milestone_every_n_steps) if n]
-        self._newest_step, self._saved_at = -1, time.monotonic()
+        self._newest_step = -1
+        self._saved_at = time.monotonic()
 
     def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
         """Remove old checkpoints whenever a new one is written."""
@@ -239,7 +248,8 @@ class RollingCheckpoints(L.Callback):
         guard.find_skipped()
         # Write now: a training resumed here does not repeat the steps skipped before.
         guard.write(skipped_file(self.folder.parent, trainer.global_rank, trainer.world_size))
-        self._newest_step, self._saved_at = trainer.global_step, time.monotonic()
+        self._newest_step = trainer.global_step
+        self._saved_at = time.monotonic()
         trainer.save_checkpoint(self.folder / f"step-{trainer.global_step:08d}.ckpt", weights_only=False)
 
     def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:

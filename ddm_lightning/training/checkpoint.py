@@ -44,9 +44,11 @@ from ddm_lightning.core.files import atomic_write_json, move_folder, parse_json,
 from ddm_lightning.members.member import STUDENT
 from ddm_lightning.members.run_folder import refuse_changes
 
-FILES, REST = "files.json", "rest.pt"
+FILES = "files.json"
+REST = "rest.pt"
 TEMPORARY = ".tmp-"
-_MODEL, _OPTIMIZER = "model/", "optimizer/"
+_MODEL = "model/"
+_OPTIMIZER = "optimizer/"
 _OTHERS_TAKE_SECONDS = 60.0
 # After so many bytes the next file begins: serialising one holds Python's global lock, 20 ms at this size.
 _FILE_BYTES = 64 << 20
@@ -78,7 +80,9 @@ class CheckpointWriter:
     """
 
     def __init__(self, group: ProcessGroup | None, *, is_rank_zero: bool, from_device: bool) -> None:
-        self.group, self.is_rank_zero, self.from_device = group, is_rank_zero, from_device
+        self.group = group
+        self.is_rank_zero = is_rank_zero
+        self.from_device = from_device
         # The core of torch's DefaultStager, which in torch 2.11 frees its memory after a copy and cannot make another.
         self._stager = StateDictStager(pin_memory=from_device)
         self._thread = ThreadPoolExecutor(1, "checkpoint")
@@ -233,7 +237,8 @@ def tensors_of(module: nn.Module, optimizer: Optimizer | None = None) -> dict[st
     Raises:
         UserError: the module's ``state_dict`` holds a value that is not a tensor.
     """
-    found, seen = {}, set()
+    found = {}
+    seen = set()
     for name, value in module.state_dict().items():
         if not isinstance(value, Tensor):
             raise UserError(f"the network's state_dict has {name}, a {type(value).__name__}: it may hold tensors only")
@@ -363,7 +368,8 @@ def check_origin(path: Path, member: str, experiment: Experiment, initial_sha256
     Raises:
         UserError: the checkpoint is another member's, of another experiment, teacher or initial weights.
     """
-    rest, own = read_rest(path), origin_of(member, experiment, initial_sha256)
+    rest = read_rest(path)
+    own = origin_of(member, experiment, initial_sha256)
     if rest.get("member") != member:
         raise UserError(
             f"{path}: is a checkpoint of {rest.get('member')}, not of {member}; move it to that folder, or remove it"

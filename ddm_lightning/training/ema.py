@@ -240,7 +240,8 @@ class EmaSnapshots(L.Callback):
         """Write the snapshots of this step. A resumed training writes some again, with the same bytes."""
         for snapshot in self.snapshots:
             if snapshot.step == trainer.global_step:
-                key, optimizer = width_key(snapshot.width), trainer.optimizers[0]
+                key = width_key(snapshot.width)
+                optimizer = trainer.optimizers[0]
                 weights = unsharded_ema(module.network, optimizer, key, keeps=trainer.is_global_zero)
                 if trainer.is_global_zero:
                     path = self.folder / snapshot.file

@@ -53,7 +53,8 @@ def mixture(snapshots: Sequence[ema.Snapshot], width: float, step: int) -> tuple
     """
     exponents = np.array([ema.exponent_of(snapshot.width) for snapshot in snapshots])
     steps = np.array([snapshot.step for snapshot in snapshots], dtype=np.float64)
-    wanted, last = np.array(ema.exponent_of(width)), np.array(float(step))
+    wanted = np.array(ema.exponent_of(width))
+    last = np.array(float(step))
     products = _products(exponents[:, None], steps[:, None], exponents[None], steps[None])
     aims = _products(exponents, steps, wanted, last)
     # Neighbouring profiles are nearly equal: a diagonal of ones loses the fewest digits.
@@ -94,20 +95,24 @@ class EmaWidths:
     """
 
     def __init__(self, name: str, run: Run) -> None:
-        self.name, self.run, self.folder = name, run, run.folder.member(name)
+        self.name = name
+        self.run = run
+        self.folder = run.folder.member(name)
         self.artifact = run.folder.artifact(name)
         if not run.folder.has_artifact(name):
             raise UserError(f"{self.artifact}: {name} is not finished; fit it first")
         self.meta, self.weights = read_artifact(self.artifact)
         self.member = run.member(name)
         self._ema = self.folder / ema.FOLDER
-        self._original, self._remedy = self._ema / "artifact", ema.snapshots_remedy(self._ema)
+        self._original = self._ema / "artifact"
+        self._remedy = ema.snapshots_remedy(self._ema)
         if not self.member.train.ema_widths:
             raise UserError(
                 f"key '{self.member.role.section}.train.ema_widths' is empty: no averages to choose from; "
                 "train in another run_dir=…"
             )
-        self._sha256, self._all = ema.read_index(self._ema), ema.all_snapshots(self.member.train)
+        self._sha256 = ema.read_index(self._ema)
+        self._all = ema.all_snapshots(self.member.train)
         if self.meta.partition_sha256 != run.manifest.partition_sha256:
             raise UserError(f"{self.artifact}: was trained on clusters that have changed since; fit it again")
 
@@ -196,7 +201,8 @@ class EmaWidths:
                 )
             data.prepare_data()
             objective = build_objective(self.member, self.run)
-            network, island = objective.network, self.run.experiment.island
+            network = objective.network
+            island = self.run.experiment.island
             apply_island(network, island)
             device = device_of(island.accelerator)
             batches = data.val_dataloader()

@@ -53,7 +53,8 @@ def fit_member(name: str, run: Run) -> MemberStatus:
         require("key 'island.loggers': 'wandb'", "wandb", extra="wandb")
     # Do not break paths: rich takes a log file for a terminal of 80 columns.
     console = Console(stderr=True, quiet=not ranks.is_rank_zero(), soft_wrap=True, markup=False, highlight=False)
-    folder, waits = run.folder.member(name), FITTED_BY in os.environ
+    folder = run.folder.member(name)
+    waits = FITTED_BY in os.environ
     status = MemberStatus.read(folder, name, run.max_steps(name))
     status.max_steps = run.max_steps(name)  # a finished training may be extended
     if not ranks.told_by_rank_zero("finished", run.is_finished(name)):
@@ -69,14 +70,16 @@ def fit_member(name: str, run: Run) -> MemberStatus:
 
 def _train(member: Member, run: Run, status: MemberStatus, console: Console) -> MemberStatus:
     """Train a member whose lock this process, or rank zero, holds."""
-    island, folder = run.experiment.island, run.folder.member(member.name)
+    island = run.experiment.island
+    folder = run.folder.member(member.name)
     configure_torch(island.accelerator, island.num_threads)
     objective = build_objective(member, run)
     if objective.caption_encoder is not None and ranks.is_rank_zero():
         _check_caption_encoder(objective.caption_encoder.provenance(), run)
     if isinstance(objective, Distillation):
         objective.teach(run)
-    module, data = MemberModule(objective, island), build_data(member, run)
+    module = MemberModule(objective, island)
+    data = build_data(member, run)
     if member.train.keep == "best" and not data.held_out_clusters:
         raise UserError(
             f"key '{member.role.section}.train.keep' = 'best': {member.name} has no held-out samples to choose by; "
@@ -112,7 +115,8 @@ def _train(member: Member, run: Run, status: MemberStatus, console: Console) -> 
     with contextlib.closing(data):
         try:
             with handling(stop.request):
-                status.state, status.device = "starting", devices_named(island.accelerator, island.num_ranks)
+                status.state = "starting"
+                status.device = devices_named(island.accelerator, island.num_ranks)
                 status.write(folder)
                 trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)
         except callbacks.StopRequested:  # even at the last step: weights or held-out figures may not be there yet
@@ -151,7 +155,8 @@ def _checkpoint_of(member: Member, run: Run, console: Console) -> Path | None:
         UserError: all are damaged, or the newest whole one is of another member or experiment, or of other initial
             weights.
     """
-    name, folder = member.name, run.folder.member(member.name) / "checkpoints"
+    name = member.name
+    folder = run.folder.member(member.name) / "checkpoints"
     path, damaged = checkpoint.find_resumable(folder)
     checkpoint.tidy(folder, damaged)
     for other, problem in damaged.items():
@@ -193,7 +198,9 @@ def _hand_over(objective: Objective, trainer: L.Trainer, run: Run, status: Membe
 
 def build_data(member: Member, run: Run) -> ClusterDataModule:
     """Build the LightningDataModule of a member of ``run``."""
-    island, manifest, clusters = run.experiment.island, run.manifest, member.clusters
+    island = run.experiment.island
+    manifest = run.manifest
+    clusters = member.clusters
     cache = run.folder.member(member.name) / "cache"
     return ClusterDataModule(
         shards=run.shards,
@@ -229,7 +236,8 @@ def build_trainer(
     Raises:
         UserError: an unknown plug-in callback, or flags in ``island.trainer`` that Lightning refuses.
     """
-    experiment, folder = run.experiment, run.folder.member(member.name)
+    experiment = run.experiment
+    folder = run.folder.member(member.name)
     island = experiment.island
     checkpoints = callbacks.RollingCheckpoints(
         folder / "checkpoints", island, origin=checkpoint.origin_of(member.name, experiment, run.initial_sha256(member))

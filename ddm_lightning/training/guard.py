@@ -56,7 +56,8 @@ class FiniteGuard:
     """
 
     def __init__(self, member: str, max_consecutive: int) -> None:
-        self.member, self.max_consecutive = member, max_consecutive
+        self.member = member
+        self.max_consecutive = max_consecutive
         self.num_skipped = 0
         """Skipped steps since this process started."""
         self._consecutive = 0

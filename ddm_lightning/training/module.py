@@ -251,13 +251,15 @@ class Speed:
     """
 
     def __init__(self, samples_per_step: int, cost: StepCost = UNKNOWN_COST) -> None:
-        self.samples_per_step, self.cost = samples_per_step, cost
+        self.samples_per_step = samples_per_step
+        self.cost = cost
         self._step_ended = math.inf
         self.start(0)
 
     def start(self, step: int) -> None:
         """Start measuring after optimizer step ``step``."""
-        self._began, self._first_step = time.perf_counter(), step
+        self._began = time.perf_counter()
+        self._first_step = step
         self._waited = self._paused = 0.0
 
     def begin_wait(self) -> None:

@@ -156,7 +156,8 @@ class Objective(ABC):
 
     def condition(self, batch: dict[str, Tensor]) -> Condition | None:
         """Return the condition of a batch, without dropout."""
-        kind, encoder = self.member.condition.kind, self.caption_encoder
+        kind = self.member.condition.kind
+        encoder = self.caption_encoder
         if kind == "none":
             return None
         if encoder is None:
@@ -176,7 +177,8 @@ class Objective(ABC):
 
     def noisy_batch(self, batch: dict[str, Tensor], at: Position) -> NoisyBatch:
         """Sample timesteps, noise, captions and dropped conditions for a batch."""
-        config, device = self.member.timesteps, batch["x_0"].device
+        config = self.member.timesteps
+        device = batch["x_0"].device
         generator = keyed_generator(self.member.seed, *self._key("noise", at), device=device)
         stored = batch["x_0"]
         if self.member.train.horizontal_flip:
@@ -302,7 +304,8 @@ class Distillation(Regression):
             UserError: no ensemble, a damaged artifact, a refused signature, or a strategy without weights or without
                 its router.
         """
-        experiment, name = run.experiment, run.experiment.distill.teacher
+        experiment = run.experiment
+        name = run.experiment.distill.teacher
         manifest = read_ensemble(run.folder.ensemble)
         for member, folder in manifest.folders.items():
             check_used(member, folder, experiment)
@@ -354,7 +357,8 @@ class Classification(Objective):
     def validate(self, batch: dict[str, Tensor], batch_idx: int, at: Position) -> None:
         """Add cross-entropy and accuracy, without and with the condition."""
         num = self.num_counted(batch, batch_idx, at)
-        cluster, sample_ids = batch["cluster"][:num], batch["sample_id"][:num]
+        cluster = batch["cluster"][:num]
+        sample_ids = batch["sample_id"][:num]
         on_host = cluster.cpu(), sample_ids.cpu()
         for index in range(NUM_VALIDATION_TIMESTEPS):
             noisy = self.noisy_validation_batch(batch, batch_idx, index, at)
@@ -384,7 +388,8 @@ class Classification(Objective):
                     on_device = sums.to(device)
                     torch.distributed.all_reduce(on_device)
                     sums.copy_(on_device)
-            temperatures, (before, after) = calibration.temperatures(), calibration.errors()
+            temperatures = calibration.temperatures()
+            (before, after) = calibration.errors()
             for name, values in ((TEMPERATURE, temperatures), (ECE, before), (f"{ECE}_calibrated", after)):
                 figures |= {f"{name}{branch}{time_suffix(index)}": value for index, value in enumerate(values)}
         return {name: value for name, value in figures.items() if math.isfinite(value)}
@@ -427,7 +432,8 @@ def build_objective(member: Member, run: Run, network: nn.Module | None = None) 
     if network is None:
         planned = member.plan_network()
         check_memory([*planned.parameters(), *planned.buffers()], member.name)
-        network, initial = member.build_network(), run.initial(member)
+        network = member.build_network()
+        initial = run.initial(member)
         if member.lora is not None and initial is not None:
             member.adapted(network, initial.fitting(network)[0])
     return OBJECTIVES[member.role.objective](

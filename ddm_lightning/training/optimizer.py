@@ -158,7 +158,8 @@ class MuonWithAdamW(Optimizer):
         layers: list[Tensor] = []
         momenta: list[Tensor] = []
         for matrix in matrices:
-            num, state = self._num_layers[matrix], self.state[matrix]
+            num = self._num_layers[matrix]
+            state = self.state[matrix]
             if _BUFFER not in state:
                 state[_BUFFER] = torch.zeros_like(matrix)
             assert matrix.grad is not None

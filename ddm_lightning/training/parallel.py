@@ -95,7 +95,8 @@ class BackgroundCheckpoints(strategies.Strategy):
         """
         if self._hosts is None and not self.is_global_zero:
             return
-        module, (optimizer,) = self.lightning_module, self.optimizers
+        module = self.lightning_module
+        (optimizer,) = self.optimizers
         assert module is not None
         checkpoint["groups"] = named_groups(module, optimizer)
         self.checkpoints.start(Path(filepath), tensors_of(module, optimizer), checkpoint, self.checkpoint_written)
@@ -106,7 +107,8 @@ class BackgroundCheckpoints(strategies.Strategy):
         Raises:
             UserError: the checkpoint is of another network.
         """
-        module, (optimizer,) = self.lightning_module, self.optimizers
+        module = self.lightning_module
+        (optimizer,) = self.optimizers
         assert module is not None
         with self._on_each_node(Path(checkpoint_path)) as path:
             rest = read_rest(path)
@@ -206,7 +208,8 @@ def choose_strategy(
     Raises:
         UserError: a precision or optimizer that FSDP2 does not support.
     """
-    size, state = island.size, state_bytes(num_parameters, num_widths)
+    size = island.size
+    state = state_bytes(num_parameters, num_widths)
     name = chosen_strategy(island, state, device_bytes(island.accelerator))
     if name == "single":
         device = device_of(island.accelerator)

@@ -130,7 +130,8 @@ class SampleLogger(L.Callback):
     """
 
     def __init__(self, sample: SampleConfig, stop: StopOnRequest) -> None:
-        self.sample, self.stop = sample, stop
+        self.sample = sample
+        self.stop = stop
         self._batch: dict[str, Tensor] = {}
 
     def on_validation_batch_start(
@@ -205,7 +206,8 @@ def sample_like(
         sample: number of steps and guidance.
     """
     x_0 = objective.x_0(batch)  # its shape; a stored posterior has twice the channels
-    condition, scale = objective.condition(batch), sample.guidance_scale
+    condition = objective.condition(batch)
+    scale = sample.guidance_scale
 
     def predicted(x_t: Tensor, t: Tensor, condition: Condition | None) -> Tensor:
         return velocity_of(network, x_t, t, condition, objective.prediction, objective.member.path)

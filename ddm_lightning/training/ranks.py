@@ -83,7 +83,8 @@ def check_ranks(island: IslandConfig) -> None:
         UserError: it started more or fewer, in all or on this node.
     """
     mine = Ranks.read()
-    number, of_node = mine.world_size, mine.local_world_size or mine.world_size // island.nodes
+    number = mine.world_size
+    of_node = mine.local_world_size or mine.world_size // island.nodes
     if not mine.launched or (number, of_node) == (island.num_ranks, island.devices):
         return
     if number > 1 or has_agent():
@@ -171,7 +172,8 @@ def fit_on_ranks(run: Run) -> str:
                 if reason:
                     _signal(pids, signal.SIGKILL)
                 elif requests:
-                    number, was_killed = requests.pop(0), not _states(folder)
+                    number = requests.pop(0)
+                    was_killed = not _states(folder)
                     _signal(pids if was_killed else pids[:1], signal.SIGKILL if was_killed else number)
         if was_killed:
             tell(group.store, place, "was interrupted before the first step")

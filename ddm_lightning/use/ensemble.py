@@ -43,7 +43,8 @@ BATCH_SIZE = 64
 
 def first_indices(rows: Sequence[Row], num: int) -> list[int]:
     """Index of each row's first image of ``num``: a row that repeats another one goes on where that one ends."""
-    counts, found = Counter[str](), []
+    counts = Counter[str]()
+    found = []
     for _, key, _ in rows:
         found.append(counts[key])
         counts[key] += num
@@ -155,11 +156,13 @@ class DecentralizedEnsemble:
         Raises:
             UserError: members are not finished, a file is damaged or of other data, or there is no such device.
         """
-        run, member = RunFolder.of(experiment), experiment.sample.member
+        run = RunFolder.of(experiment)
+        member = experiment.sample.member
         manifest = manifest_with_about(run.root, experiment, member=member, partial=partial)
         if lost := list(manifest.lost):
             rest = ", and the weights of the other experts are renormalised" if set(lost) - {ROUTER} else ""
-            path, names = run.sampled_from(member), ", ".join(lost)
+            path = run.sampled_from(member)
+            names = ", ".join(lost)
             note(f"{path}: the artifact of {names} is missing; samples are made without it{rest}")
         check_devices(experiment.island.accelerator, 1)
         return cls(manifest, experiment, device_of(experiment.island.accelerator))
@@ -262,7 +265,8 @@ class DecentralizedEnsemble:
         Raises:
             UserError: not this ensemble's kind of condition, an empty prompt, or a class that does not exist.
         """
-        kind, name = self.experiment.condition.kind, self.experiment.name
+        kind = self.experiment.condition.kind
+        name = self.experiment.name
         for what, given, kinds in (
             ("prompts", prompts, ("text", "tokens", "tokens+text")),
             ("classes", classes, ("class",)),
@@ -312,7 +316,8 @@ class DecentralizedEnsemble:
         Yields:
             Row, index within the row, and image.
         """
-        total, firsts = num * len(rows), first_indices(rows, num)
+        total = num * len(rows)
+        firsts = first_indices(rows, num)
         for first in range(0, total, BATCH_SIZE):
             places = [divmod(i, num) for i in range(first, min(first + BATCH_SIZE, total))]
             conditions = [condition for condition in (rows[row][2] for row, _ in places) if condition is not None]
@@ -403,7 +408,8 @@ class DecentralizedEnsemble:
         from huggingface_hub import HfApi
 
         with TemporaryDirectory() as scratch:
-            folder, hub = Path(scratch) / "ensemble", HfApi(token=options.pop("token", None))
+            folder = Path(scratch) / "ensemble"
+            hub = HfApi(token=options.pop("token", None))
             self.save_pretrained(folder, licence)
             try:
                 url = hub.create_repo(repo_id, exist_ok=True, **options)

@@ -84,7 +84,8 @@ def export_member(manifest: EnsembleManifest, out: Path, licence: str | None = N
         UserError: ``out`` exists, the network is not ``diffusers``, or as ``load_network``.
     """
     ((name, folder),) = manifest.folders.items()
-    meta, about = manifest.meta, manifest.description
+    meta = manifest.meta
+    about = manifest.description
     if meta.network != "diffusers":
         raise UserError(
             f"{folder / MEMBER_FILE}: the network of {name} is {meta.network!r}, for which diffusers has no class; "

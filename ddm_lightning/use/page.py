@@ -73,7 +73,8 @@ def serve(ensemble: DecentralizedEnsemble, listener: socket.socket, host: str, c
         captions: see ``page``.
     """
     warnings.filterwarnings("ignore", module="gradio")  # deprecations in gradio's own calls
-    app, theme = FastAPI(openapi_url=None), gr.themes.Base()
+    app = FastAPI(openapi_url=None)
+    theme = gr.themes.Base()
     gr.mount_gradio_app(app, page(ensemble, captions), "/", theme=theme, css=_CSS, footer_links=[], ssr_mode=False)
     for kind in (RequestValidationError, KeyError):  # the latter for an unknown function
         app.routes[-1].app.add_exception_handler(  # Gradio's own
@@ -146,7 +147,8 @@ def page(ensemble: DecentralizedEnsemble, captions: Sequence[str] = ()) -> gr.Bl
         torch.set_num_threads(num_threads)  # a setting of each thread
         trace = Trace()
         start = time.perf_counter()
-        rows, active = field.work.rows, field.work.active
+        rows = field.work.rows
+        active = field.work.active
         described: dict[str, Any] = {"class": {"classes": [prompt]}, "none": {}}.get(kind, {"prompts": [prompt]})
         check(prompt)
         try:

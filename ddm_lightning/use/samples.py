@@ -62,9 +62,11 @@ def write_samples(
         UserError: a damaged artifact, an empty prompt, no such class, or too many images for the disk.
     """
     settings = ensemble.experiment.sample
-    rows, num = ensemble.rows(prompts, classes), settings.num_per_prompt
+    rows = ensemble.rows(prompts, classes)
+    num = settings.num_per_prompt
     if singles is None:
-        rows, num = rows[:MAX_ROWS], min(num, MAX_COLUMNS)
+        rows = rows[:MAX_ROWS]
+        num = min(num, MAX_COLUMNS)
     in_rows = rows[:MAX_ROWS]
     shown: list[tuple[str, list[np.ndarray]]] = [(label, []) for label, _, _ in in_rows]
     in_grid: dict[Key, str] = {
@@ -76,7 +78,8 @@ def write_samples(
     trace = None if singles is None else Trace(in_grid, labels)
     files: dict[str, Path] = {}
     with atomic_files(path.parent) as folder, Bars(show=show_progress) as progress:
-        total, free = num * len(rows), shutil.disk_usage(folder).free
+        total = num * len(rows)
+        free = shutil.disk_usage(folder).free
         if singles is not None and (least := 4096 * total) > free:  # a file takes at least a block
             raise UserError(
                 f"{path.parent}: {total:,} images take at least {format_bytes(least)}, and {format_bytes(free)} is "
@@ -93,7 +96,8 @@ def write_samples(
         title = settings_line(settings)
         if total > sum(len(images) for _, images in shown):
             title += f"; {len(shown)} of {len(rows)} rows, {min(num, MAX_COLUMNS)} of {num} images each"
-        grid, credit = folder / path.name, ensemble.credit_line
+        grid = folder / path.name
+        credit = ensemble.credit_line
         save_png(grid, labelled_grid(shown, scale_of(shown[0][1][0]), title, footer=credit))
         if trace is not None:
             files = write_trajectory(grid, trace, ensemble.field.cluster_names, labels, ensemble.decode, gif, credit)

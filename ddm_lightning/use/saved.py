@@ -144,14 +144,16 @@ def manifest_with_about(
                 f"{member or ', '.join(missing)}; fit them"
             )
     ensemble = single(run.artifact(member)) if member else read_ensemble(run.ensemble, partial=partial)
-    about, meta = ensemble.about, ensemble.meta
+    about = ensemble.about
+    meta = ensemble.meta
     if experiment is not None:
         for name, of_member in ensemble.metas.items():
             check_used(of_member.member, ensemble.folders[name], experiment)
         if about is None:
             check_manifest(experiment, manifest_path(folder))
     if about is None:
-        experiment, prepared = experiment or load_run(run.experiment), Manifest.read(folder)
+        experiment = experiment or load_run(run.experiment)
+        prepared = Manifest.read(folder)
         wanted = (prepared.partition_sha256, prepared.x_shape, condition_spec(experiment, prepared))
         if (meta.partition_sha256, meta.x_shape, meta.condition) != wanted:
             raise UserError(
@@ -168,7 +170,8 @@ def manifest_with_about(
         )
     elif experiment is not None:
         about = replace(about, seed=experiment.seed, sample=experiment.sample)
-    num_names, num_classes = len(about.class_names or ()), meta.condition.size
+    num_names = len(about.class_names or ())
+    num_classes = meta.condition.size
     if meta.condition.kind == "class" and num_names not in (0, num_classes):
         raise UserError(f"{run.ensemble}: {num_names} class_names for {num_classes} classes; fix them")
     num_images = max(1, round(about.num_images * (1 - sum(ensemble.lost.values()))))
@@ -177,7 +180,8 @@ def manifest_with_about(
 
 def experiment_of(manifest: EnsembleManifest) -> Experiment:
     """Build the part of an experiment that sampling from an ensemble needs."""
-    about, meta = manifest.description, manifest.meta
+    about = manifest.description
+    meta = manifest.meta
     return Experiment(
         name=about.name,
         seed=about.seed,
@@ -270,7 +274,8 @@ def resolve(
     """
     plain = {key: value.item() if isinstance(value, np.generic) else value for key, value in arguments.items()}
     arguments = {key: value for key, value in plain.items() if value is not None}
-    seed, before = arguments.pop("seed", experiment.seed), experiment.sample
+    seed = arguments.pop("seed", experiment.seed)
+    before = experiment.sample
     known = [field.name for field in fields(SampleConfig) if field.name != "member"]
     if unknown := arguments.keys() - known:
         raise UserError(f"{source}: no setting {min(unknown)!r}; known: {', '.join(known)}")
@@ -321,7 +326,8 @@ def save_ensemble(ensemble: EnsembleManifest, out: Path, licence: str | None = N
                     _refuse_link(folder / file)
                     shutil.copyfile(folder / file, temporary / name / file)
             if (sha256 := ensemble.metas[name].base_sha256) is not None:
-                base, copy = bases.file(ensemble.metas[name], str(folder)), base_file(temporary, ensemble.metas[name])
+                base = bases.file(ensemble.metas[name], str(folder))
+                copy = base_file(temporary, ensemble.metas[name])
                 if not copy.exists():
                     check_recorded(base, sha256, REMEDY)
                     copy.parent.mkdir(parents=True)

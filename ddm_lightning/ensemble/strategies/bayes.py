@@ -119,14 +119,16 @@ def filter_chain(
     low, high = guidance_interval
     # Logarithms, because likelihoods of many pixels underflow; float64, because their ratios are small differences.
     log_weights = _pruned(initial.to(x_1.device, torch.float64).log())
-    rows, branches = torch.arange(num, device=x_1.device), range(len(initial) // num)
+    rows = torch.arange(num, device=x_1.device)
+    branches = range(len(initial) // num)
     x_t = x_1
     for i, (t, s) in enumerate(intervals(times)):
         weights = log_weights.exp()
         active = weights > 0
         if t < low:
             active[num:] = False  # no later step needs the unconditional branch
-        x, time = torch.cat([x_t for _ in branches])[:, None], time_rows(t, x_t)
+        x = torch.cat([x_t for _ in branches])[:, None]
+        time = time_rows(t, x_t)
         found = velocities(x_t, time, active)
         on_step(x_t, time, weights, found)
         means, variance = reverse_kernel(x.expand_as(found), x - t * found, t, s)

@@ -110,7 +110,8 @@ class Sample1(Strategy):
 
     def generate(self, batch: Batch, times: Float[Tensor, " num_times"], solver: Solver) -> Float[Tensor, "b c h w"]:
         """Go from ``batch.x_1`` to x_0 with one expert per sample; with a threshold, solve each step on its own."""
-        x_t, num_clusters = batch.x_1, batch.ensemble.num_clusters
+        x_t = batch.x_1
+        num_clusters = batch.ensemble.num_clusters
         experts = choose(batch.initial_weights()[: len(x_t)], batch.uniform(0))
         if not self.threshold:
             return solver.solve(batch.field(weights=one_hot(experts, num_clusters).to(x_t)), x_t, times, batch.noise)
@@ -143,7 +144,8 @@ class Oracle(Strategy):
         Raises:
             UserError: a cluster has no expert in the ensemble.
         """
-        clusters, num = batch.clusters, len(batch.x_1)
+        clusters = batch.clusters
+        num = len(batch.x_1)
         if self.cluster is not None:
             clusters = torch.full((num,), self.cluster)
         if clusters is None:

@@ -125,7 +125,8 @@ def kernel_distance(
         real: features of at least four real images.
         num_halves: number of random halves for the spread.
     """
-    generated, real = generated.double().cpu(), real.double().cpu()
+    generated = generated.double().cpu()
+    real = real.double().cpu()
     rows = _all_and_halves(len(generated), num_halves, keyed_generator(0, "halves of generated"))
     real_rows = _all_and_halves(len(real), num_halves, keyed_generator(0, "halves of real"))
     across = _sum_of_pairs(generated, real, rows, real_rows) / (rows.sum(1) * real_rows.sum(1))
@@ -148,7 +149,8 @@ def _sum_of_pairs(
 
 def _mean_of_pairs(x: Float[Tensor, "n d"], rows: Float[Tensor, "r n"]) -> Float[Tensor, " r"]:
     """Mean of the kernel over ordered pairs of different chosen images, for each row of 0s and 1s."""
-    chosen, own = rows.sum(1), (x.square().sum(1) / x.shape[1] + 1) ** 3
+    chosen = rows.sum(1)
+    own = (x.square().sum(1) / x.shape[1] + 1) ** 3
     return (_sum_of_pairs(x, x, rows, rows) - rows @ own) / (chosen * (chosen - 1))
 
 
@@ -205,7 +207,8 @@ def _sums(features: Float[Tensor, "n d"]) -> Float[Tensor, "d1 d1"]:
 
 def _gaussian(sums: Float[Tensor, "d1 d1"]) -> tuple[Float[Tensor, " d"], Float[Tensor, "d d"]]:
     """Mean and unbiased covariance."""
-    num, mean = sums[-1, -1], sums[-1, :-1] / sums[-1, -1]
+    num = sums[-1, -1]
+    mean = sums[-1, :-1] / sums[-1, -1]
     return mean, (sums[:-1, :-1] - num * torch.outer(mean, mean)) / (num - 1)
 
 
@@ -215,7 +218,8 @@ def _frechet_distance(generated: Float[Tensor, "d1 d1"], real: Float[Tensor, "d1
     Of the ``_sums`` of two sets. The last trace is the sum of the square roots of a symmetric matrix's eigenvalues,
     clipped at 0. So it is finite for covariances of any rank.
     """
-    (mean, covariance), (real_mean, real_covariance) = _gaussian(generated), _gaussian(real)
+    (mean, covariance) = _gaussian(generated)
+    (real_mean, real_covariance) = _gaussian(real)
     values, vectors = torch.linalg.eigh(real_covariance)
     root = vectors * values.clamp_min(0).sqrt()  # root · rootᵀ = S_r; any such root gives the same eigenvalues
     shared = torch.linalg.eigvalsh(root.T @ covariance @ root).clamp_min(0).sqrt().sum()
@@ -245,7 +249,8 @@ class FrechetDistance(FeatureMetric):
     def scores(self, generated: Float[Tensor, "n d"], real: Float[Tensor, "m d"]) -> dict[str, Score]:
         """Return the distance under its name."""
         pairs = [(_sums(features), features) for features in (generated, real)]
-        value, num = _frechet_distance(*(whole for whole, _ in pairs)), self.num_groups
+        value = _frechet_distance(*(whole for whole, _ in pairs))
+        num = self.num_groups
         name = f"{'FID' if self.features == 'inception' else 'FD'} ({self.features})"
         if not num:
             return {name: Score(value)}

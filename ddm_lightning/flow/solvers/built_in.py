@@ -99,7 +99,8 @@ class DPMSolver2M(Solver):
             length = _log_snr(s) - _log_snr(t)
             weight = 0.0 if s == 0 or last == math.inf else length / (2 * last)
             x_t = s / t * x_t + (t - s) / t * (x_0 + weight * (x_0 - before))
-            before, last = x_0, length
+            before = x_0
+            last = length
         return x_t
 
 
@@ -179,9 +180,11 @@ class DormandPrince(Solver):
 
     def solve(self, velocity: VelocityField, x_1: Samples, times: TimeGrid, noise: Noise = no_noise) -> Samples:
         steps = intervals(times)
-        (start, second), end = steps[0], steps[-1][1]
+        (start, second) = steps[0]
+        end = steps[-1][1]
         stop = end or MIN_NOISE_SCALE
-        x_t, t = x_1, time_rows(start, x_1)
+        x_t = x_1
+        t = time_rows(start, x_1)
         step = torch.full_like(t, start - second)
         slope = velocity(x_t, t)
         while bool((t > stop).any()):
@@ -191,7 +194,8 @@ class DormandPrince(Solver):
             # Not "error <= 1", so that a row that is not finite goes on, as it does with fixed steps.
             accepted = ~(error > 1) | (step <= MIN_STEP)
             rows = accepted.reshape(-1, *(1 for _ in x_t.shape[1:]))
-            x_t, slope = torch.where(rows, x_s, x_t), torch.where(rows, next_slope, slope)
+            x_t = torch.where(rows, x_s, x_t)
+            slope = torch.where(rows, next_slope, slope)
             t = torch.where(accepted, torch.where(step >= t - stop, stop, t - step), t)
             step = step * (0.9 * error**-0.2).nan_to_num(nan=5.0).clamp(0.2, 5.0)
         return x_t if end else x_t - expand_time(t, x_t) * slope
@@ -200,7 +204,8 @@ class DormandPrince(Solver):
         self, velocity: VelocityField, x_t: Samples, t: Times, step: Times, slope: Samples
     ) -> tuple[Samples, Samples, Times]:
         """The value and the slope after ``step``, and the error of each row."""
-        slopes, x_s = [slope], x_t
+        slopes = [slope]
+        x_s = x_t
         length = expand_time(step, x_t)
         for node, weights in _STAGES:
             x_s = x_t - length * _weighted(weights, slopes)

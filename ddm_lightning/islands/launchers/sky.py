@@ -137,7 +137,8 @@ class SkyLauncher(Launcher):
 
 def _sky(*words: str) -> str:
     """Output of ``sky jobs``; empty if it has never had a job."""
-    command, prefix = (_program(), "jobs", *words), f"sky jobs {words[0]}"
+    command = (_program(), "jobs", *words)
+    prefix = f"sky jobs {words[0]}"
     return ask(*command, prefix=prefix, remedy="see launch.sky", nothing=_NONE, seconds=None)
 
 

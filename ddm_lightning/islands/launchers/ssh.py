@@ -74,7 +74,8 @@ class SshLauncher(Launcher):
 
     def _answer(self, host: str, script: str) -> str:
         """Number that a script on the host prints behind the mark."""
-        prefix, remedy = f"ssh {host}", "check launch.ssh.hosts and try by hand"
+        prefix = f"ssh {host}"
+        remedy = "check launch.ssh.hosts and try by hand"
         answers = re.findall(rf"{_MARK}(\d+)", ask(*self._command(host, script), prefix=prefix, remedy=remedy))
         if not answers:
             raise UserError(f"{prefix}: its shell did not run the command; {remedy}")

@@ -17,7 +17,8 @@ from ddm_lightning.networks.diffusers.families import FAMILIES
 
 _BY_NORM = {"ada_norm_zero": "DiTTransformer2DModel", "ada_norm_single": "PixArtTransformer2DModel"}
 """Classes of configurations from before diffusers 0.30, which call both ``Transformer2DModel``."""
-_BETAS, _NUM_STEPS = (1e-4, 0.02), 1000
+_BETAS = (1e-4, 0.02)
+_NUM_STEPS = 1000
 """The linear schedule of DDPM (2006.11239), with which DiT and PixArt were trained."""
 
 
@@ -73,7 +74,8 @@ class DiffusersTransformer(nn.Module):
             raise
         except Exception as error:  # noqa: BLE001 (settings may be any JSON)
             raise ValueError(f"config: {type(error).__name__}: {first_line(error)}") from None
-        self.prediction, self.path = self.family.prediction, self.family.path
+        self.prediction = self.family.prediction
+        self.path = self.family.path
         self.x_shape = x_shape
         self.null_class = settings.get("num_embeds_ada_norm", 0)
         num_null = 1 if self.family.mask else condition.length
@@ -87,7 +89,8 @@ class DiffusersTransformer(nn.Module):
             if hasattr(part, "dropout_prob"):  # of classes, which training drops already
                 part.dropout_prob = 0.0
         kept = (1 - torch.linspace(*_BETAS, _NUM_STEPS, dtype=torch.float64)).cumprod(0)
-        alpha, sigma = kept.sqrt(), (1 - kept).sqrt()
+        alpha = kept.sqrt()
+        sigma = (1 - kept).sqrt()
         _, times = PATHS["vp"].from_linear(alpha, sigma / (alpha + sigma))
         self.register_buffer("times", times.float(), persistent=False)
 
@@ -120,7 +123,8 @@ class DiffusersTransformer(nn.Module):
             return self.family.time(t)
         times = self.times.to(t.dtype)
         upper = torch.searchsorted(times, t.contiguous()).clamp(1, _NUM_STEPS - 1)
-        below, above = times[upper - 1], times[upper]
+        below = times[upper - 1]
+        above = times[upper]
         return (upper - 1 + (t - below) / (above - below)).clamp(0, _NUM_STEPS - 1)
 
     def _classes(self, num_rows: int, condition: Condition | None) -> dict[str, Tensor]:
@@ -131,7 +135,9 @@ class DiffusersTransformer(nn.Module):
         tokens = null.expand(num_rows, -1, -1)
         is_token = torch.ones(num_rows, len(null), dtype=torch.bool, device=null.device)
         if condition is not None:
-            values, keep = condition.values.to(null.dtype), condition.keep[:, None]  # stored in float16, perhaps
+            # stored in float16, perhaps
+            values = condition.values.to(null.dtype)
+            keep = condition.keep[:, None]
             padding = (0, 0, 0, values.shape[1] - len(null))
             tokens = torch.where(keep[:, :, None], values, nn.functional.pad(tokens, padding))
             # Encoders write zeros after a caption's end, and at least one token.

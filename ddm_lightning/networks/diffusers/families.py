@@ -36,7 +36,8 @@ def _lumina2(
     Its own ``forward`` packs each row to the caption's length, which it reads from the device in every call: nothing
     could be counted without data. Here captions stay padded; positions and masks give the same answer.
     """
-    edge, length = model.config.patch_size, encoder_hidden_states.shape[1]
+    edge = model.config.patch_size
+    length = encoder_hidden_states.shape[1]
     patches = x.unflatten(3, (-1, edge)).unflatten(2, (-1, edge)).permute(0, 2, 4, 3, 5, 1)  # b rows columns p p c
     rows, columns = patches.shape[1:3]
     # Axes of the rotary positions: place in the caption, row, column. An image stands behind its caption.
@@ -98,10 +99,13 @@ class Family:
         """
         if max(settings.get("axes_lens") or [0]) > _LONGEST_AXIS:
             raise ValueError(f"axes_lens is more than {_LONGEST_AXIS}")
-        channels, patch, largest = settings["in_channels"], settings["patch_size"], self.largest(settings)
+        channels = settings["in_channels"]
+        patch = settings["patch_size"]
+        largest = self.largest(settings)
         if self.has_one_size:
             size = settings["sample_size"]
-            fits, wanted = x_shape[1:] == (size, size), f"({channels}, {size}, {size})"
+            fits = x_shape[1:] == (size, size)
+            wanted = f"({channels}, {size}, {size})"
         else:
             fits = all(cells % patch == 0 and cells <= largest for cells in x_shape[1:])
             limit = f" of at most {largest} and" if largest < math.inf else ","
@@ -109,10 +113,8 @@ class Family:
         if not fits or x_shape[0] != channels:
             raise ValueError(f"the model takes samples of shape {wanted}, not {x_shape}")
         if self.text:
-            size, most = (
-                next(settings[key] for key in self.text if settings[key] is not None),
-                self.most_tokens(settings),
-            )
+            size = next(settings[key] for key in self.text if settings[key] is not None)
+            most = self.most_tokens(settings)
             vector = settings[self.pooled] if self.pooled else 0
             fits = condition.size == size and 0 < condition.length <= most and condition.vector_size in (0, vector)
             wanted = f"'tokens' of size {size}" + (f", at most {most}" if most < math.inf else "")

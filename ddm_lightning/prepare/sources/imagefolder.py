@@ -50,7 +50,8 @@ class ImageFolder:
         self, path: str, caption_column: str | None = _CAPTION, labels: bool = True, follow_links: bool = False
     ) -> None:
         self.files = Files(path, follow_links=follow_links)
-        self.caption_column, self.labels = caption_column, labels
+        self.caption_column = caption_column
+        self.labels = labels
 
     @cached_property
     def class_names(self) -> list[str]:
@@ -108,7 +109,9 @@ class ImageFolder:
         """Captions in caption files, by name of the image."""
         if self.caption_column is None:
             return {}
-        captions, columns, folders = dict[str, str](), dict[str, set[str]](), dict[str, str]()
+        captions = dict[str, str]()
+        columns = dict[str, set[str]]()
+        folders = dict[str, str]()
         for file in self.files.states:
             folder, _, base = file.rpartition("/")
             if _UNREAD.fullmatch(base.lower()):
@@ -122,7 +125,8 @@ class ImageFolder:
                     row = parse_json(row) if isinstance(row, bytes) else row
                     if isinstance(row.get(_REST), list):  # of CSV
                         raise ValueError("it has more cells than the first line: put text with commas in quotes")
-                    name, caption = self._image_of(folder, row["file_name"]), row.get(self.caption_column)
+                    name = self._image_of(folder, row["file_name"])
+                    caption = row.get(self.caption_column)
                     caption = caption_in(caption, name)
                     if name in captions or isinstance(caption, BrokenSample):
                         raise ValueError(f"{self.caption_column!r} is not text, or 'file_name' is not unique")
@@ -173,9 +177,12 @@ class ImageFolder:
         return name
 
     def _part(self, names: list[str]) -> Part:
-        states, digest = self.files.states, hashlib.sha256()
+        states = self.files.states
+        digest = hashlib.sha256()
         numbers = {name: number for number, name in enumerate(self.class_names)}
-        labels, captions, texts = list[int](), list[str | None](), list[str | None]()
+        labels = list[int]()
+        captions = list[str | None]()
+        texts = list[str | None]()
         for name in names:
             labels.append(numbers.get(name.rpartition("/")[0].partition("/")[0], -1) if numbers else 0)
             captions.append(self._captions.get(name))

@@ -49,7 +49,8 @@ class Mds(TableSource):
 
     def read(self, part: Part) -> Iterator[Record | BrokenSample]:
         """Yield the samples of the block; all are ``BrokenSample`` if the shard is damaged."""
-        raw, numbers = part.where["shard"], block_of(part)
+        raw = part.where["shard"]
+        numbers = block_of(part)
         shard = self._shards[raw]
         try:
             samples = self._samples(raw, shard, numbers)
@@ -66,7 +67,8 @@ class Mds(TableSource):
         """Entries of the index by the path of the uncompressed shard."""
         shards = {}
         for index in self.files.ending(_INDEX):
-            folder, place = index.removesuffix(_INDEX), self.files.shown(index)
+            folder = index.removesuffix(_INDEX)
+            place = self.files.shown(index)
             try:
                 for entry in parse_json(self.files.content(index))["shards"]:
                     shards[folder + entry["raw_data"]["basename"]] = {**entry, "folder": folder}

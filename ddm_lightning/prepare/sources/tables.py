@@ -180,7 +180,8 @@ class TableSource:
         scheme, mark, inner = path.rpartition("::")[2].partition("://")
         if _UNCHAINED.match(path) or (mark and scheme not in ("file", "local")):
             return content_or_error(path)
-        root, path = self.image_root or "", inner if mark else path
+        root = self.image_root or ""
+        path = inner if mark else path
         if path.startswith("/") or not root.startswith("http"):
             return next(self._images.contents([path]))
         return content_or_error(f"{root.rstrip('/')}/{path}")  # perhaps a server that lists nothing
@@ -257,7 +258,8 @@ class Parquet(TableSource):
         """
         import pyarrow
 
-        file, first_row = part.where["file"], part.where["start"]
+        file = part.where["file"]
+        first_row = part.where["start"]
         row = first_row
         with self._open(file) as reader:
             try:

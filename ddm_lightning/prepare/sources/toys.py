@@ -84,7 +84,8 @@ class Digits:
 
     packages: tuple[str, ...] = ("scikit-learn",)
     attribution = ""
-    num_classes, class_names = len(_NAMES), list(_NAMES)
+    num_classes = len(_NAMES)
+    class_names = list(_NAMES)
 
     def __init__(self) -> None:
         require("source 'digits'", *self.packages)

@@ -54,7 +54,9 @@ class Files:
     _is_folder = False
 
     def __init__(self, path: str, key: str = f"key '{PARAMS}.path'", follow_links: bool = False) -> None:
-        self.path, self._key, self._follow_links = path, key, follow_links
+        self.path = path
+        self._key = key
+        self._follow_links = follow_links
         filesystem, inner = self._filesystem()
         with self.reading():
             try:
@@ -102,9 +104,11 @@ class Files:
         self, infos: Iterable[dict[str, Any]], folders: tuple[str, ...] = ()
     ) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield path and information of each file that is not hidden; for a link, the information of its target."""
-        filesystem, root = self._filesystem()[0], os.path.realpath(self._root)
+        filesystem = self._filesystem()[0]
+        root = os.path.realpath(self._root)
         for info in infos:
-            path, parts = info["name"], self._relative(info["name"]).split("/")
+            path = info["name"]
+            parts = self._relative(info["name"]).split("/")
             if any(part.startswith(".") or part in _NOT_OF_THE_USER for part in parts):
                 continue
             if info.get("islink") or info["type"] == "link":  # SFTP has only the type

@@ -65,7 +65,8 @@ class WebDataset(TableSource):
     def _sizes(self, names: list[str]) -> dict[str, int]:
         """Return the number of samples of each tar with a ``…_stats.json`` of img2dataset beside it."""
         beside = {name: f"{name.removesuffix('.tar')}_stats.json" for name in names}
-        listed, sizes = [name for name in names if beside[name] in self.files.states], {}
+        listed = [name for name in names if beside[name] in self.files.states]
+        sizes = {}
         for name, content in zip(listed, self.files.contents([beside[name] for name in listed]), strict=True):
             with suppress(ValueError, TypeError, KeyError):  # unreadable, damaged, or of another program
                 found = parse_json(content if isinstance(content, bytes) else b"")
@@ -126,7 +127,9 @@ def samples_of(files: Files, name: str) -> Iterator[tuple[str, _Members | Broken
     the content of the earlier file to which it leads. Damage ends the tar: the damaged sample and the rest are
     ``BrokenSample``.
     """
-    key, members, earlier = "", _Members(), dict[str, tarfile.TarInfo]()
+    key = ""
+    members = _Members()
+    earlier = dict[str, tarfile.TarInfo]()
     try:
         # Zeros end a tar, but also stand between joined ones and where a download has left a hole.
         with files.open(name) as file, tarfile.open(fileobj=file, mode="r|", tarinfo=_Member, ignore_zeros=True) as tar:
@@ -139,13 +142,15 @@ def samples_of(files: Files, name: str) -> Iterator[tuple[str, _Members | Broken
                 if not is_file or base.startswith(".") or _META.match(member.name):
                     continue
                 stem, dot, extension = base.partition(".")
-                stem, extension = f"{folder}/{stem}" if folder else stem, extension.lower()
+                stem = f"{folder}/{stem}" if folder else stem
+                extension = extension.lower()
                 if stem == key and extension in members and extension not in _IMAGES:
                     continue
                 if stem != key or extension in members:
                     if members:
                         yield key, members
-                    key, members = stem, {}
+                    key = stem
+                    members = {}
                 if not dot:
                     yield stem, BrokenSample(stem, "no extension")
                     continue
