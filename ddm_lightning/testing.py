@@ -125,7 +125,10 @@ def _checking(what: str) -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            kind = "" if isinstance(error, AssertionError | UserError) else f"raises {type(error).__name__}: "
+            if isinstance(error, AssertionError | UserError):
+                kind = ""
+            else:
+                kind = f"raises {type(error).__name__}: "
             raise AssertionError(f"{what}: {kind}{' '.join(str(error).split())[:500]}") from error
 
 
@@ -158,8 +161,13 @@ def _condition(spec: ConditionSpec) -> Condition | None:
     if spec.kind == "none":
         return None
     is_class = spec.kind == "class"
-    values = torch.randint(spec.size, (_NUM_ROWS,)) if is_class else torch.randn(_NUM_ROWS, *spec.row_shape)
-    vectors = torch.randn(_NUM_ROWS, spec.vector_size) if spec.vector_size else None
+    if is_class:
+        values = torch.randint(spec.size, (_NUM_ROWS,))
+    else:
+        values = torch.randn(_NUM_ROWS, *spec.row_shape)
+    vectors = None
+    if spec.vector_size:
+        vectors = torch.randn(_NUM_ROWS, spec.vector_size)
     return Condition(values, torch.arange(_NUM_ROWS) < _NUM_KEPT, vectors)
 
 
@@ -176,7 +184,10 @@ def _check_outputs(
     ``build`` builds others alike.
     """
     t = torch.linspace(0.1, 0.9, _NUM_ROWS)
-    given = [x_t, t] if condition is None else [x_t, t, condition.values]
+    if condition is None:
+        given = [x_t, t]
+    else:
+        given = [x_t, t, condition.values]
     before = [value.clone() for value in given]
 
     def forward(network: nn.Module, condition: Condition | None, rows: slice = slice(None)) -> Tensor:
@@ -196,7 +207,10 @@ def _check_outputs(
     (out * torch.randn_like(out)).sum().backward()
     for name, parameter in network.named_parameters():
         if parameter.requires_grad:
-            gradient = torch.zeros(1) if parameter.grad is None else parameter.grad
+            if parameter.grad is None:
+                gradient = torch.zeros(1)
+            else:
+                gradient = parameter.grad
             assert (gradient != 0).any(), f"no gradient reaches parameter {name!r}"
             assert gradient.isfinite().all(), f"gradient of {name!r} not finite"
     network.eval()
@@ -361,7 +375,10 @@ def check_solver(factory: Callable[[], Any]) -> None:
         errors = float((whole.mean(0) - 1).abs().max()), float((whole.std(0) - 0.5).abs().max())
         assert max(errors) <= 0.05, f"mean and std of the samples are wrong by {errors[0]:.3f} and {errors[1]:.3f}"
         assert _agree(part, whole[3:5]), "a row depends on the other rows of its batch"
-        steps = set(range(num_steps - 1)) if solver.is_stochastic else set()
+        if solver.is_stochastic:
+            steps = set(range(num_steps - 1))
+        else:
+            steps = set()
         assert set(asked) == steps, f"draws noise for {len(set(asked))} steps, not {len(steps)}"
 
 

@@ -78,12 +78,18 @@ class EarthTiles:
         return block_parts(len(self._corners), f"{versions}; {self.size} by {self.stride}")
 
     def read(self, part: Part) -> Iterator[Record]:
-        name = "earth" if self.map == "bmng" else self.map
+        if self.map == "bmng":
+            name = "earth"
+        else:
+            name = self.map
         for y, x in self._corners[block_of(part).start : block_of(part).stop].tolist():
             climate = self._climate[self._on_raster(y, x)]
             zone = int(np.bincount(climate[climate != _OCEAN]).argmax()) - 1
             is_coast = (climate == _OCEAN).mean() >= _COAST
-            caption = f"coast, {_PHRASES[zone]}" if is_coast else _PHRASES[zone]
+            if is_coast:
+                caption = f"coast, {_PHRASES[zone]}"
+            else:
+                caption = _PHRASES[zone]
             image = self._map[y : y + self.size, x : x + self.size]
             yield Record(f"{name}-{y:04}-{x:04}", image, caption, zone, f"{y // self._region},{x // self._region}")
 

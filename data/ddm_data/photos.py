@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 from PIL import Image
@@ -50,7 +51,7 @@ class Photos:
         "domain or CC0) and scikit-learn (china.jpg by danielbuechele, flower.jpg by vultilion; CC BY 2.0)"
     )
     num_classes = len(_PHOTOS)
-    class_names = list(_PHOTOS.values())
+    class_names: ClassVar = list(_PHOTOS.values())
 
     def __init__(
         self, size: int = 48, stride: int = 16, block: int = 128, max_side: int = 768, min_std: float = 8.0

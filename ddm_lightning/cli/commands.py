@@ -94,7 +94,9 @@ def _prepared(experiment: Experiment, options: argparse.Namespace) -> Run | None
     from ddm_lightning.prepare.share import Share, prepare_share
     from ddm_lightning.prepare.stages import prepare
 
-    share = Share.parse(options.parts) if getattr(options, "parts", None) is not None else None
+    share = None
+    if getattr(options, "parts", None) is not None:
+        share = Share.parse(options.parts)
     folder = RunFolder.of(experiment).root
     check = _networks_check(experiment, options, initial=True)
     check_free(Run(experiment), parts=share is not None)
@@ -146,7 +148,10 @@ def _fit_one(member: str, experiment: Experiment, options: argparse.Namespace) -
     if state == "done":
         print_skipped([member], run, options)
         print(f"artifact: {run.folder.artifact(member)}\ncurves: tensorboard --logdir {run.folder.root}")
-    return processes.STOPPED if state == "stopped" else None
+    if state == "stopped":
+        return processes.STOPPED
+
+    return None
 
 
 def _fit_several(members: list[str], experiment: Experiment, options: argparse.Namespace) -> int | None:
@@ -171,7 +176,10 @@ def _fit_several(members: list[str], experiment: Experiment, options: argparse.N
     if failures:
         print(f"logs: {run.folder.root / 'members'}; run the same command again to train the rest", file=sys.stderr)
         codes = {failure.code for failure in failures.values()}
-        return codes.pop() if codes in ({2}, {processes.STOPPED}) else 1
+        if codes in ({2}, {processes.STOPPED}):
+            return codes.pop()
+
+        return 1
     if all(run.is_finished(member) for member in run.names):
         is_new = assemble(run)
         grid = _grid(experiment)
@@ -227,14 +235,20 @@ def _sample(experiment: Experiment, options: argparse.Namespace) -> None:
         seed=options.seed,
     )
     own = RunFolder.of(settings).samples
-    path = own if options.out is None else check_out(options.out)
+    if options.out is None:
+        path = own
+    else:
+        path = check_out(options.out)
     if path.suffix != ".png":
         changed = (options.prompt, options.classes, options.num, options.seed is not None)
         is_own = not any(changed) and not any(text.startswith("sample.") for text in options.overrides)
         name = settings.sample.member or settings.sample.strategy
         # A new file, so that earlier grids stay.
         new = (path / f"{name}-{number:03d}.png" for number in itertools.count(1))
-        path = _grid(settings) if is_own and path == own else next(p for p in new if not p.exists())
+        if is_own and path == own:
+            path = _grid(settings)
+        else:
+            path = next(p for p in new if not p.exists())
     ensemble = DecentralizedEnsemble.open(settings, partial=True)
     files = write_samples(
         ensemble,
@@ -296,7 +310,9 @@ def _replay(experiment: Experiment, options: argparse.Namespace) -> None:
 def _ema(experiment: Experiment, options: argparse.Namespace) -> None:
     member = _one_member(experiment, options)
     try:
-        width = None if options.use in (None, "original") else float(options.use)
+        width = None
+        if options.use not in (None, "original"):
+            width = float(options.use)
     except ValueError:
         raise UserError(f"--use {options.use}: give a width such as 0.08, or original") from None
     run = Run.open(experiment)

@@ -139,7 +139,10 @@ def print_skipped(members: Sequence[str], run: Run, options: argparse.Namespace)
     """Print how many steps each member has skipped, and how to look at them."""
     for member in members:
         if num := len({skipped.step for skipped in skipped_of(run.folder.member(member))}):
-            steps = "1 step" if num == 1 else f"{num} steps"
+            if num == 1:
+                steps = "1 step"
+            else:
+                steps = f"{num} steps"
             print(
                 f"{member}: skipped {steps} without a finite gradient; "
                 f"see {command_line('replay', options)} member={member}"

@@ -272,7 +272,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {line}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        remedy = "; run the same command again to resume" if options.command in _RESUMABLE else ""
+        if options.command in _RESUMABLE:
+            remedy = "; run the same command again to resume"
+        else:
+            remedy = ""
         print(f"interrupted{remedy}", file=sys.stderr)
         return STOPPED
 
@@ -288,7 +291,10 @@ def _run(options: argparse.Namespace) -> int:
 
     if options.command in ("fit", "replay", "ema"):
         chosen = [text for text in options.overrides if text.startswith("member=")]
-        options.member = chosen[-1].removeprefix("member=") if chosen else "all"
+        if chosen:
+            options.member = chosen[-1].removeprefix("member=")
+        else:
+            options.member = "all"
         options.overrides = [text for text in options.overrides if text not in chosen]
     if options.command == "fit" and options.member != "all":
         stop_as_by_ctrl_c()

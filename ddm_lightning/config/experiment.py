@@ -388,7 +388,10 @@ class IslandConfig:
     @property
     def size(self) -> str:
         """Devices in words: ``4 devices`` or ``2 nodes x 4 devices``."""
-        return f"{self.nodes} nodes x {self.devices} devices" if self.nodes > 1 else f"{self.devices} devices"
+        if self.nodes > 1:
+            return f"{self.nodes} nodes x {self.devices} devices"
+
+        return f"{self.devices} devices"
 
 
 @dataclass

@@ -102,7 +102,10 @@ def read_yaml(path: Path, remedy: str = "experiments/ has examples") -> DictConf
     except FileNotFoundError:
         raise UserError(f"{path}: no such file or folder; {remedy}") from None
     except yaml.MarkedYAMLError as error:
-        where = f" at line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        if error.problem_mark:
+            where = f" at line {error.problem_mark.line + 1}"
+        else:
+            where = ""
         raise UserError(f"{path}: YAML syntax{where}: {error.problem}; fix the file") from None
     except (ValueError, OSError, yaml.YAMLError, OmegaConfBaseException) as error:
         problem = (error.strerror if isinstance(error, OSError) else None) or first_line(error)
@@ -240,7 +243,10 @@ def describe() -> Iterator[tuple[str, str, str]]:
             continue
         form = inspect.formatannotation(hint).replace("typing.", "").replace("None", "null")
         form = form.replace(f"{PluginConfig.__module__}.PluginConfig", "{name, params}")
-        value = ", required" if default == checks.MISSING_MARK else f" = {json.dumps(default, default=asdict)}"
+        if default == checks.MISSING_MARK:
+            value = ", required"
+        else:
+            value = f" = {json.dumps(default, default=asdict)}"
         limits = checks.limits(kind).get(own.name)
         yield key, f" {form}{value}" + (f", {limits[1]}" if limits else ""), text
 
@@ -272,7 +278,10 @@ def _docs(kind: type) -> dict[str, str]:
     body = ast.parse(inspect.getsource(kind)).body[0]
     assert isinstance(body, ast.ClassDef)
     parent = kind.__base__
-    found = dict(_docs(parent)) if parent is not None and is_dataclass(parent) else {}
+    if parent is not None and is_dataclass(parent):
+        found = dict(_docs(parent))
+    else:
+        found = {}
     for statement, below in zip(body.body, body.body[1:], strict=False):
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
             text = inspect.cleandoc(str(below.value.value))  # type: ignore[attr-defined]

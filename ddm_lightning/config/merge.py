@@ -48,12 +48,18 @@ def expert_section(name: str, experiment: Experiment) -> ExpertConfig:
 
 def init_of(section: ExpertConfig | RouterConfig) -> InitConfig | None:
     """Weights that the members of a section start from; None for random ones."""
-    return None if section.init_from is None else InitConfig(**init_keys(section.init_from))
+    if section.init_from is None:
+        return None
+
+    return InitConfig(**init_keys(section.init_from))
 
 
 def init_keys(value: Any) -> dict[str, Any]:
     """Value of a key ``init_from`` in its long form."""
-    return {"source": None, **value} if isinstance(value, dict) else {"source": value}
+    if isinstance(value, dict):
+        return {"source": None, **value}
+
+    return {"source": value}
 
 
 def expert_clusters(experiment: Experiment) -> list[int]:
@@ -67,7 +73,10 @@ def island_of(name: str, experiment: Experiment) -> IslandConfig:
     """Settings of the member's island: ``island`` with what ``islands`` says of its kind, then of the member."""
     kind = name.partition("-")[0]
     of_kind = changed(experiment.island, experiment.islands.get(kind))
-    return of_kind if name == kind else changed(of_kind, experiment.islands.get(name))
+    if name == kind:
+        return of_kind
+
+    return changed(of_kind, experiment.islands.get(name))
 
 
 def changed(section: _Section, change: Mapping[str, Any] | None) -> _Section:

@@ -30,7 +30,10 @@ def blamed(source: str | Path, overrides: Sequence[str], key: str, problem: str 
     own = [text for text, at in typed.items() if f"{key}.".startswith(f"{at}.") or at.startswith(f"{key}.")]
     # If two keys contradict each other, ``key`` may be in the file, and ``problem`` names the overridden one.
     other = [text for text, at in typed.items() if "." in at and at in problem]
-    return f"{source} with {(own or other)[-1]!r}" if own or other else str(source)
+    if own or other:
+        return f"{source} with {(own or other)[-1]!r}"
+
+    return str(source)
 
 
 def check_experiment(
@@ -140,7 +143,10 @@ def _rules_of_expert(name: str, expert: ExpertConfig, experiment: Experiment) ->
     base = experiment.expert
     batch = expert.train.global_batch_size
     num_experts = experiment.num_experts
-    number = "expert.num_experts" if base.num_experts else "prepare.partition.num_clusters"
+    if base.num_experts:
+        number = "expert.num_experts"
+    else:
+        number = "prepare.partition.num_clusters"
     for is_wrong, key, problem in (
         *(
             (expert is not base and key in base.overrides.get(name, {}), key, "cannot be overridden; remove it")
@@ -179,7 +185,10 @@ def _rules_of_expert(name: str, expert: ExpertConfig, experiment: Experiment) ->
             "must be that of all experts, because adapters share one base; remove it",
         ),
     ):
-        own = (f"expert.{key}", problem) if name == "expert" else (f"expert.overrides.{name}", f"{key} {problem}")
+        if name == "expert":
+            own = (f"expert.{key}", problem)
+        else:
+            own = (f"expert.overrides.{name}", f"{key} {problem}")
         yield is_wrong, *own
 
 
@@ -188,7 +197,10 @@ def _rules_of_island(name: str, batch_size: int, experiment: Experiment) -> Iter
     island = island_of(name, experiment)
     own = (name, name.partition("-")[0])
     section = next((f"islands.{key}" for key in own if key in experiment.islands), "island")
-    times = f"times nodes = {island.nodes} " if island.nodes > 1 else ""
+    if island.nodes > 1:
+        times = f"times nodes = {island.nodes} "
+    else:
+        times = ""
     for is_wrong, key, problem in (
         (
             batch_size % island.num_ranks > 0,

@@ -203,8 +203,14 @@ def kept(record: Any, kind: Any) -> Any:
     """The keys of a record that the dataclass ``kind`` has; others, of earlier releases, do not count."""
     kind, _ = without_none(kind)
     is_section = is_dataclass(kind) and isinstance(record, dict)
-    known = hints(kind) if is_section else {}
-    return {name: kept(record[name], known[name]) for name in record if name in known} if is_section else record
+    if is_section:
+        known = hints(kind)
+    else:
+        known = {}
+    if is_section:
+        return {name: kept(record[name], known[name]) for name in record if name in known}
+
+    return record
 
 
 @functools.cache
@@ -212,7 +218,10 @@ def without_none(kind: Any) -> tuple[Any, bool]:
     """A type without its option None, and whether it has that option."""
     options = [inner for inner in typing.get_args(kind) if inner is not type(None)]
     is_union = isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union
-    return (options[0], True) if is_union and len(options) == 1 else (kind, False)
+    if is_union and len(options) == 1:
+        return (options[0], True)
+
+    return (kind, False)
 
 
 # Of each kind: whether a value is one, its name, and the remedy for any other value of settings.
@@ -270,13 +279,19 @@ class _Checker:
         inner = (typing.get_args(kind) if origin in _CONTAINERS else ()) or (Any,)
         if isinstance(value, (list, tuple)):
             entries = [self.checked(entry, inner[0], f"{key}[{index}]") for index, entry in enumerate(value)]
-            return tuple(entries) if origin is tuple else entries
+            if origin is tuple:
+                return tuple(entries)
+
+            return entries
         if isinstance(value, dict):
             for name in value:
                 if not isinstance(name, str):
                     self._refuse_value(f"{key}.{name}", "a string as a key", name, "put the key into quotes")
             return {name: self.checked(entry, inner[-1], f"{key}.{name}") for name, entry in value.items()}
-        return float(value) if kind is float else value
+        if kind is float:
+            return float(value)
+
+        return value
 
     def _is_open(self, value: Any) -> bool:
         """Whether a setting is not known yet: missing, or a reference."""
@@ -287,11 +302,17 @@ class _Checker:
         kinds = hints(kind)
         known = f"known there: {', '.join(kinds)}"
         if not isinstance(value, dict):
-            remedy = f"write it as {{name: {value}}}" if "name" in kinds and isinstance(value, str) else known
+            if "name" in kinds and isinstance(value, str):
+                remedy = f"write it as {{name: {value}}}"
+            else:
+                remedy = known
             self._refuse_value(key, "a section of keys", value, remedy)
         found = {}
         for own in fields(kind):
-            below = f"{key}.{own.name}" if key else own.name
+            if key:
+                below = f"{key}.{own.name}"
+            else:
+                below = own.name
             if own.name in value:
                 inner = value[own.name]
                 found[own.name] = self.checked(inner, kinds[own.name], below)
@@ -302,8 +323,14 @@ class _Checker:
         for name in value:
             if name not in kinds:
                 near = difflib.get_close_matches(str(name), list(kinds), n=1)
-                guess = f"did you mean {near[0]!r}? " if near else ""
-                below = f"{key}.{name}" if key else str(name)
+                if near:
+                    guess = f"did you mean {near[0]!r}? "
+                else:
+                    guess = ""
+                if key:
+                    below = f"{key}.{name}"
+                else:
+                    below = str(name)
                 self._refuse(f"unknown key {below!r}; {guess}{known}")
         if not self.remedy:
             return found
@@ -318,8 +345,14 @@ class _Checker:
             self._refuse(f"key {key!r} = {_short(value)}: must be {wanted}")
 
     def _refuse_value(self, key: str, wanted: str, value: Any, remedy: str) -> NoReturn:
-        where = f"key {key!r}: " if key else ""
-        shown = "null" if value is None else _short(value)
+        if key:
+            where = f"key {key!r}: "
+        else:
+            where = ""
+        if value is None:
+            shown = "null"
+        else:
+            shown = _short(value)
         self._refuse(f"{where}must be {wanted}, is {shown}", remedy)
 
     def _refuse(self, problem: str, remedy: str = "") -> NoReturn:
@@ -328,4 +361,7 @@ class _Checker:
 
 def _short(value: Any) -> str:
     text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    if len(text) <= 60:
+        return text
+
+    return text[:57] + "..."

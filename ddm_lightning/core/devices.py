@@ -36,7 +36,10 @@ _DEVICES: tuple[tuple[str, str, int, tuple[float, float, float]], ...] = (
 
 def resolve_accelerator(accelerator: str) -> str:
     """Resolve ``auto`` to ``gpu`` or ``cpu``; return other names unchanged."""
-    return ("gpu" if torch.cuda.is_available() else "cpu") if accelerator == "auto" else accelerator
+    if accelerator == "auto":
+        return "gpu" if torch.cuda.is_available() else "cpu"
+
+    return accelerator
 
 
 def device_of(accelerator: str) -> torch.device:
@@ -45,7 +48,10 @@ def device_of(accelerator: str) -> torch.device:
         return torch.device("cpu")
     mine = Ranks.read()
     count = torch.cuda.device_count()
-    return torch.device("cuda", mine.local_rank % count) if mine.launched and count else torch.device("cuda")
+    if mine.launched and count:
+        return torch.device("cuda", mine.local_rank % count)
+
+    return torch.device("cuda")
 
 
 def configure_torch(accelerator: str, num_threads: int) -> None:
@@ -72,7 +78,10 @@ def resolve_precision(precision: str, device: torch.device) -> str:
     if precision != "auto":
         return precision
     has_units = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    return "bf16-mixed" if has_units else "32-true"
+    if has_units:
+        return "bf16-mixed"
+
+    return "32-true"
 
 
 @contextmanager
@@ -113,7 +122,10 @@ def check_devices(accelerator: str, devices: int) -> None:
     Raises:
         UserError: torch can use no GPU, or fewer than ``devices``.
     """
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if torch.cuda.is_available():
+        count = torch.cuda.device_count()
+    else:
+        count = 0
     if resolve_accelerator(accelerator) == "gpu" and count < devices:
         raise UserError(
             f"key 'island.devices' = {devices} with 'island.accelerator' = {accelerator!r}, "
@@ -145,8 +157,14 @@ def peak_tflops(name: str, precision: str, *, tf32: bool = False) -> float | Non
 
 def devices_named(accelerator: str, devices: int) -> str:
     """Name of a member's devices, such as ``8 x NVIDIA H100 80GB HBM3``."""
-    name = torch.cuda.get_device_name() if resolve_accelerator(accelerator) == "gpu" else "CPU"
-    return f"{devices} x {name}" if devices > 1 else name
+    if resolve_accelerator(accelerator) == "gpu":
+        name = torch.cuda.get_device_name()
+    else:
+        name = "CPU"
+    if devices > 1:
+        return f"{devices} x {name}"
+
+    return name
 
 
 def known_device(name: str) -> tuple[str, int]:
@@ -158,7 +176,8 @@ def known_device(name: str) -> tuple[str, int]:
     for known, pattern, gigabytes, _ in _DEVICES:
         if re.search(pattern, name):
             size = re.search(r"(\d+) ?GB", name) if known != "GH200" else None  # whose name has the host's memory
-            gigabytes = int(size[1]) if size else gigabytes
+            if size:
+                gigabytes = int(size[1])
             return f"{known} {gigabytes}GB", gigabytes * 10**9
     raise UserError(f"unknown device {name!r}; known: {', '.join(known for known, *_ in _DEVICES)}")
 
@@ -173,4 +192,7 @@ def peak_of_this_device(accelerator: str, precision: str) -> tuple[str, float | 
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's shard of a DTensor, sharing its memory; other tensors unchanged."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()
+
+    return tensor

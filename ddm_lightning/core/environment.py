@@ -57,7 +57,10 @@ class Ranks:
 def _number(name: str) -> int | None:
     """Value of a variable; None if it is no whole number of at least 0."""
     text = os.environ.get(name, "")
-    return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else None
+    if re.fullmatch(r"[0-9]{1,9}", text):
+        return int(text)
+
+    return None
 
 
 def enter() -> None:
@@ -127,7 +130,8 @@ def place_of(nodes: int) -> Place:
             raise UserError(
                 f"key 'island.nodes' = {nodes}: srun started {tasks} tasks; start one per node: --ntasks-per-node=1"
             )
-        node = _number("SLURM_PROCID") if node is None else node
+        if node is None:
+            node = _number("SLURM_PROCID")
         first = re.sub(r"\[(\w+)[^]]*\]", r"\1", os.environ["SLURM_STEP_NODELIST"]).partition(",")[0]
         address = address or first
         port = port or f"{15000 + int(os.environ['SLURM_JOB_ID'][-4:])}"

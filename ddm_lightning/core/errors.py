@@ -48,7 +48,10 @@ def line_of(error: BaseException) -> str | None:
 
 def _line_of_file(error: OSError) -> str | None:
     # TensorBoard's names are bytes; there is none if writing to an open file failed.
-    place = error.filename.decode(errors="replace") if isinstance(error.filename, bytes) else error.filename
+    if isinstance(error.filename, bytes):
+        place = error.filename.decode(errors="replace")
+    else:
+        place = error.filename
     names_path = isinstance(error, (PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError))
     if names_path or error.errno in (errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP):
         return f"{place}: {error.strerror}; check its permissions, or give another folder (run_dir, --out)"
@@ -90,7 +93,10 @@ def with_password(url: str) -> str:
     """Add the password of the environment variable ``DDM_PASSWORD_USER_HOST`` to a URL with a user and without one."""
     found = re.match(r"\w+://([^/:@]+)@([^/:]*)", url)
     password = os.environ.get(_password_variable(*found.groups())) if found else None
-    return url if password is None else url.replace("@", f":{quote(password, safe='')}@", 1)
+    if password is None:
+        return url
+
+    return url.replace("@", f":{quote(password, safe='')}@", 1)
 
 
 def _password_variable(user: str, host: str) -> str:

@@ -35,7 +35,10 @@ class S3FileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no a
     def __init__(self, timeout: float) -> None:
         super().__init__(timeout=timeout)
         session = boto3.Session()
-        signature = {} if session.get_credentials() else {"signature_version": UNSIGNED}
+        if session.get_credentials():
+            signature = {}
+        else:
+            signature = {"signature_version": UNSIGNED}
         config = Config(connect_timeout=timeout, read_timeout=timeout, retries={"mode": "adaptive"}, **signature)
         self._client = session.client("s3", config=config, endpoint_url=os.environ.get("S3_ENDPOINT_URL"))
 
@@ -59,11 +62,17 @@ class S3FileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no a
                 found += [_file(f"{bucket}/{entry['Key']}", entry["Size"], entry) for entry in page.get("Contents", ())]
         if not found:
             raise FileNotFoundError(path)
-        return found if detail else [entry["name"] for entry in found]
+        if detail:
+            return found
+
+        return [entry["name"] for entry in found]
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
         bucket, key = _split(path)
-        part = {} if start is None else {"Range": f"bytes={start}-{'' if end is None else end - 1}"}
+        if start is None:
+            part = {}
+        else:
+            part = {"Range": f"bytes={start}-{'' if end is None else end - 1}"}
         with _missing(path):
             return self._client.get_object(Bucket=bucket, Key=key, **part)["Body"].read()
 
@@ -78,7 +87,10 @@ class S3FileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no a
 
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **_: Any) -> None:
         bucket, key = _split(path)
-        condition = {"IfNoneMatch": "*"} if mode == "create" else {}
+        if mode == "create":
+            condition = {"IfNoneMatch": "*"}
+        else:
+            condition = {}
         try:
             self._client.put_object(Bucket=bucket, Key=key, Body=value, **condition)
         except ClientError as error:

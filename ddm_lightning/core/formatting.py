@@ -38,7 +38,10 @@ def format_duration(seconds: float) -> str:
 
 def format_number(value: float) -> str:
     """Format a number with three significant digits, or all digits of a larger one: ``0.0512``, ``51.2``, ``5,120``."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    if value >= 100:
+        return f"{value:,.0f}"
+
+    return f"{value:.3g}"
 
 
 def table(
@@ -114,6 +117,12 @@ class Bars(Progress):
 
 
 def _line_of(task: Task) -> str:
-    left = f", {format_duration(task.time_remaining)} left" if task.time_remaining else ""
-    note = f", {task.fields['note']}" if task.fields["note"] else ""
+    if task.time_remaining:
+        left = f", {format_duration(task.time_remaining)} left"
+    else:
+        left = ""
+    if task.fields["note"]:
+        note = f", {task.fields['note']}"
+    else:
+        note = ""
     return f"{task.description}: {task.completed:,.0f} of {task.total or 0:,.0f}{left}{note}"

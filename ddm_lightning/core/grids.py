@@ -103,7 +103,10 @@ def heat_map(axis: Axes, values: np.ndarray, numbers: np.ndarray, form: str, **o
     axis.set(xticks=range(values.shape[1]), yticks=range(values.shape[0]))
     for (row, column), number in np.ndenumerate(numbers):
         red, green, blue, _ = image.to_rgba(values[row, column])
-        colour = "w" if 0.3 * red + 0.6 * green + 0.1 * blue < 0.5 else "k"
+        if 0.3 * red + 0.6 * green + 0.1 * blue < 0.5:
+            colour = "w"
+        else:
+            colour = "k"
         axis.text(column, row, f"{number:{form}}", ha="center", va="center", fontsize="x-small", color=colour)
 
 

@@ -91,7 +91,10 @@ def start_time(pid: int) -> str:
     except OSError:
         return ""
     fields = text.rpartition(")")[2].split()  # from field 3 of proc(5) on; the command's name may hold anything
-    return "" if fields[0] in "ZX" else fields[19]
+    if fields[0] in "ZX":
+        return ""
+
+    return fields[19]
 
 
 @contextlib.contextmanager
@@ -140,4 +143,7 @@ def stop_as_by_ctrl_c() -> None:
 
 def num_cores() -> int:
     """Number of cores available to this process; all cores where the system has no affinity (macOS)."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+
+    return os.cpu_count() or 1

@@ -81,7 +81,10 @@ class Registry:
                 try:
                     return entry.load()
                 except (ImportError, AttributeError) as error:
-                    package = entry.dist.name if entry.dist else entry.value
+                    if entry.dist:
+                        package = entry.dist.name
+                    else:
+                        package = entry.value
                     raise UserError(
                         f"{self.kind} {name!r} of the package {package!r} cannot be imported: {error}; "
                         "fix or reinstall that package"

@@ -107,7 +107,10 @@ def get(url: str, path: Path) -> None:
 
     def fetch(remote: AbstractFileSystem, inner: str) -> None:
         # fsspec's own takes a local file that it may not read for a missing one.
-        copy = shutil.copyfile if isinstance(remote, LocalFileSystem) else remote.get_file
+        if isinstance(remote, LocalFileSystem):
+            copy = shutil.copyfile
+        else:
+            copy = remote.get_file
         atomic_write(path, lambda temporary: copy(inner, str(temporary)))
 
     attempt(url, fetch)
@@ -289,7 +292,10 @@ def attempt(url: str, action: Callable[[Any, str], _Result]) -> _Result:
             is_full = isinstance(error, OSError) and error.errno == errno.ENOSPC
             is_final = isinstance(error, (ImportError, ValueError, PermissionError)) or is_full or not is_url(url)
             if is_final or number == _ATTEMPTS - 1:
-                kind = OSError if is_final else ConnectionError
+                if is_final:
+                    kind = OSError
+                else:
+                    kind = ConnectionError
                 raise kind(shown(f"{url}: {_reason(error)}")) from raised
         disconnect()
         time.sleep(2**number + random.random() / 2)
@@ -299,7 +305,10 @@ def attempt(url: str, action: Callable[[Any, str], _Result]) -> _Result:
 def cause_of(error: BaseException) -> BaseException:
     """The error itself, or what fsspec's HTTP takes for a missing file, such as a refused connection."""
     cause = error.__cause__
-    return cause if cause and "aiohttp" in type(cause).__module__ else error
+    if cause and "aiohttp" in type(cause).__module__:
+        return cause
+
+    return error
 
 
 def _reason(error: BaseException) -> str:
@@ -308,4 +317,7 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, EOFError):  # of paramiko, without a message
         return "the connection was closed"
     last = getattr(error, "last_exception", None)  # of boto3, whose own message is the number of attempts
-    return first_line(error) if last is None else f"{first_line(error)}: {first_line(last)}"
+    if last is None:
+        return first_line(error)
+
+    return f"{first_line(error)}: {first_line(last)}"

@@ -102,7 +102,10 @@ def read_header(path: Path, remedy: str, *, link: bool = False) -> dict[str, Ten
     except FileNotFoundError:
         raise UserError(f"{path}: the weights are missing; {remedy}") from None
     except (SafetensorError, OSError, ValueError, TypeError, RuntimeError, KeyError, MemoryError) as error:
-        problem = f"holds weights of type {error}" if isinstance(error, KeyError) else first_line(error)
+        if isinstance(error, KeyError):
+            problem = f"holds weights of type {error}"
+        else:
+            problem = first_line(error)
         raise UserError(f"{path}: not a whole safetensors file ({problem}); {remedy}") from None
 
 
@@ -110,7 +113,10 @@ def prefixed(weights: Mapping[str, Tensor], network: nn.Module) -> Mapping[str, 
     """Weights by their names in a network; only the model that it ``wraps`` may be given, without the rest."""
     inner = getattr(network, "wraps", "")
     is_inner = inner and not any(name.startswith(inner) for name in weights)
-    return {inner + name: value for name, value in weights.items()} if is_inner else weights
+    if is_inner:
+        return {inner + name: value for name, value in weights.items()}
+
+    return weights
 
 
 def misfits(has: Mapping[str, Tensor], needs: Mapping[str, Tensor]) -> dict[str, str]:
@@ -130,12 +136,18 @@ def misfits(has: Mapping[str, Tensor], needs: Mapping[str, Tensor]) -> dict[str,
 
 def in_short(problems: Mapping[str, str]) -> str:
     """The first three of the result of ``misfits``, and the number of the others."""
-    more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+    if len(problems) > 3:
+        more = f" and {len(problems) - 3} more"
+    else:
+        more = ""
     return ", ".join([*problems.values()][:3]) + more
 
 
 def _described(weight: Tensor) -> str:
-    kind = "floats" if weight.is_floating_point() else str(weight.dtype).removeprefix("torch.")
+    if weight.is_floating_point():
+        kind = "floats"
+    else:
+        kind = str(weight.dtype).removeprefix("torch.")
     return f"{kind} {list(weight.shape)}"
 
 
@@ -162,8 +174,13 @@ def free_bytes() -> float:
     # of Linux; of a container
     meminfo = Path("/proc/meminfo")
     limit = Path("/sys/fs/cgroup/memory.max")
-    found = re.search(r"MemAvailable: *(\d+) kB", meminfo.read_text()) if meminfo.exists() else None
-    most = limit.read_text().strip() if limit.exists() else ""
+    found = None
+    if meminfo.exists():
+        found = re.search(r"MemAvailable: *(\d+) kB", meminfo.read_text())
+    if limit.exists():
+        most = limit.read_text().strip()
+    else:
+        most = ""
     return min(int(found[1]) << 10 if found else math.inf, int(most) if most.isdigit() else math.inf)
 
 

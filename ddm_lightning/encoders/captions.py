@@ -149,9 +149,15 @@ class _TextModel(Pretrained):
             config_class = getattr(import_module("transformers"), self.config_class)
             self.text_config = config_class.from_pretrained(self.folder, local_files_only=True)
         self.size, self.width, limit = self._sizes()
-        self.max_tokens = limit if max_tokens is None else max_tokens
+        if max_tokens is None:
+            self.max_tokens = limit
+        else:
+            self.max_tokens = max_tokens
         if self.max_tokens < 2 or (self.has_positions and self.max_tokens > limit):
-            at_most = f" and at most {limit}, the model's number of positions" if self.has_positions else ""
+            if self.has_positions:
+                at_most = f" and at most {limit}, the model's number of positions"
+            else:
+                at_most = ""
             raise ValueError(f"max_tokens = {max_tokens} must be at least 2{at_most}")
 
     @abstractmethod
@@ -184,7 +190,10 @@ class _TextModel(Pretrained):
     @property
     def token_shape(self) -> tuple[int, int] | None:
         """Tokens per caption and entries of each; None if a single vector is stored."""
-        return None if self.store == "pooled" else (self.max_tokens, self.width)
+        if self.store == "pooled":
+            return None
+
+        return (self.max_tokens, self.width)
 
     def _config_files(self) -> list[Path]:
         names = {name for files in self.tokenizer_files for name in files}
@@ -277,12 +286,18 @@ class _TextModel(Pretrained):
     def tokens_of_stored(self, stored: Mapping[str, Tensor]) -> Float[Tensor, "n m width"]:
         """Turn stored columns into states, float32, on their device, to which the model moves if ids are stored."""
         is_stored = "text_tokens" in stored
-        return stored["text_tokens"].float() if is_stored else self._run(stored["text_ids"], stored["text_length"])[0]
+        if is_stored:
+            return stored["text_tokens"].float()
+
+        return self._run(stored["text_ids"], stored["text_length"])[0]
 
     @torch.no_grad()
     def vectors_of_stored(self, stored: Mapping[str, Tensor]) -> Float[Tensor, "n size"]:
         """Turn stored columns into vectors, float32, on their device, to which the model moves if ids are stored."""
-        return stored["text"].float() if "text" in stored else self._run(stored["text_ids"], stored["text_length"])[1]
+        if "text" in stored:
+            return stored["text"].float()
+
+        return self._run(stored["text_ids"], stored["text_length"])[1]
 
 
 @CAPTION_ENCODERS.register("clip-text")
@@ -304,8 +319,14 @@ class CLIPText(_TextModel):
         # Some configurations of whole CLIPs state another size than their weights have.
         projection = self.shapes.get("text_projection.weight")
         config = self.text_config
-        config.projection_dim = projection[0] if projection else 0
-        self.model_class = "CLIPTextModelWithProjection" if projection else "CLIPTextModel"
+        if projection:
+            config.projection_dim = projection[0]
+        else:
+            config.projection_dim = 0
+        if projection:
+            self.model_class = "CLIPTextModelWithProjection"
+        else:
+            self.model_class = "CLIPTextModel"
         return config.projection_dim or config.hidden_size, config.hidden_size, config.max_position_embeddings
 
     def _pooled(
@@ -313,7 +334,10 @@ class CLIPText(_TextModel):
     ) -> Float[Tensor, "n size"]:
         # End of text is the last token; its id does not locate it, because some tokenizers pad with it.
         last = states[torch.arange(len(states), device=states.device), mask.sum(1) - 1]
-        return network.text_projection(last) if self.text_config.projection_dim else last
+        if self.text_config.projection_dim:
+            return network.text_projection(last)
+
+        return last
 
 
 @CAPTION_ENCODERS.register("t5-text")

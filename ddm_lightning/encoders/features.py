@@ -147,7 +147,8 @@ class Inception:
     def __init__(self, path: str = ".", device: str = "cpu") -> None:
         self.device = torch.device(device)
         self.path = Path(path).expanduser()
-        self.path = self.path / INCEPTION_FILE if self.path.is_dir() else self.path
+        if self.path.is_dir():
+            self.path = self.path / INCEPTION_FILE
         if self.path.name != INCEPTION_FILE or not self.path.is_file():
             raise UserError(
                 f"{self.path}: the weights of 'inception' ({INCEPTION_FILE}) are missing; "

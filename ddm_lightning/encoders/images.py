@@ -148,7 +148,10 @@ class DiffusersVAE(Pretrained):
         """
         device = self._found_device()
         height, width = (self.x_shape(extent)[1] for extent in images.shape[1:3])
-        stacked = 2 if self.stores == "posterior" else 1
+        if self.stores == "posterior":
+            stacked = 2
+        else:
+            stacked = 1
         network = self._network(device)
         dtype = self.dtype_on(device)
 

@@ -90,7 +90,10 @@ class StoredForm:
         """Sample ``x_0`` from its Gaussian; return a stored ``x_0`` unchanged."""
         mean = self.mean(stored)
         std = self.std(stored)
-        return mean if std is None else mean + std * torch.randn(mean.shape, generator=generator, device=mean.device)
+        if std is None:
+            return mean
+
+        return mean + std * torch.randn(mean.shape, generator=generator, device=mean.device)
 
 
 @cache
@@ -101,7 +104,10 @@ def _per_channel(values: tuple[float, ...], device: torch.device, dtype: torch.d
 
 def numbered(name: str, number: int) -> str:
     """Return the name of the column of an image's caption ``number``: ``text``, ``text_2``, ``text_3`` …"""
-    return f"{name}_{number + 1}" if number else name
+    if number:
+        return f"{name}_{number + 1}"
+
+    return name
 
 
 def draw_caption(

@@ -86,7 +86,9 @@ class Pretrained:
 
     def __init__(self, path: str, **params: Any) -> None:
         given = PretrainedParams(**params)
-        self.compute_dtype = None if given.compute_dtype is None else _DTYPES[given.compute_dtype]
+        self.compute_dtype = None
+        if given.compute_dtype is not None:
+            self.compute_dtype = _DTYPES[given.compute_dtype]
         self.device = torch.device(given.device)
         require(self.place, *self.packages, extra=EXTRA)
         self._path = path
@@ -108,7 +110,10 @@ class Pretrained:
         A single file of weights has its own SHA-256, as shown on the hub.
         """
         hashes = {path.name: sha256_file(path) for path in self.weights}
-        weights = next(iter(hashes.values())) if len(hashes) == 1 else sha256_json(hashes)
+        if len(hashes) == 1:
+            weights = next(iter(hashes.values()))
+        else:
+            weights = sha256_json(hashes)
         config = {path.name: sha256_file(path) for path in self._config_files()}
         # The hub's cache has one folder per commit.
         commit = re.search(r"/snapshots/([0-9a-f]{40})(?:/|$)", self.folder.as_posix())
@@ -135,8 +140,14 @@ class Pretrained:
             raise UserError(f"{self._path}: is no folder, needed by {self.place}; set its parameter 'path'")
         for only_cached in (True, False) if on_hub else (False,):
             with suppress(UserError) if only_cached else nullcontext():
-                root = self._snapshot(subfolder, names, only_cached) if on_hub else local
-                folder = inside(root, subfolder, root) if subfolder else root
+                if on_hub:
+                    root = self._snapshot(subfolder, names, only_cached)
+                else:
+                    root = local
+                if subfolder:
+                    folder = inside(root, subfolder, root)
+                else:
+                    folder = root
                 check(folder)
                 return folder
         raise AssertionError("the last attempt returns or raises")
@@ -144,7 +155,10 @@ class Pretrained:
     def _snapshot(self, subfolder: str | None, names: Sequence[str], only_cached: bool) -> Path:
         from huggingface_hub import errors, snapshot_download
 
-        prefix = f"{subfolder.strip('/')}/" if subfolder else ""
+        if subfolder:
+            prefix = f"{subfolder.strip('/')}/"
+        else:
+            prefix = ""
         name = self._path
         try:
             found = snapshot_download(
@@ -197,14 +211,20 @@ class Pretrained:
         if self.compute_dtype is not None:
             return self.compute_dtype
         is_fast = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)  # from Ampere on
-        return torch.bfloat16 if is_fast and self.is_safe_in_bfloat16 else torch.float32
+        if is_fast and self.is_safe_in_bfloat16:
+            return torch.bfloat16
+
+        return torch.float32
 
     def _found_device(self, or_cpu: bool = False) -> torch.device:
         """Return the device; if the machine lacks it, return the CPU or raise ``UserError``."""
         is_missing = self.device.type == "cuda" and (self.device.index or 0) >= torch.cuda.device_count()
         if is_missing and not or_cpu:
             raise UserError(f"{self.place}: this machine has no {str(self.device)!r}; set its parameter 'device'")
-        return torch.device("cpu") if is_missing else self.device
+        if is_missing:
+            return torch.device("cpu")
+
+        return self.device
 
 
 def on_device(network: Any, device: torch.device) -> Any:

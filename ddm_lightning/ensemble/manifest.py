@@ -241,12 +241,17 @@ def read_ensemble(path: Path, *, partial: bool = False) -> EnsembleManifest:
     priors = document.priors
     clusters = document.expert_clusters or [*range(len(priors))]
     folders = {entry.member: _artifact_folder(entry, path, is_run=document.about is None) for entry in document.members}
-    order = [name for name in folders if name != ROUTER] if document.changed else None
+    order = None
+    if document.changed:
+        order = [name for name in folders if name != ROUTER]
     present = folders
     lost = set[str]()
     if partial:
         present = {name: folder for name, folder in folders.items() if (folder / MEMBER_FILE).exists()}
-        all_names = {*folders} if order else _of_partition(clusters)
+        if order:
+            all_names = {*folders}
+        else:
+            all_names = _of_partition(clusters)
         lost = all_names - {*present}
     manifest = checked(path, present, priors, order, lost, clusters)
     for entry in document.members:
@@ -340,9 +345,15 @@ def checked(
         if len({cluster_of(metas[name]) for name in own}) > 1:
             problem = "experts of several clusters"
         if problem:
-            remedy = "give an expert of their cluster for these noise levels" if changed else _REMEDY
+            if changed:
+                remedy = "give an expert of their cluster for these noise levels"
+            else:
+                remedy = _REMEDY
             raise UserError(f"{path}: {', '.join(own)}: {problem}; {remedy}")
-    total = sum(shares.values()) if lost else 1
+    if lost:
+        total = sum(shares.values())
+    else:
+        total = 1
     missing = [of_expert[name] for name in lost if name in of_expert]
     return EnsembleManifest(
         priors=tuple(share / total for share in shares.values()),
@@ -376,7 +387,10 @@ def knows(router: ArtifactMeta | None, name: str, expert: ArtifactMeta) -> bool:
 def logit_of(name: str, expert: ArtifactMeta) -> int:
     """Which of a router's logits stands for the expert's cluster; that of other data has the number of ``name``."""
     assert expert.cluster is not None
-    return expert.cluster if expert.member == name else expert_number(name)
+    if expert.member == name:
+        return expert.cluster
+
+    return expert_number(name)
 
 
 def assemble(run: Run, *, partial: bool = False) -> bool:

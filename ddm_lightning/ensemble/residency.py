@@ -37,7 +37,9 @@ class ResidentExperts(Sequence[Any]):
         if device.type == "cuda" and sum(tensor.nbytes for tensor in tensors) < free_bytes() / 2:
             for tensor in tensors:
                 tensor.data = tensor.data.pin_memory()
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)
         self._loader = ThreadPoolExecutor(1, "load-expert")
         # Least recently used first.
         self._resident: OrderedDict[int, Future[dict[str, Tensor]]] = OrderedDict()

@@ -109,7 +109,10 @@ class Batch:
         if self.condition is not None:
             self.condition = self.condition.to(self.ensemble.device)
         self._is_guided = self.condition is not None and self.settings.guidance_scale != 1
-        self.num_branches = 2 if self._is_guided and self.settings.guidance == "mixture" else 1
+        if self._is_guided and self.settings.guidance == "mixture":
+            self.num_branches = 2
+        else:
+            self.num_branches = 1
         """2 if the mixture is guided: rows with the condition, then as many without. Otherwise 1."""
         if self.trace is not None:
             self.trace.begin(self.keys, self.ensemble.device)
@@ -189,7 +192,10 @@ class Batch:
     def mixed(self, t: Times, weights: Float[Tensor, "r K"], found: Float[Tensor, "r K *shape"]) -> Samples:
         """Sum the experts' velocities ``found`` on all ``num_branches``, and guide the mixture."""
         sums = torch.einsum("rk,rk...->r...", weights.to(found), found).split(len(t))
-        return guided(sums[0], sums[-1], self.guidance_scale(t)) if self.num_branches == 2 else sums[0]
+        if self.num_branches == 2:
+            return guided(sums[0], sums[-1], self.guidance_scale(t))
+
+        return sums[0]
 
     def expert_velocities(self, x_t: Samples, t: Times, active: Bool[Tensor, "r K"]) -> Float[Tensor, "r K *shape"]:
         """The active experts' velocities on all ``num_branches``; 0 for the others.

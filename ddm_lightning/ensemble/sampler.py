@@ -65,7 +65,8 @@ def sample(
     solver: Solver = SOLVERS.build(settings.solver, settings.solver_params)
     strategy = strategy_of(settings)
     strategy.check_solver(settings.solver)
-    keys = [(i,) for i in range(num)] if keys is None else keys
+    if keys is None:
+        keys = [(i,) for i in range(num)]
     ensemble.precision = settings.precision
     if settings.compile:
         ensemble.compile()

@@ -95,7 +95,9 @@ class Ensemble:
         class_counts: Sequence[Sequence[int]] = (),
     ) -> None:
         self.experts = experts if isinstance(experts, ResidentExperts) else [expert.eval() for expert in experts]
-        self.router = None if router is None else router.eval()
+        self.router = None
+        if router is not None:
+            self.router = router.eval()
         self.priors = torch.tensor(priors, dtype=torch.float64)
         self.router_conditional = router_conditional
         self.predictions = [str(expert.prediction) for expert in self.experts]
@@ -141,7 +143,10 @@ class Ensemble:
         if isinstance(self.experts, ResidentExperts):
             return self.experts.device
         first = next(self.experts[0].parameters(), None)
-        return torch.device("cpu") if first is None else first.device
+        if first is None:
+            return torch.device("cpu")
+
+        return first.device
 
     def cost(self, x_shape: tuple[int, int, int], condition: ConditionSpec) -> Cost:
         """Cost per image of the finished samples.
@@ -153,7 +158,10 @@ class Ensemble:
         work = self.work
         members = [(expert, rows, condition) for expert, rows in zip(self.experts, work.expert_rows, strict=True)]
         if self.router is not None:
-            spec = condition if self.router_conditional else ConditionSpec("none", 0)
+            if self.router_conditional:
+                spec = condition
+            else:
+                spec = ConditionSpec("none", 0)
             members.append((self.router, work.router_rows, spec))
         flops = sum(
             rows * flops_per_sample(network, x_shape, spec, backward=False) for network, rows, spec in members if rows
@@ -175,7 +183,10 @@ class Ensemble:
             raise UserError("every expert is switched off; leave one on")
         changed.priors = kept / kept.sum()
         log_factors = own.log().to(self.device, torch.float32)
-        changed._log_factors = log_factors if self._log_factors is None else self._log_factors + log_factors
+        if self._log_factors is None:
+            changed._log_factors = log_factors
+        else:
+            changed._log_factors = self._log_factors + log_factors
         return changed
 
     def watched(self, excluded: Collection[int]) -> Ensemble:
@@ -220,14 +231,21 @@ class Ensemble:
             return torch.ones(len(x_t), 1, device=x_t.device)
         if self.router is None:
             raise UserError("no router in this ensemble; train one (fit member=router) or set sample.strategy=bayes")
-        condition = condition if self.router_conditional else None
+        if not self.router_conditional:
+            condition = None
         self.work.router_rows += len(x_t)
         logits = _output(self.router, self.precision, x_t, t, condition)[:, self._logits]
         null, conditional = (temperature_at(t, one) if one else torch.ones_like(t) for one in self.temperatures)
-        calibrated = null if condition is None else torch.where(condition.keep, conditional, null)
+        if condition is None:
+            calibrated = null
+        else:
+            calibrated = torch.where(condition.keep, conditional, null)
         logits = logits / (temperature * calibrated[:, None])
         probabilities = (logits if self._log_factors is None else logits + self._log_factors).softmax(dim=1)
-        return finite(probabilities) if self._is_watched else probabilities
+        if self._is_watched:
+            return finite(probabilities)
+
+        return probabilities
 
     def prior_weights(self, condition: Condition | None, num: int) -> Float[Tensor, "{num} K"]:
         """Compute p(k | condition) of ``num`` rows without a router.
@@ -282,10 +300,14 @@ class Ensemble:
         Raises:
             UserError: several experts and no router.
         """
-        weights = route(self.probabilities(x_t, t, condition)) if weights is None else weights
+        if weights is None:
+            weights = route(self.probabilities(x_t, t, condition))
         if condition is None or (isinstance(guidance_scale, float) and guidance_scale == 1):
             return self._sum(x_t, t, condition, weights)
-        scale = guidance_scale if isinstance(guidance_scale, Tensor) else torch.full_like(t, guidance_scale)
+        if isinstance(guidance_scale, Tensor):
+            scale = guidance_scale
+        else:
+            scale = torch.full_like(t, guidance_scale)
         null_weights = (weights if null_weights is None else null_weights) * (scale != 1)[:, None]
         both = torch.cat([weights, null_weights])
         conditional, unconditional = self._sum(*both_branches(x_t, t, condition), both).chunk(2)

@@ -135,7 +135,10 @@ def diagnose(
         )
         given = held_out.rows(torch.arange(num) * len(held_out.x_0) // num)
         # Conditions are those of held-out samples, whose shares differ a little from the priors.
-        shares = given.clusters.bincount(minlength=len(priors)) / num if given.condition is not None else priors
+        if given.condition is not None:
+            shares = given.clusters.bincount(minlength=len(priors)) / num
+        else:
+            shares = priors
         found = {}
         for name, settings in chosen.items():
             task = bars.add_task(name, total=num)
@@ -279,7 +282,9 @@ def _read(run: Run, side: str, most: int, device: torch.device) -> Samples:
     """
     shards, _ = open_side(run.folder.shards, run.manifest, side)
     num = min(len(shards), most)
-    names = ("x_0", "cluster", "sample_id") if side == TRAIN else None
+    names = None
+    if side == TRAIN:
+        names = ("x_0", "cluster", "sample_id")
     batch = shards.take(np.arange(num) * len(shards) // num, names)
     objective = build_objective(run.member(MONOLITH), run, nn.Identity())
     condition = None
@@ -336,7 +341,10 @@ def diagnosis_lines(figures: Mapping[str, Any]) -> list[str]:
     lines.append(f"shares by a classifier of accuracy {shares['classifier_accuracy']:.3f}; expected {expected}:")
     for name, found in shares["strategies"].items():
         own = ", ".join(f"{share:.3f}" for share in found["shares"])
-        verdict = "within chance" if found["total_variation"] <= shares["by_chance_95"] else "more than chance"
+        if found["total_variation"] <= shares["by_chance_95"]:
+            verdict = "within chance"
+        else:
+            verdict = "more than chance"
         lines.append(f"{name} ({found['solver']}): {own}; total variation {found['total_variation']:.3f}, {verdict}")
     return [
         *lines,
@@ -360,7 +368,10 @@ def _experts(figures: Mapping[str, Any]) -> Figure:
     if len(loss) > 1:
         curves["other clusters"] = by_time[:, ~own].mean(1)
     _curves(by_cluster, "held-out loss by time", times, curves)
-    curves = {"variance / mean²": experts["disagreement"]} if experts["disagreement"] else {}
+    if experts["disagreement"]:
+        curves = {"variance / mean²": experts["disagreement"]}
+    else:
+        curves = {}
     _curves(disagreement, "disagreement of routed experts", times, curves)
     return figure
 

@@ -101,11 +101,17 @@ class Evaluation:
         """Find the results folder, refuse one with other settings, and write the settings into it."""
         generated = self.generated
         sample = self.experiment.sample
-        own = generated.settings if isinstance(generated, Generated) else {"images_sha256": generated.sha256}
+        if isinstance(generated, Generated):
+            own = generated.settings
+        else:
+            own = {"images_sha256": generated.sha256}
         root = Path(__file__).parents[1]
         code = sha256_json({str(path.relative_to(root)): sha256_file(path) for path in root.rglob("*.py")})
         self.origin = {"version": version("ddm_lightning"), "commit": _commit(), "code_sha256": code, **own}
-        name = (sample.member or sample.strategy) if isinstance(generated, Generated) else "images"
+        if isinstance(generated, Generated):
+            name = sample.member or sample.strategy
+        else:
+            name = "images"
         folder = out or self.run.folder.root / "evaluation" / f"{name}-{sha256_json(self.origin)[:8]}"
         path = folder / SETTINGS_FILE
         remedy = "give another folder with --out"
@@ -162,10 +168,20 @@ class Evaluation:
                         if hasattr(metric, "captioned") and isinstance(images, Generated):
                             more["captions"] = images.given(rows, "caption")
                         metric.update(images.images(rows), **more, real=real)
-                values = metric.scores() if hasattr(metric, "scores") else metric.compute()
+                values: Any
+                if hasattr(metric, "scores"):
+                    values = metric.scores()
+                else:
+                    values = metric.compute()
             for key, one in (values if isinstance(values, dict) else {name: values}).items():
-                own = f"{key} {json.dumps(plugin.params)}" if key in found else key
-                found[own] = one if isinstance(one, Score) else Score(float(one))
+                if key in found:
+                    own = f"{key} {json.dumps(plugin.params)}"
+                else:
+                    own = key
+                if isinstance(one, Score):
+                    found[own] = one
+                else:
+                    found[own] = Score(float(one))
         return found
 
     def memorisation(self) -> dict[str, Any] | None:
@@ -278,4 +294,7 @@ def evaluate(
     finally:
         distributed.destroy_process_group()
     # After leaving the group: within it, metrics would synchronise with the other ranks.
-    return evaluation.write() if not mine.rank else None
+    if not mine.rank:
+        return evaluation.write()
+
+    return None

@@ -87,7 +87,10 @@ def open_side(shards: Path, manifest: Manifest | None, side: str) -> tuple[Shard
     Raises:
         UserError: a shard is missing or damaged, or this side has no samples.
     """
-    clusters = manifest.clusters if manifest is not None else ()
+    if manifest is not None:
+        clusters = manifest.clusters
+    else:
+        clusters = ()
     counts = [cluster.held_out if side == HELD_OUT else cluster.train for cluster in clusters]
     names = [shard_name(k, side) for k, count in enumerate(counts) if count]
     if manifest is None or not names:
@@ -121,7 +124,9 @@ class FileImages:
     def __init__(self, path: Path) -> None:
         self.name = str(path)
         self._path = path
-        self._files = Files(str(path), "images", follow_links=True) if path.is_dir() else None
+        self._files = None
+        if path.is_dir():
+            self._files = Files(str(path), "images", follow_links=True)
         self._source: Sequence[str] | Images = self._files.images if self._files else _read_npz(path)
         self.num = len(self._source)
         if not self.num:
@@ -210,7 +215,10 @@ class Generated:
         if self._kind == "class":
             self._own = [*range(self._ensemble.meta.condition.size)]
         if self._kind != "none" and manifest is not None:
-            side = HELD_OUT if any(cluster.held_out for cluster in manifest.clusters) else TRAIN
+            if any(cluster.held_out for cluster in manifest.clusters):
+                side = HELD_OUT
+            else:
+                side = TRAIN
             self._given = ShardImages(run.folder.shards, manifest, encoder, side)
         elif self._kind != "none" and not self._own:
             raise UserError(

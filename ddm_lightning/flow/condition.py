@@ -48,12 +48,18 @@ class ConditionSpec:
         """Shape of one row's value: () for a class, otherwise (size,), or (length, size) for tokens."""
         if self.kind == "class":
             return ()
-        return (self.length, self.size) if self.length else (self.size,)
+        if self.length:
+            return (self.length, self.size)
+
+        return (self.size,)
 
     @property
     def pooled(self) -> ConditionSpec:
         """Spec of ``Condition.pooled``."""
-        return ConditionSpec("text", self.vector_size) if self.vector_size else self
+        if self.vector_size:
+            return ConditionSpec("text", self.vector_size)
+
+        return self
 
 
 # Tensors have no truth value, so a generated __eq__ would raise.
@@ -90,7 +96,10 @@ class Condition:
     @property
     def pooled(self) -> Condition:
         """The text vectors that come with tokens, as a condition; the condition itself without such vectors."""
-        return self if self.vectors is None else Condition(self.vectors, self.keep)
+        if self.vectors is None:
+            return self
+
+        return Condition(self.vectors, self.keep)
 
     def dropped(self, mask: Bool[Tensor, " b"]) -> Condition:
         """Set the rows in ``mask`` to null; null rows stay null."""

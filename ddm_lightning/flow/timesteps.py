@@ -57,7 +57,10 @@ def sample_timesteps(
     else:
         ends = (edges.logit() - mean) / std
         # Far in the upper tail the cumulative density rounds to 1, so take the mirror image.
-        sign = -1 if ends[0] > 0 else 1
+        if ends[0] > 0:
+            sign = -1
+        else:
+            sign = 1
         first, last = torch.special.log_ndtr(sign * ends).exp().tolist()  # ndtr loses the tail
         uniform = torch.rand(num, generator=generator, device=generator.device, dtype=torch.float64)
         t = torch.sigmoid(mean + sign * std * torch.special.ndtri(first + (last - first) * uniform))

@@ -65,7 +65,9 @@ def launch(run: Run, jobs: Sequence[Job], launcher: Launcher, on: str) -> dict[s
     for name, state in states.items():
         if state is None and name in handles and handles[name][0] == on:
             try:
-                states[name] = "queued" if _is_active(launcher, handles[name][1]) else None
+                states[name] = None
+                if _is_active(launcher, handles[name][1]):
+                    states[name] = "queued"
             except UnreachableError as error:  # a dead machine can be replaced
                 note(f"{error}; its member is taken for ended")
     to_start = [job for job in jobs if states[job.member] is None]
@@ -130,7 +132,10 @@ def _state(seen: Seen | None, run: Run) -> str | None:
         return None
     if seen.health == "done" and seen.status.step >= run.max_steps(seen.status.member):
         return "finished"
-    return "running" if seen.health in ("starting", "training") else None
+    if seen.health in ("starting", "training"):
+        return "running"
+
+    return None
 
 
 def _is_active(launcher: Launcher, handle: str) -> bool:

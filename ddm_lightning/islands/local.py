@@ -95,7 +95,10 @@ def gpus_of_slot(slot: int, devices: int, visible: str | None, count: int) -> st
         visible: this process's own ``CUDA_VISIBLE_DEVICES``, whose entries are reused.
         count: GPUs that this process sees.
     """
-    names = [name.strip() for name in visible.split(",")][:count] if visible else [str(i) for i in range(count)]
+    if visible:
+        names = [name.strip() for name in visible.split(",")][:count]
+    else:
+        names = [str(i) for i in range(count)]
     first = slot % max(1, count // devices) * devices
     return ",".join(names[first : first + devices])
 
@@ -121,7 +124,10 @@ def fit_alone(member: str, run: Run) -> str:
             end_imports()
             if (initial := run.initial(run.member(member))) is not None:
                 initial.path  # noqa: B018 (fetched once, and not by every rank)
-            return "told" if ranks.fit_on_ranks(run) == "done" else "stopped"
+            if ranks.fit_on_ranks(run) == "done":
+                return "told"
+
+            return "stopped"
 
         from ddm_lightning.training.fit import fit_member
 
@@ -130,7 +136,10 @@ def fit_alone(member: str, run: Run) -> str:
             state = fit_member(member, run).state
     ranks.tell_state(state)
     is_told = not ranks.is_rank_zero() or (state == "stopped" and ranks.has_agent())
-    return "told" if is_told else state
+    if is_told:
+        return "told"
+
+    return state
 
 
 def fit_members(members: Sequence[str], run: Run, jobs: int, console: Console) -> dict[str, Failure]:
@@ -181,7 +190,10 @@ def fit_members(members: Sequence[str], run: Run, jobs: int, console: Console) -
                     for child in list(running):
                         code = child.process.poll()
                         status = run.status(child.member)
-                        note = status.note() if status.step else status.state
+                        if status.step:
+                            note = status.note()
+                        else:
+                            note = status.state
                         progress.update(tasks[child.member], completed=status.step, note=note)
                         if code is not None:
                             running.remove(child)
@@ -241,7 +253,10 @@ def _failure(child: _Child, code: int) -> str:
         return "stopped on request; the same command resumes it"
     lines = child.log.read_text(encoding="utf-8", errors="replace").splitlines()
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    return errors[-1] if errors and code == 2 else f"exit code {code}; see {child.log}"
+    if errors and code == 2:
+        return errors[-1]
+
+    return f"exit code {code}; see {child.log}"
 
 
 def _stop(running: list[_Child], requests: list[float], console: Console) -> None:

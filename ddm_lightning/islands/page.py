@@ -112,10 +112,16 @@ def _chart(figure: str, curves: Mapping[str, Curves], colours: Mapping[str, str]
             for tag, points in found.items():
                 if _figure_of(tag) == figure:
                     is_faint = tag.replace("train/", "held_out/") in found.keys() - {tag}
-                    line = "o-" if "held_out/" in tag else "-"
+                    if "held_out/" in tag:
+                        line = "o-"
+                    else:
+                        line = "-"
                     if len(points[0]) < _FEW_POINTS:  # a line would pretend to a curve
                         line = "o"
-                    alpha = 0.4 if is_faint else 1.0
+                    if is_faint:
+                        alpha = 0.4
+                    else:
+                        alpha = 1.0
                     axes.plot(*points, line, color=colours[name], alpha=alpha, linewidth=1.0, markersize=2.5)
         axes.grid(axis="y", color="0.9")
         axes.set_xlabel("optimizer step")

@@ -87,13 +87,18 @@ def data_of(experiment: Experiment, num_samples: int | None = None) -> Data:
         edge = (prepare.images.size or 256) // 8
         sizes = DataSizes((4, edge, edge), 768, (77, 768), 1000)
         found = None
-        params = prepare.caption_encoder.params if prepare.caption_encoder else {}
+        if prepare.caption_encoder:
+            params = prepare.caption_encoder.params
+        else:
+            params = {}
         text = {"ids": 4 * 77, "tokens": 2 * 77 * 768}.get(params.get("store", ""), 2 * 768)
         sample_bytes = copies * 4 * prod(sizes.x_shape) + num_captions * text
         source = f"assumed: Stable Diffusion's latents, CLIP ViT-L/14's text, 1000 classes ({first_line(error)})"
     num = num_samples or found
     clusters = prepare.partition.num_clusters
-    each = None if num is None else [round(num * (1 - prepare.held_out_fraction) / clusters)] * clusters
+    each = None
+    if num is not None:
+        each = [round(num * (1 - prepare.held_out_fraction) / clusters)] * clusters
     return Data(sizes, sample_bytes, each, source + (", --samples" if num_samples else ""))
 
 
@@ -127,7 +132,10 @@ def rates_of(mfu: str | None, files: Sequence[str]) -> Rates:
             source = "--mfu"
         except ValueError:
             found = read_json(Path(mfu), "a result of benchmarks/mfu.py", "give a share such as 0.4, or such a file")
-            figures = found.get("figures", {}) if isinstance(found, dict) else {}
+            if isinstance(found, dict):
+                figures = found.get("figures", {})
+            else:
+                figures = {}
             value = max((figure for name, figure in figures.items() if name.startswith("mfu_")), default=0.0)
             source = f"measured in {mfu}"
         if not 0 < value <= 1:
@@ -156,7 +164,10 @@ class Setting:
     """Bytes of a device."""
 
     def __str__(self) -> str:
-        again = " activation_checkpointing=true" if self.activation_checkpointing else ""
+        if self.activation_checkpointing:
+            again = " activation_checkpointing=true"
+        else:
+            again = ""
         return (
             f"devices={self.devices} strategy={self.strategy} micro_batch_size={self.micro_batch_size}{again} "
             f"takes {format_bytes(self.peak)}"
@@ -228,7 +239,10 @@ class Plan:
 
 
 def _over(values: list[float | None], together: Any) -> float | None:
-    return None if None in values else together(values)
+    if None in values:
+        return None
+
+    return together(values)
 
 
 class Planner:
@@ -291,7 +305,10 @@ class Planner:
         hours = device_hours = None
         peak = peak_tflops(device, island.precision, tf32=True) if device else None
         if peak is not None:
-            recomputed = forward if island.activation_checkpointing and self.rates.mfu == ASSUMED_MFU else 0.0
+            if island.activation_checkpointing and self.rates.mfu == ASSUMED_MFU:
+                recomputed = forward
+            else:
+                recomputed = 0.0
             device_hours = num_samples * (per_sample + recomputed) / (self.rates.mfu * peak * 1e12) / 3600
             hours = device_hours / island.num_ranks
         price = self.rates.prices.get(device or "")
@@ -334,7 +351,10 @@ def smallest(cost: MemberCost, island: IslandConfig, num_bytes: int) -> Setting 
         for checkpointing in sorted({island.activation_checkpointing, True}):
             tried = replace(island, nodes=1, devices=devices, strategy="auto", activation_checkpointing=checkpointing)
             strategy = chosen_strategy(tried, cost.state, num_bytes)
-            shares = devices if strategy.startswith("fsdp") else 1
+            if strategy.startswith("fsdp"):
+                shares = devices
+            else:
+                shares = 1
             if cost.member.batch_size % devices or cost.state.training / shares > room:
                 continue
 

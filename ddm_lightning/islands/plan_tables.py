@@ -91,7 +91,10 @@ def suggestions(plan: Plan) -> list[str]:
 
 
 def _times(hours: float | None, device_hours: float | None, dollars: float | None) -> tuple[str, str, str]:
-    device_time = "–" if device_hours is None else f"{device_hours:,.1f}"
+    if device_hours is None:
+        device_time = "–"
+    else:
+        device_time = f"{device_hours:,.1f}"
     return (
         "–" if hours is None else format_duration(3600 * hours),
         "< 0.1" if device_time == "0.0" else device_time,

@@ -112,7 +112,10 @@ class Publisher:
         newest = None
         with suppress(UserError):  # all are damaged
             newest, _ = find_resumable(self.folder / "checkpoints")
-        own = -1 if newest is None else step_of(newest)
+        if newest is None:
+            own = -1
+        else:
+            own = step_of(newest)
         for step, _, stem in reversed(self._checkpoints()):
             if step == own:
                 self._published_step = own
@@ -169,7 +172,10 @@ class Publisher:
 
     def _repeating(self, action: Callable[[], None], seconds: float, over: threading.Event) -> threading.Thread:
         # On a lent machine, a first publication tells early how long it takes to leave.
-        early = min(seconds, _EARLY_SECONDS) if self.run.experiment.island.is_lent else seconds
+        if self.run.experiment.island.is_lent:
+            early = min(seconds, _EARLY_SECONDS)
+        else:
+            early = seconds
 
         def repeat() -> None:
             while self._lost is None and not over.wait(seconds if self.publication_seconds else early):
@@ -285,7 +291,10 @@ class Publisher:
                 self._complain(error)
                 if time.monotonic() >= end:
                     self._stop_beating()
-                    problem = "is finished, but its artifact" if is_finished else "stopped, but its last checkpoint"
+                    if is_finished:
+                        problem = "is finished, but its artifact"
+                    else:
+                        problem = "stopped, but its last checkpoint"
                     line = (
                         f"{self.name}: {problem} cannot be published: {first_line(error)}; repeat the command when "
                         f"{self.url} can be written"

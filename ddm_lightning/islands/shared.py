@@ -192,7 +192,10 @@ def pull_artifact(name: str, run: Run) -> None:
     """
     url = f"{run.url}/members/{name}/artifact"
     folder = run.folder.artifact(name)
-    own = (folder / MEMBER_FILE).read_bytes() if run.folder.has_artifact(name) else b""
+    if run.folder.has_artifact(name):
+        own = (folder / MEMBER_FILE).read_bytes()
+    else:
+        own = b""
     try:
         description = remote.read(f"{url}/{MEMBER_FILE}")
     except FileNotFoundError:

@@ -39,8 +39,14 @@ def seconds_left(island: IslandConfig) -> float:
         UserError: the lender's file holds no time.
         OSError: it cannot be read.
     """
-    own = math.inf if island.max_minutes is None else 60 * island.max_minutes - (time.monotonic() - STARTED)
-    return own if island.lease_file is None else min(own, _lent_until(Path(island.lease_file)) - time.time())
+    if island.max_minutes is None:
+        own = math.inf
+    else:
+        own = 60 * island.max_minutes - (time.monotonic() - STARTED)
+    if island.lease_file is None:
+        return own
+
+    return min(own, _lent_until(Path(island.lease_file)) - time.time())
 
 
 def _lent_until(path: Path) -> float:
@@ -50,7 +56,10 @@ def _lent_until(path: Path) -> float:
     except FileNotFoundError:
         return math.inf
     with suppress(ValueError, OverflowError):
-        end = datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp() if "-" in text else float(text)
+        if "-" in text:
+            end = datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
+        else:
+            end = float(text)
         if math.isfinite(end):
             return end
     raise UserError(
@@ -142,8 +151,20 @@ class Slot:
         newest = newest_checkpoint(self.folder)
         speed = self.run.status(self.name).samples_per_second
         # From the first of its files, written here or fetched, to the last.
-        times = [path.stat().st_mtime for path in newest.iterdir()] if newest else [0.0]
-        publication = self.publisher.publication_seconds if self.publisher else 0.0
-        steps = ranks.POLL_STEPS if self.island.num_ranks > 1 else 1
-        step = self.run.member(self.name).batch_size / speed if speed else 0.0
+        if newest:
+            times = [path.stat().st_mtime for path in newest.iterdir()]
+        else:
+            times = [0.0]
+        if self.publisher:
+            publication = self.publisher.publication_seconds
+        else:
+            publication = 0.0
+        if self.island.num_ranks > 1:
+            steps = ranks.POLL_STEPS
+        else:
+            steps = 1
+        if speed:
+            step = self.run.member(self.name).batch_size / speed
+        else:
+            step = 0.0
         return LEAVING_SECONDS + _SAFETY * (steps * step + max(times) - min(times) + publication)

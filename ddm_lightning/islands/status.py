@@ -88,12 +88,16 @@ class Watch:
         generation = lease.newest_generation(url)
         if not generation:
             waiting = Seen(MemberStatus(name, self.run.max_steps(name)), "waiting", starts=0)
-            return waiting if name in self.run.names else None
+            if name in self.run.names:
+                return waiting
+
+            return None
         content = lease.read_lease(url, generation)
         status = MemberStatus(name, self.run.max_steps(name), host=content.host)
         with suppress(UserError):
             found = checks.record(content.status, MemberStatus, url, "wait for its next heartbeat")
-            status = found if found.member == name else status
+            if found.member == name:
+                status = found
         if status.state == "waiting":  # before its first own status
             status.state = "starting"
         age = self._age(name, (generation, content.beat), content.time)
@@ -118,14 +122,19 @@ class Watch:
         by_clocks = time.time() - written
         if has_changed:
             return watched
-        return max(watched, by_clocks) if watched >= lease.STALE_SECONDS else by_clocks
+        if watched >= lease.STALE_SECONDS:
+            return max(watched, by_clocks)
+
+        return by_clocks
 
     def _seen(self, status: MemberStatus, health: str, age: float | None = None, starts: int | None = None) -> Seen:
         left = None
         if health == "training" and status.samples_per_second > 0:
             batch_size = role_of(status.member).batch_size(status.member, self.run.experiment)
             seconds = (status.max_steps - status.step) * batch_size / status.samples_per_second
-            left = seconds if math.isfinite(seconds) else None
+            left = None
+            if math.isfinite(seconds):
+                left = seconds
         return Seen(status, health, age, starts, left)
 
 
@@ -133,7 +142,10 @@ def preparing_line(run: Run) -> str | None:
     """Progress of ``prepare`` on all machines that share the run's URL, or of the one here; None once it is done."""
     from ddm_lightning.prepare.prepared import GROUP_SIZE
 
-    root = f"{run.url}/{run.folder.prepared.name}" if run.url else str(run.folder.prepared)
+    if run.url:
+        root = f"{run.url}/{run.folder.prepared.name}"
+    else:
+        root = str(run.folder.prepared)
     with remote.reaching():
         top = remote.files(root, recursive=False)
         if "manifest.json" in top or "parts.json" not in top:
@@ -186,7 +198,10 @@ def _row(seen: Seen) -> dict[str, str]:
 
 
 def _duration(seconds: float | None) -> str:
-    return "–" if seconds is None else format_duration(max(round(seconds), 1))
+    if seconds is None:
+        return "–"
+
+    return format_duration(max(round(seconds), 1))
 
 
 def _printable(text: str) -> str:
@@ -197,7 +212,10 @@ def _printable(text: str) -> str:
 def status_table(title: str, members: Sequence[Seen], width: int = 80) -> Table:
     """Table of the members, without the columns on the right that do not fit into ``width`` characters."""
     rows = rows_of(members)
-    headings = [*rows[0]] if rows else []
+    if rows:
+        headings = [*rows[0]]
+    else:
+        headings = []
     while True:
         found = table(headings, [[row[heading] for heading in headings] for row in rows], title, _TEXTS)
         if len(headings) <= 2 or Console(width=10_000).measure(found).maximum <= width:
@@ -207,4 +225,7 @@ def status_table(title: str, members: Sequence[Seen], width: int = 80) -> Table:
 
 def _figure(value: float | None, form: str) -> str:
     # Keeps a diverged loss as narrow as the others.
-    return "–" if value is None else format(value, form if abs(value) < 1e5 else ".2g")
+    if value is None:
+        return "–"
+
+    return format(value, form if abs(value) < 1e5 else ".2g")

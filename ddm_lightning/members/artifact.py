@@ -131,7 +131,10 @@ class ArtifactMeta:
     @property
     def base_sha256(self) -> str | None:
         """SHA-256 of the frozen base under the adapters; None without."""
-        return None if self.lora is None else self.init_sha256
+        if self.lora is None:
+            return None
+
+        return self.init_sha256
 
 
 def write_artifact(
@@ -245,7 +248,10 @@ def hand_over(
     Raises:
         UserError: a weight is not finite.
     """
-    validated = {HELD_OUT_STEP: float(status.validated_step)} if status.validated_step else {}
+    if status.validated_step:
+        validated = {HELD_OUT_STEP: float(status.validated_step)}
+    else:
+        validated = {}
     class_counts: list[int] = []
     if member.condition.kind == "class" and manifest.class_counts:
         counts = (manifest.class_counts[k] for k in member.clusters)

@@ -53,8 +53,13 @@ def _example(
     """``x_t``, ``t`` and condition of ``num`` samples."""
     rows = None
     if condition.kind != "none":
-        dtype = torch.int64 if condition.kind == "class" else torch.float32
-        vectors = torch.zeros(num, condition.vector_size, device=device) if condition.vector_size else None
+        if condition.kind == "class":
+            dtype = torch.int64
+        else:
+            dtype = torch.float32
+        vectors = None
+        if condition.vector_size:
+            vectors = torch.zeros(num, condition.vector_size, device=device)
         rows = Condition.of(torch.zeros(num, *condition.row_shape, dtype=dtype, device=device), vectors)
     return torch.zeros(num, *x_shape, device=device), torch.zeros(num, device=device), rows
 
@@ -111,7 +116,10 @@ def step_cost(member: Member, island: IslandConfig, network: nn.Module) -> StepC
         whole = flops_per_sample(network, member.x_shape, member.condition, backward=True)
     except (RuntimeError, NotImplementedError) as error:  # operations of a plug-in that the counter does not know
         return StepCost(0.0, 0.0, None, f"its FLOPs cannot be counted ({first_line(error)}), so no MFU is shown")
-    recomputed = forward if island.activation_checkpointing else 0.0
+    if island.activation_checkpointing:
+        recomputed = forward
+    else:
+        recomputed = 0.0
     name, peak = peak_of_this_device(island.accelerator, island.precision)
     line = f"{whole / 1e9:.4g} GFLOP per sample"
     if peak is None:
@@ -177,11 +185,17 @@ def chosen_strategy(island: IslandConfig, state: State, num_bytes: int) -> str:
         return "ddp"
     # Gathered weights come on top of the shards. A block's whole gradients do, too, but are far smaller.
     gathered = _gathered_bytes(state, island) + state.training / island.devices
-    return "fsdp-shard-grad-op" if gathered < room else "fsdp"
+    if gathered < room:
+        return "fsdp-shard-grad-op"
+
+    return "fsdp"
 
 
 def _gathered_bytes(state: State, island: IslandConfig) -> int:
-    return state.weights // 2 if island.precision in HALF else state.weights
+    if island.precision in HALF:
+        return state.weights // 2
+
+    return state.weights
 
 
 @dataclass(frozen=True)
@@ -250,7 +264,10 @@ class MemberCost:
             RuntimeError: an operation of a plug-in needs data.
         """
         state = self.state
-        num_shards = island.devices if strategy.startswith("fsdp") else 1
+        if strategy.startswith("fsdp"):
+            num_shards = island.devices
+        else:
+            num_shards = 1
         is_sharded = num_shards > 1
         num, parts = micro_batch_of(self.member, island)
         half = is_sharded and island.precision in HALF
@@ -258,11 +275,17 @@ class MemberCost:
         if key not in self._held:
             self._held[key] = self._count(island, num, accumulates=parts > 1, sharded=is_sharded, half=half)
         activations, most = self._held[key]
-        gathered = _gathered_bytes(state, island) if is_sharded else 0
+        if is_sharded:
+            gathered = _gathered_bytes(state, island)
+        else:
+            gathered = 0
         if strategy == "fsdp":  # two blocks at a time: one in use, one on its way
             gathered = min(gathered, 2 * gathered // max(1, len(blocks_of(self.network))))
         shares = {name: getattr(state, name) // num_shards for name in ("weights", "gradients", "optimizer", "ema")}
-        kept = activations + shares["gradients"] if is_sharded or parts > 1 else max(activations, shares["gradients"])
+        if is_sharded or parts > 1:
+            kept = activations + shares["gradients"]
+        else:
+            kept = max(activations, shares["gradients"])
         # Muon keeps its matrices in case that a step is skipped.
         most = max(most + shares["gradients"] * is_sharded, shares["gradients"] + 4 * self.num_muon)
         shares["weights"] += gathered + sum(buffer.nbytes for buffer in self.network.buffers())

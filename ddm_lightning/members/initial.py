@@ -62,7 +62,10 @@ class Initial:
         self.source = remote.shown(config.source)
         """Where they come from, without a password."""
         self._url = url and f"{url}/{self.root.name}"
-        self._of_run = ROUTER if member.role.classifies else MONOLITH
+        if member.role.classifies:
+            self._of_run = ROUTER
+        else:
+            self._of_run = MONOLITH
         self._remedy = f"remove {self.root} to fetch the weights again"
         self._record = self.root / f"{sha256_json([self.source, self._of_run])[:16]}.json"
 
@@ -186,7 +189,10 @@ class Initial:
         """
         path = self.path
         remedy = self._remedy
-        weights = read_header(path, remedy) if header_only else load_weights(path, self.sha256, remedy)
+        if header_only:
+            weights = read_header(path, remedy)
+        else:
+            weights = load_weights(path, self.sha256, remedy)
         notes = self._check_description(getattr(network, "prediction", None))
         needs = network.state_dict()
         named = prefixed(weights, network)
@@ -195,7 +201,10 @@ class Initial:
         odd = misfits(named, needs)
         fitting = {name: value for name, value in named.items() if name not in odd}
         if odd and not (self.config.partial and fitting):
-            more = "" if self.config.partial else ", or let these start anew: init_from: {source: …, partial: true}"
+            if self.config.partial:
+                more = ""
+            else:
+                more = ", or let these start anew: init_from: {source: …, partial: true}"
             raise self._error(f"the weights do not fit: {in_short(odd)}; take weights of this network{more}")
         fates = [f"{text}: {'starts anew' if name in needs else 'left out'}" for name, text in odd.items()]
         return fitting, [*fates, *notes]
@@ -244,7 +253,10 @@ class Initial:
                 self._bring(temporary)
             weights = temporary / WEIGHTS_FILE
             is_artifact = (temporary / MEMBER_FILE).exists()
-            found = read_meta(temporary).model_sha256 if is_artifact else sha256_file(weights)
+            if is_artifact:
+                found = read_meta(temporary).model_sha256
+            else:
+                found = sha256_file(weights)
             load_weights(
                 weights, found, "give other weights; they are never unpickled"
             )  # refuses some for their values
@@ -291,7 +303,10 @@ class Initial:
         target = folder / WEIGHTS_FILE
         found = self._describe(folder)
         is_weights = source.endswith(".safetensors")
-        parts = [] if is_weights or found else sorted(filter(_OF_DIFFUSERS.fullmatch, remote.files(source)))
+        if is_weights or found:
+            parts = []
+        else:
+            parts = sorted(filter(_OF_DIFFUSERS.fullmatch, remote.files(source)))
         if is_weights or found or len(parts) == 1:
             remote.get(source if is_weights else found or f"{source}/{parts[0]}", target)
         elif parts:

@@ -127,14 +127,20 @@ class Router(Role):
     in_ensemble = True
 
     def names(self, experiment: Experiment) -> list[str]:
-        return [self.name] if experiment.prepare.partition.num_clusters > 1 else []
+        if experiment.prepare.partition.num_clusters > 1:
+            return [self.name]
+
+        return []
 
     def config(self, name: str, experiment: Experiment) -> RouterConfig:
         return experiment.router
 
     def condition(self, experiment: Experiment, sizes: Manifest | DataSizes) -> tuple[ConditionSpec, float]:
         router = experiment.router
-        spec = condition_spec(experiment, sizes) if router.conditional else ConditionSpec("none", 0)
+        if router.conditional:
+            spec = condition_spec(experiment, sizes)
+        else:
+            spec = ConditionSpec("none", 0)
         return spec, router.condition_dropout
 
 
@@ -275,7 +281,9 @@ class Member:
             )
         role = role_of(name)
         config = role.config(name, experiment)
-        expert = config if isinstance(config, ExpertConfig) else None
+        expert = None
+        if isinstance(config, ExpertConfig):
+            expert = config
         condition, condition_dropout = role.condition(experiment, sizes)
         return cls(
             name=name,
@@ -353,4 +361,7 @@ class Member:
 def declared_path(network: nn.Module) -> str | None:
     """The only path that ``network`` works on, if it declares one."""
     path = getattr(network, "path", None)
-    return path if isinstance(path, str) and path in PATHS else None
+    if isinstance(path, str) and path in PATHS:
+        return path
+
+    return None

@@ -100,7 +100,10 @@ class Run:
         here = self.folder.shards
         own = self.experiment.island.shards
         if own is not None:
-            return own if remote.is_url(own) else str(Path(own).expanduser())
+            if remote.is_url(own):
+                return own
+
+            return str(Path(own).expanduser())
         if self.url is not None and not here.is_dir():
             return f"{self.url}/{here.relative_to(self.folder.root).as_posix()}"
         return str(here)
@@ -137,16 +140,25 @@ class Run:
         """
         member = Member.resolve(name, self.experiment, sizes)
         initial = self.initial(member)
-        return member if initial is None else initial.configured()
+        if initial is None:
+            return member
+
+        return initial.configured()
 
     def initial(self, member: Member) -> Initial | None:
         """Weights that a member starts from, not yet fetched; None for random ones."""
-        return None if member.init_from is None else Initial(member, member.init_from, self.folder, self.url)
+        if member.init_from is None:
+            return None
+
+        return Initial(member, member.init_from, self.folder, self.url)
 
     def initial_sha256(self, member: Member) -> str | None:
         """SHA-256 of the weights that a member starts from, fetched if need be; None for random ones."""
         initial = self.initial(member)
-        return None if initial is None else initial.sha256
+        if initial is None:
+            return None
+
+        return initial.sha256
 
     def max_steps(self, name: str) -> int:
         """Optimizer steps that the experiment asks of the member."""

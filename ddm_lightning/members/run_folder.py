@@ -62,7 +62,10 @@ class RunFolder:
 
     def sampled_from(self, member: str | None) -> Path:
         """File that describes the weights to sample from: those of ``member`` alone, or of the ensemble."""
-        return self.ensemble if member is None else self.artifact(member) / MEMBER_FILE
+        if member is None:
+            return self.ensemble
+
+        return self.artifact(member) / MEMBER_FILE
 
     def has_artifact(self, name: str) -> bool:
         """Whether the member has handed over its artifact."""
@@ -162,7 +165,9 @@ def changes(old: dict[str, Any], new: dict[str, Any]) -> str:
     allowed = tuple(f"{key}." for key in changeable_keys())
     described = []
     for key in sorted(before.keys() | after.keys()):
-        inherited = before.get("expert.train.max_steps") if key.endswith(".train.max_steps") else None
+        inherited = None
+        if key.endswith(".train.max_steps"):
+            inherited = before.get("expert.train.max_steps")
         was = before.get(key, defaults.get(key, inherited))
         now = after.get(key)
         if was == now or f"{key}.".startswith(allowed):
@@ -174,6 +179,9 @@ def changes(old: dict[str, Any], new: dict[str, Any]) -> str:
         is_raised = key.endswith(".train.max_steps") and isinstance(was, int) and isinstance(now, int) and was < now
         if is_raised and ends is None:
             continue
-        value = f"was {json.dumps(was)}" if key in before else "was not set"
+        if key in before:
+            value = f"was {json.dumps(was)}"
+        else:
+            value = "was not set"
         described.append(f"{key} ({value}{f', where the {ends} schedule ends' if is_raised else ''})")
     return ", ".join(described)

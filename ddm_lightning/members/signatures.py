@@ -85,7 +85,10 @@ def sign_artifact(folder: Path, name: str, run: Run) -> None:
     """
     if (config := _signer(name, run)) is not None:
         earlier = run.folder.artifact(name)
-        version = _statement(earlier).version if (earlier / STATEMENT).exists() else 0
+        if (earlier / STATEMENT).exists():
+            version = _statement(earlier).version
+        else:
+            version = 0
         atomic_write_json(folder / STATEMENT, asdict(_Statement(fingerprint(run.experiment), version + 1)))
         config.sign(folder, folder / SIGNATURE)
 
@@ -200,7 +203,10 @@ def _trusted(name: str, experiment: Experiment) -> list[Path]:
 
 def _signer(name: str, run: Run) -> Any:
     """The library's settings to sign with the island's key; None if it has none."""
-    island = run.experiment.island if name == PREPARE else island_of(name, run.experiment)
+    if name == PREPARE:
+        island = run.experiment.island
+    else:
+        island = island_of(name, run.experiment)
     if island.signing_key is None:
         return None
     require("key 'island.signing_key'", "model_signing", extra="signing")

@@ -94,12 +94,18 @@ class MemberStatus:
             return self.state
         if self._is_elsewhere():
             return f"seen {format_duration(max(time.time() - self.updated, 1))} ago"
-        return self.state if self.runs() else "killed"
+        if self.runs():
+            return self.state
+
+        return "killed"
 
     def note(self) -> str:
         """Newest loss and speed; the state before the first."""
         loss = loss_of(self.metrics, "train")
-        return f"loss {loss:.4f}  {self.samples_per_second:.0f} samples/s" if loss is not None else self.state
+        if loss is not None:
+            return f"loss {loss:.4f}  {self.samples_per_second:.0f} samples/s"
+
+        return self.state
 
     def runs(self) -> bool:
         """Whether the process that wrote the status is alive on this machine."""

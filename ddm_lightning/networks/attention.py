@@ -125,7 +125,10 @@ def _load_xformers() -> Any:
 
 
 def _xformers(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    ops = _xformers_ops if torch.compiler.is_compiling() else _load_xformers()
+    if torch.compiler.is_compiling():
+        ops = _xformers_ops
+    else:
+        ops = _load_xformers()
     try:
         return ops.memory_efficient_attention(q, k, v)
     except NotImplementedError as error:

@@ -85,7 +85,10 @@ class Architecture(Recipe):
                 f"needs either size ({', '.join(SIZES)}) or all of width, depth and num_heads; given are size = "
                 f"{self.size}, width = {self.width}, depth = {self.depth}, num_heads = {self.num_heads}"
             )
-        return Size(*given) if self.size is None else SIZES[self.size]
+        if self.size is None:
+            return Size(*given)
+
+        return SIZES[self.size]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,12 +114,18 @@ def normalised(x: Float[Tensor, "b n h d"], norm: nn.RMSNorm | None) -> Float[Te
     Under autocast the norm computes in its weight's dtype: float32, unless FSDP2 gathers it in bfloat16. Converted
     back, because xformers needs one dtype for queries, keys and values.
     """
-    return x if norm is None else norm(x.to(norm.weight.dtype)).to(x.dtype)
+    if norm is None:
+        return x
+
+    return norm(x.to(norm.weight.dtype)).to(x.dtype)
 
 
 def head_norm(width: int, num_heads: int, qk_norm: bool) -> nn.RMSNorm | None:
     """RMSNorm of each head's queries or keys, against overflow in bfloat16; None without ``qk_norm``."""
-    return nn.RMSNorm(width // num_heads, eps=_EPSILON) if qk_norm else None
+    if qk_norm:
+        return nn.RMSNorm(width // num_heads, eps=_EPSILON)
+
+    return None
 
 
 class SelfAttention(nn.Module):
@@ -172,7 +181,10 @@ class SwiGLU(nn.Module):
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
-        multiple = 64 if width >= 512 else 8
+        if width >= 512:
+            multiple = 64
+        else:
+            multiple = 8
         gated = multiple * -(-2 * hidden // (3 * multiple))
         # One product for both, as for queries, keys and values.
         self.gate_up = nn.Linear(width, 2 * gated)
@@ -216,7 +228,9 @@ class DiTBlock(nn.Module):
             ModulationTable(width) if recipe.modulation == "single" else nn.Linear(width, 6 * width)
         )
         self.attention = SelfAttention(width, num_heads, recipe.qk_norm)
-        self.cross_attention = CrossAttention(width, num_heads, recipe.qk_norm) if cross_attention else None
+        self.cross_attention = None
+        if cross_attention:
+            self.cross_attention = CrossAttention(width, num_heads, recipe.qk_norm)
         self.mlp = SwiGLU(width, hidden) if recipe.mlp == "swiglu" else plain_mlp(width, hidden)
 
     def forward(
@@ -287,7 +301,10 @@ def is_muon_matrix(name: str, parameter: nn.Parameter) -> bool:
 def blocks_of(network: nn.Module) -> list[nn.Module]:
     """The modules in a network's ``blocks``, which are compiled, sharded and recomputed one by one; none without."""
     blocks = getattr(network, "blocks", None)
-    return [*blocks.children()] if isinstance(blocks, nn.ModuleList | nn.ModuleDict | nn.Sequential) else []
+    if isinstance(blocks, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+        return [*blocks.children()]
+
+    return []
 
 
 class _Forward:

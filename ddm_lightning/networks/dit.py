@@ -99,7 +99,9 @@ class Trunk(PatchTransformer):
         depth, width, num_heads = options.sizes()
         reads_tokens = condition.length > 0
         self.add_condition(condition, width)
-        self.shared_modulation = nn.Linear(width, 6 * width) if options.modulation == "single" else None
+        self.shared_modulation = None
+        if options.modulation == "single":
+            self.shared_modulation = nn.Linear(width, 6 * width)
         self.blocks = nn.ModuleList(DiTBlock(width, num_heads, options, reads_tokens) for _ in range(depth))
         self.final = FinalLayer(width, out_features, options.norm)
 
@@ -118,7 +120,9 @@ class Trunk(PatchTransformer):
             rotation: angles of ``tokens``; None unless positions are rotary.
             condition: text tokens for cross-attention; other kinds are part of ``conditioning``.
         """
-        context = None if self.token_embedding is None else self.token_embedding(condition, len(tokens))
+        context = None
+        if self.token_embedding is not None:
+            context = self.token_embedding(condition, len(tokens))
         if self.shared_modulation is not None:
             conditioning = self.shared_modulation(conditioning)
         for block in self.blocks:

@@ -139,7 +139,10 @@ class ConditionEmbedding(nn.Module):
     def initialise(self) -> None:
         """Initialise null and weights, as they act on unscaled vectors, from a normal distribution with std 0.02."""
         weight = next(self.embed.parameters())
-        scale = math.sqrt(weight.shape[1]) if isinstance(self.embed, nn.Sequential) else 1.0
+        if isinstance(self.embed, nn.Sequential):
+            scale = math.sqrt(weight.shape[1])
+        else:
+            scale = 1.0
         nn.init.normal_(weight, std=0.02 * scale)
         nn.init.normal_(self.null, std=0.02)
 
@@ -164,8 +167,12 @@ class Conditioned(nn.Module):
     def add_condition(self, spec: ConditionSpec, width: int) -> None:
         """Make the embeddings of a text vector or class, and of text tokens."""
         is_vector = spec.pooled.kind in ("text", "class")
-        self.condition_embedding = ConditionEmbedding(spec.pooled, width) if is_vector else None
-        self.token_embedding = ConditionEmbedding(spec, width, keep_tokens=True) if spec.length else None
+        self.condition_embedding = None
+        if is_vector:
+            self.condition_embedding = ConditionEmbedding(spec.pooled, width)
+        self.token_embedding = None
+        if spec.length:
+            self.token_embedding = ConditionEmbedding(spec, width, keep_tokens=True)
 
     def conditioning(self, t: Times, condition: Condition | None) -> Float[Tensor, "b d"]:
         """The vector that modulates all blocks, after the SiLU that they share; other conditions have no effect."""

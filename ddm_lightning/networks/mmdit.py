@@ -153,7 +153,9 @@ class MMDiT(PatchTransformer):
         )
         super().__init__(x_shape, options)
         self.token_embedding = ConditionEmbedding(condition, width, keep_tokens=True)
-        self.vector_embedding = ConditionEmbedding(condition.pooled, width) if condition.vector_size else None
+        self.vector_embedding = None
+        if condition.vector_size:
+            self.vector_embedding = ConditionEmbedding(condition.pooled, width)
         self.pooled_text = TwoLayers(width, width)
         self.blocks = nn.ModuleList(
             JointBlock(width, num_heads, mlp_ratio, qk_norm, is_last=index == depth - 1) for index in range(depth)
@@ -167,7 +169,10 @@ class MMDiT(PatchTransformer):
         # In float32 under autocast, like the patches: FSDP2 may gather the embedding and its null in bfloat16.
         text = self.token_embedding(condition, len(x_t)).to(x.dtype)
         embed = self.vector_embedding
-        pooled = text.mean(1) if embed is None else embed(condition and condition.pooled, len(x_t)).to(x.dtype)
+        if embed is None:
+            pooled = text.mean(1)
+        else:
+            pooled = embed(condition and condition.pooled, len(x_t)).to(x.dtype)
         conditioning = functional.silu(self.time_embedding(t) + self.pooled_text(pooled))
         for block in self.blocks:
             x, text = block(x, text, conditioning)

@@ -50,17 +50,28 @@ class UNetBlock(nn.Module):
         super().__init__()
         joined = channels + skip_channels
         self.upsample = nn.Upsample(scale_factor=2) if resample == "up" else nn.Identity()
-        stride = 2 if resample == "down" else 1
+        if resample == "down":
+            stride = 2
+        else:
+            stride = 1
         self.resample = nn.Conv2d(channels, channels, 3, stride, padding=1) if resample else nn.Identity()
         self.norms = nn.ModuleList([_norm(joined), _norm(out_channels)])
         self.first = nn.Conv2d(joined, out_channels, 3, padding=1)
         self.second = nn.Conv2d(out_channels, out_channels, 3, padding=1)
         self.modulation = nn.Linear(features, 2 * out_channels)
         self.shortcut = nn.Conv2d(joined, out_channels, 1) if joined != out_channels else nn.Identity()
-        self.attention_norm = _norm(out_channels) if num_heads else None
-        self.attention = SelfAttention(out_channels, num_heads, qk_norm=False) if num_heads else None
-        self.context = nn.Linear(features, out_channels) if reads_tokens else None
-        self.cross_attention = CrossAttention(out_channels, num_heads, qk_norm=False) if reads_tokens else None
+        self.attention_norm = None
+        if num_heads:
+            self.attention_norm = _norm(out_channels)
+        self.attention = None
+        if num_heads:
+            self.attention = SelfAttention(out_channels, num_heads, qk_norm=False)
+        self.context = None
+        if reads_tokens:
+            self.context = nn.Linear(features, out_channels)
+        self.cross_attention = None
+        if reads_tokens:
+            self.cross_attention = CrossAttention(out_channels, num_heads, qk_norm=False)
 
     def forward(
         self,
@@ -71,7 +82,8 @@ class UNetBlock(nn.Module):
     ) -> Float[Tensor, "b out h2 w2"]:
         """The features after this block; ``skip`` are those of the way down at the same resolution."""
         x = self.resample(self.upsample(x))
-        x = x if skip is None else torch.cat([x, skip], dim=1)
+        if skip is not None:
+            x = torch.cat([x, skip], dim=1)
         hidden = self.first(functional.silu(self.norms[0](x)))
         shift, scale = self.modulation(conditioning)[:, :, None, None].chunk(2, dim=1)
         hidden = torch.addcmul(shift, self.norms[1](hidden), 1 + scale)
@@ -145,9 +157,20 @@ class UNet(Conditioned):
         levels += [levels[-1], levels[-1], *reversed(levels)]
         blocks = []
         for index, (before, level) in enumerate(zip([0, *levels], levels, strict=False)):
-            resample = "down" if level > before else "up" if level < before else ""
-            heads = num_heads if level in attention or 0 <= index - self.num_down < 2 else 0
-            skip = sizes[level] if index >= self.num_down + 2 else 0
+            if level > before:
+                resample = "down"
+            elif level < before:
+                resample = "up"
+            else:
+                resample = ""
+            if level in attention or 0 <= index - self.num_down < 2:
+                heads = num_heads
+            else:
+                heads = 0
+            if index >= self.num_down + 2:
+                skip = sizes[level]
+            else:
+                skip = 0
             reads_tokens = condition.length > 0 and heads > 0
             blocks.append(UNetBlock(sizes[before], skip, sizes[level], features, resample, heads, reads_tokens))
         self.blocks = nn.ModuleList(blocks)
@@ -164,7 +187,9 @@ class UNet(Conditioned):
     def forward(self, x_t: Samples, t: Times, condition: Condition | None) -> Samples:
         """The prediction, in the dtype of ``x_t``; ``condition=None`` is the learned null in every row."""
         conditioning = self.conditioning(t, condition)
-        context = None if self.token_embedding is None else self.token_embedding(condition, len(t))
+        context = None
+        if self.token_embedding is not None:
+            context = self.token_embedding(condition, len(t))
         x = self.stem(x_t.to(self.stem.weight.dtype))
         skips: list[Tensor] = []
         for index, block in enumerate(self.blocks):

@@ -230,7 +230,10 @@ def fit_flat(rows: Rows, config: PartitionConfig, generator: torch.Generator, fe
         UserError: fewer distinct samples than clusters.
     """
     # Other samples divide a little differently: three standard deviations of a cluster's share.
-    room = 3 * (config.num_clusters / len(rows)) ** 0.5 if config.fit_fraction < 1 else 0.0
+    if config.fit_fraction < 1:
+        room = 3 * (config.num_clusters / len(rows)) ** 0.5
+    else:
+        room = 0.0
     largest_over_mean = max(1.0, config.max_largest_over_mean - room)
     with one_thread(), _refusing(config, "num_clusters", "use fewer, or remove duplicates from the source"):
         x = prepared(_in_memory(rows, config), config.metric)
@@ -283,7 +286,10 @@ def _two_stages(
         )
         return {"fine": fine, "nearest": torch.from_numpy(nearest_fine), "generator": generator.get_state()}
 
-    found = fit() if kept_fine is None else _cached(*kept_fine, fit)
+    if kept_fine is None:
+        found = fit()
+    else:
+        found = _cached(*kept_fine, fit)
     generator.set_state(found["generator"])
     fine = found["fine"]
     nearest_fine = found["nearest"].long()

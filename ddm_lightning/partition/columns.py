@@ -149,7 +149,10 @@ def packed_strings(name: str, values: Sequence[str]) -> dict[str, Shaped[np.ndar
 
 
 def _numbers(which: slice | Int[np.ndarray, "m"], num_rows: int) -> Int[np.ndarray, "m"]:
-    return np.arange(*which.indices(num_rows)) if isinstance(which, slice) else which
+    if isinstance(which, slice):
+        return np.arange(*which.indices(num_rows))
+
+    return which
 
 
 class Rows(Sequence[Any]):
@@ -201,7 +204,10 @@ class Rows(Sequence[Any]):
 
     def __getitem__(self, which: Any) -> Any:
         """Return a copy of one row by its number, or of the rows of a slice."""
-        return self.take(_numbers(which, len(self))) if isinstance(which, slice) else self.take(np.array([which]))[0]
+        if isinstance(which, slice):
+            return self.take(_numbers(which, len(self)))
+
+        return self.take(np.array([which]))[0]
 
     def __iter__(self) -> Iterator[Any]:
         # Many rows at a time, because a file of strings is read whole.

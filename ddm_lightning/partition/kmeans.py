@@ -50,7 +50,10 @@ def balanced_kmeans(
     Raises:
         ValueError: fewer distinct samples than clusters.
     """
-    weights = x.new_ones(len(x)) if weights is None else weights.to(x)
+    if weights is None:
+        weights = x.new_ones(len(x))
+    else:
+        weights = weights.to(x)
     # Centred, because |x|² + |c|² - 2xc loses digits if the mean is large against the spread.
     mean = x.mean(0)
     x = x - mean

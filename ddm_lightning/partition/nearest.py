@@ -40,7 +40,10 @@ def prepared(
     """Copy features to the device; normalise their rows if the metric is spherical."""
     # A copy, because torch warns about read-only memory.
     x = torch.from_numpy(features.copy()).to(device, dtype)
-    return torch.nn.functional.normalize(x, dim=1) if metric == "spherical" else x
+    if metric == "spherical":
+        return torch.nn.functional.normalize(x, dim=1)
+
+    return x
 
 
 @contextmanager

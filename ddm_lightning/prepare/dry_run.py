@@ -131,7 +131,10 @@ def dry_run_table(plan: DryRun, num_processes: int, num_gpus: int = 0) -> Table:
         num_gpus: number of GPUs that the processes share; several on one GPU count as one.
     """
     shares = min(num_processes, num_gpus) or num_processes
-    samples = "unknown before reading" if plan.num_samples is None else f"{plan.num_samples:,}"
+    if plan.num_samples is None:
+        samples = "unknown before reading"
+    else:
+        samples = f"{plan.num_samples:,}"
     if plan.num_kept != plan.num_samples:
         samples += f", about {plan.num_kept:,} after filters"
     unit, plural = ("GPU", "GPUs") if num_gpus else ("process", "processes")
@@ -139,8 +142,14 @@ def dry_run_table(plan: DryRun, num_processes: int, num_gpus: int = 0) -> Table:
     sizes, times = zip(*plan.estimates.values(), strict=True)
     rows = []
     for name, (num_bytes, seconds) in {**plan.estimates, "total": (sum(sizes), sum(times))}.items():
-        size = "–" if plan.num_kept is None else format_bytes(num_bytes * plan.num_kept)
-        hours = "–" if plan.num_kept is None or not seconds else format_duration(seconds * plan.num_kept / shares)
+        if plan.num_kept is None:
+            size = "–"
+        else:
+            size = format_bytes(num_bytes * plan.num_kept)
+        if plan.num_kept is None or not seconds:
+            hours = "–"
+        else:
+            hours = format_duration(seconds * plan.num_kept / shares)
         rows.append((name, f"{num_bytes:,}", format_duration(seconds) if seconds else "–", size, hours))
     headings = ("", "bytes per sample", "per sample", "total", spread)
     return table(headings, rows, f"parts: {plan.num_parts:,}, samples: {samples}")

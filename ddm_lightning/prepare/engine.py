@@ -55,7 +55,10 @@ def num_processes_for(config: PrepareConfig, num_jobs: int, num_samples: int | N
     if num_samples is not None and num_samples < WORTH_PROCESSES:
         return 1
     num_gpus = num_gpus_for(config)
-    default = max(num_gpus, min(num_cores(), PROCESSES_PER_GPU * num_gpus)) if num_gpus else num_cores()
+    if num_gpus:
+        default = max(num_gpus, min(num_cores(), PROCESSES_PER_GPU * num_gpus))
+    else:
+        default = num_cores()
     return max(1, min(config.num_processes or default, num_jobs))
 
 
@@ -70,7 +73,10 @@ def devices_of(config: PrepareConfig) -> set[str]:
 def num_gpus_for(config: PrepareConfig) -> int:
     """Return the number of GPUs on which the encoders compute: all for ``device: cuda``, else those they name."""
     devices = devices_of(config)
-    return torch.cuda.device_count() if "cuda" in devices else sum(name.startswith("cuda:") for name in devices)
+    if "cuda" in devices:
+        return torch.cuda.device_count()
+
+    return sum(name.startswith("cuda:") for name in devices)
 
 
 def gpu_of(identity: tuple[int, ...], num_gpus: int) -> int:
@@ -201,7 +207,10 @@ def run_ray(
         raise UserError("the Ray cluster has no GPU for the encoders; add one, or set their device to cpu")
     room = min(resources["CPU"], PROCESSES_PER_GPU * resources["GPU"] if on_gpus else math.inf)
     num_actors = min(num_actors or len(jobs), len(jobs), max(1, int(room)))
-    gpus = 1 / PROCESSES_PER_GPU if on_gpus else 0
+    if on_gpus:
+        gpus = 1 / PROCESSES_PER_GPU
+    else:
+        gpus = 0
     actor = ray.remote(num_cpus=1, num_gpus=gpus, max_restarts=-1, max_task_retries=_MOST_DEATHS)(_Actor)
     pool = ActorPool([actor.remote(work, Path.cwd()) for _ in range(num_actors)])
     try:

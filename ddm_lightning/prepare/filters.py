@@ -93,7 +93,10 @@ class Filters:
             return IN_DROP_KEYS
         for name, condition in self.conditions.items():
             if (holds := _holds(condition, values[name])) is not True:
-                return f"not {name} {condition}" if holds is False else f"no {name}"
+                if holds is False:
+                    return f"not {name} {condition}"
+
+                return f"no {name}"
         return None
 
 
@@ -106,11 +109,20 @@ def _holds(condition: str, value: Any) -> bool | None:
     limit = number_in(word)
     if not math.isnan(limit):
         number = number_in(value)
-        return None if math.isnan(number) else compare(number, limit)
+        if math.isnan(number):
+            return None
+
+        return compare(number, limit)
     if value is None:
         return None
-    text = value.decode(errors="replace").strip() if isinstance(value, bytes) else str(value)
-    return compare(*(one.lower() for one in (text, word))) if isinstance(value, bool) else compare(text, word)
+    if isinstance(value, bytes):
+        text = value.decode(errors="replace").strip()
+    else:
+        text = str(value)
+    if isinstance(value, bool):
+        return compare(*(one.lower() for one in (text, word)))
+
+    return compare(text, word)
 
 
 def filter_table(num_read: int, filtered: Mapping[str, int], num_broken: int, title: str) -> Table:

@@ -212,7 +212,8 @@ class Prepared:
         rows = list[int]()
         start = 0
         for number, usable in zip(self.filled_parts, self.kept, strict=True):
-            usable = np.arange(self._num_rows(number)) if usable is None else usable
+            if usable is None:
+                usable = np.arange(self._num_rows(number))
             with np.load(self.part_folder(number) / TEXTS_FILE) as texts:
                 _, places, shown = np.intersect1d(usable, texts["thumbnail_rows"], True, return_indices=True)
                 images += [*texts["thumbnails"][shown]]
@@ -294,14 +295,20 @@ def write_index(
         "dropped": {str(number): rows for number, rows in lost.items()},
     }
     atomic_write_json(prepared.index_file, index)
-    detail = f", {num_without_caption:,} of them without a caption" if num_without_caption else ""
+    if num_without_caption:
+        detail = f", {num_without_caption:,} of them without a caption"
+    else:
+        detail = ""
     skipped = _in_words("; skipped", counts) + (f"; see {prepared.broken_file}" if counts else "")
     return f"{num_samples:,} of {num_read:,} samples{detail}{of_filters}{skipped}"
 
 
 def _in_words(title: str, counts: Mapping[str, int]) -> str:
     causes = ", ".join(f"{cause}: {count:,}" for cause, count in sorted(counts.items()))
-    return f"{title}: {causes}" if causes else ""
+    if causes:
+        return f"{title}: {causes}"
+
+    return ""
 
 
 def _drop_duplicates(prepared: Prepared, dropped: Dropped) -> None:
@@ -332,11 +339,17 @@ def _drop_near_duplicates(prepared: Prepared, lost: dict[int, list[int]], simila
     ends = np.cumsum(sizes)
     codes = np.empty((ends[-1], *arrays[0].shape[1:]), np.uint64)
     for array, rows, here in zip(arrays, usable, np.split(codes, ends[:-1]), strict=True):
-        here[:] = array[:] if rows is None else array[rows]
+        if rows is None:
+            here[:] = array[:]
+        else:
+            here[:] = array[rows]
     found = np.split(find_near_duplicates(codes, similarity), ends[:-1])
     for number, rows, again in zip(prepared.filled_parts, usable, found, strict=True):
         if again.any():
-            near = np.flatnonzero(again) if rows is None else rows[again]
+            if rows is None:
+                near = np.flatnonzero(again)
+            else:
+                near = rows[again]
             lost[number] = sorted([*lost.get(number, ()), *near.tolist()])
     return int(sum(map(np.count_nonzero, found)))
 
@@ -376,7 +389,10 @@ class Thumbnails(NamedTuple):
             captions += PackedStrings(path, "captions", len(clusters) - len(captions))[:].tolist()
         # More parts than ``MAX_THUMBNAILS`` have one each.
         every = slice(None, None, max(1, math.ceil(len(images) / MAX_THUMBNAILS)))
-        stacked = np.stack(images[every]) if images else np.empty((0, 1, 1, 3), np.uint8)
+        if images:
+            stacked = np.stack(images[every])
+        else:
+            stacked = np.empty((0, 1, 1, 3), np.uint8)
         return cls(stacked, np.array(clusters[every], np.int32), captions[every])
 
 

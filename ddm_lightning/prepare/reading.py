@@ -81,7 +81,10 @@ class Plugins:
     def caption_encoder(self) -> CaptionEncoder | None:
         """Encodes captions; None without text conditions."""
         plugin = self.config.caption_encoder
-        return None if plugin is None else CAPTION_ENCODERS.build(plugin.name, plugin.params)
+        if plugin is None:
+            return None
+
+        return CAPTION_ENCODERS.build(plugin.name, plugin.params)
 
     @cached_property
     def features(self) -> Features:

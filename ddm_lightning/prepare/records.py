@@ -68,7 +68,10 @@ LARGE_SOURCE = 1_000_000
 
 def block_size_of(num_samples: int) -> int:
     """Return the number of samples of a part, for a source of ``num_samples``."""
-    return LARGE_BLOCK_SIZE if num_samples >= LARGE_SOURCE else BLOCK_SIZE
+    if num_samples >= LARGE_SOURCE:
+        return LARGE_BLOCK_SIZE
+
+    return BLOCK_SIZE
 
 
 def block_parts(
@@ -108,7 +111,10 @@ def block_of(part: Part) -> range:
 def count_samples(parts: Iterable[Part]) -> int | None:
     """Add up the samples of parts, broken ones included; None if a part does not know."""
     sizes = [part.num_samples for part in parts]
-    return None if None in sizes else sum(size or 0 for size in sizes)
+    if None in sizes:
+        return None
+
+    return sum(size or 0 for size in sizes)
 
 
 @runtime_checkable

@@ -95,11 +95,17 @@ def measure(data: ReportData, seed: int) -> Measures:
 def to_metric_space(features: Shaped[np.ndarray, "n d"], metric: str) -> Float[Tensor, "n d"]:
     """Convert features to float64, normalized to unit length for the spherical metric."""
     rows = torch.from_numpy(np.asarray(features, dtype=np.float64))
-    return normalize(rows, dim=1) if metric == "spherical" else rows
+    if metric == "spherical":
+        return normalize(rows, dim=1)
+
+    return rows
 
 
 def _distances(x: Float[Tensor, "n d"], y: Float[Tensor, "m d"], metric: str) -> Float[Tensor, "n m"]:
-    return 1 - x @ y.T if metric == "spherical" else torch.cdist(x, y)
+    if metric == "spherical":
+        return 1 - x @ y.T
+
+    return torch.cdist(x, y)
 
 
 def compute_silhouettes(features: Float[Tensor, "n d"], clusters: Int[Tensor, "n"], metric: str) -> Float[Tensor, "n"]:
@@ -187,7 +193,10 @@ def write_report(path: Path, data: ReportData, *, title: str, attribution: str, 
 
 def _number(value: float, style: str = ".3f") -> str:
     """Format a number, NaN as a dash."""
-    return "–" if math.isnan(value) else format(value, style)
+    if math.isnan(value):
+        return "–"
+
+    return format(value, style)
 
 
 def _describe_cluster(

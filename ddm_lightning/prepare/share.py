@@ -113,13 +113,22 @@ class SharedPreparation(Preparation):
             self._fetch_sample()
             remote.in_threads(self._pull_indices, self.group_jobs())
             self._run(stages["merge"])
-        return missing if self.share.index == 1 else ""
+        if self.share.index == 1:
+            return missing
+
+        return ""
 
     def _fetch_sample(self) -> None:
         """Bring what the fit and the report read of all parts."""
         partition = self.config.partition
-        features = "features.npy" if partition.fit_fraction == 1 else "sample.npy"
-        keys = [TEXTS_FILE] if partition.kind in ("random", "existing") else []
+        if partition.fit_fraction == 1:
+            features = "features.npy"
+        else:
+            features = "sample.npy"
+        if partition.kind in ("random", "existing"):
+            keys = [TEXTS_FILE]
+        else:
+            keys = []
         self.prepared.fetch(range(len(self.parts)), ROWS_FILE, features, "codes.npy", *keys)
 
     def _agree_on_parts(self) -> None:
@@ -145,7 +154,10 @@ class SharedPreparation(Preparation):
         self._renew()
         machines = f"machine{'s' * (len(owners) > 1)} {', '.join(map(str, owners))}"
         others = _OTHER * any(job.name in there for job in missing)
-        return f"{kind} of {machines}{others}" if missing else ""
+        if missing:
+            return f"{kind} of {machines}{others}"
+
+        return ""
 
     def _look(self, kind: str, jobs: Sequence[Job]) -> set[str]:
         """Take over the ledgers at the URL that are of the same inputs; empty this machine's others; return all."""
@@ -154,7 +166,10 @@ class SharedPreparation(Preparation):
         found = zip(wanted, remote.in_threads(lambda job: self.published.read(job.name) or {}, wanted), strict=True)
         for job, entries in found:
             # Only its owner compares the fingerprint of a part.
-            first = 0 if self.is_own(job.number) else -1
+            if self.is_own(job.number):
+                first = 0
+            else:
+                first = -1
             theirs = {name: entry["key"].split()[first:] for name, entry in entries.items()}
             if theirs == theirs | {name: key.split()[first:] for name, key in job.keys.items()}:
                 job.ledger.entries = {
@@ -196,4 +211,7 @@ def prepare_share(
     if experiment.remote is None:
         raise UserError("--parts: the machines share their work at a URL; set remote")
     SharedPreparation(experiment, run_dir, reporter, share).bring_up_to_date(check)
-    return Manifest.read(run_dir) if share.index == 1 else None
+    if share.index == 1:
+        return Manifest.read(run_dir)
+
+    return None

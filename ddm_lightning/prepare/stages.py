@@ -304,7 +304,10 @@ class Preparation:
 
     def _fitted_files(self) -> str:
         """Return a hash of the files that the fit of the partition reads."""
-        features = FEATURES if self.config.partition.fit_fraction == 1 else SAMPLE
+        if self.config.partition.fit_fraction == 1:
+            features = FEATURES
+        else:
+            features = SAMPLE
         return hash_of_files(self.prepared.ledgers, (RECORDS, features))
 
     def part_jobs(self) -> list[PartJob]:

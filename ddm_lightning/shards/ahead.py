@@ -51,7 +51,10 @@ class FetchedShards(Shards):
         self.num_bytes = np.array([file.num_bytes for file in self.files])
         self._is_fetched = np.array([origin.is_fetched for origin, _ in self._entries])
         self._cached_bytes = float(self.num_bytes[self._is_fetched].sum())
-        self._max_bytes = np.inf if max_bytes is None or max_bytes >= self._cached_bytes else max_bytes
+        if max_bytes is None or max_bytes >= self._cached_bytes:
+            self._max_bytes = np.inf
+        else:
+            self._max_bytes = max_bytes
         self._is_keeper = is_keeper
         self._lock = Lock()
         self._ready: dict[int, Future[None]] = {}

@@ -129,7 +129,10 @@ class ClusterDataModule(L.LightningDataModule):
 
     def val_dataloader(self) -> ShardLoader | list[Any]:
         """Return the held-out samples in a fixed order; an empty list if there are none."""
-        return self._loader(self._held_out, training=False) if self._held_out else []
+        if self._held_out:
+            return self._loader(self._held_out, training=False)
+
+        return []
 
     def close(self) -> None:
         """End all threads."""
@@ -143,8 +146,13 @@ class ClusterDataModule(L.LightningDataModule):
         return {name: value.to(device, non_blocking=device.type == "cuda") for name, value in batch.items()}
 
     def _open(self, names: Sequence[str], training: bool) -> FetchedShards:
-        share = (1 - _HELD_OUT_SHARE if training else _HELD_OUT_SHARE) if self._held_out else 1.0
-        budget = None if self.max_cache_bytes is None else share * self.max_cache_bytes
+        if self._held_out:
+            share = 1 - _HELD_OUT_SHARE if training else _HELD_OUT_SHARE
+        else:
+            share = 1.0
+        budget = None
+        if self.max_cache_bytes is not None:
+            budget = share * self.max_cache_bytes
         is_keeper = self.trainer is None or self.trainer.local_rank == 0
         address = self.shards.rstrip("/")
         store = self.cache / _STORE
@@ -244,7 +252,10 @@ class ShardLoader:
     def __len__(self) -> int:
         """Return the steps of a whole epoch."""
         at_once = self.num_ranks * self.batch_size
-        return len(self.shards) // at_once if self.training else -(-len(self.shards) // at_once)
+        if self.training:
+            return len(self.shards) // at_once
+
+        return -(-len(self.shards) // at_once)
 
     def __iter__(self) -> Generator[dict[str, Tensor]]:
         """Return the batches of the rest of the resumed epoch, or of the next epoch."""
@@ -257,7 +268,10 @@ class ShardLoader:
             self._epoch += 1
             self._sample = 0
         self._resumes = False
-        order = shuffled(self.shards.sizes, self.seed, self._epoch) if self.training else np.arange(len(self.shards))
+        if self.training:
+            order = shuffled(self.shards.sizes, self.seed, self._epoch)
+        else:
+            order = np.arange(len(self.shards))
         order = order[self._sample :]
         rest = steps(order, self.rank, self.num_ranks, self.batch_size, full=self.training)
         # Otherwise threads would page-lock memory for the first GPU, and use it.
@@ -270,7 +284,10 @@ class ShardLoader:
                 for step, ids in enumerate(rest):
                     ahead = rest[step + len(waiting) : step + _BATCHES_PER_THREAD * self.num_workers]
                     waiting.extend(pool.submit(self._load, later) for later in ahead)
-                    batch = waiting.popleft().result() if waiting else self._load(ids)
+                    if waiting:
+                        batch = waiting.popleft().result()
+                    else:
+                        batch = self._load(ids)
                     self._sample += len(batch["sample_id"]) * self.num_ranks
                     yield batch
                     self.shards.passed(step)
@@ -279,7 +296,10 @@ class ShardLoader:
 
     def _load(self, ids: Int[np.ndarray, "b"]) -> dict[str, Tensor]:
         batch = self.shards.take(ids)
-        return {name: values.pin_memory() for name, values in batch.items()} if self.pin_memory else batch
+        if self.pin_memory:
+            return {name: values.pin_memory() for name, values in batch.items()}
+
+        return batch
 
     def close(self) -> None:
         """End the current epoch and its threads."""

@@ -50,7 +50,10 @@ class Origin:
         self.address = address
         self.index_sha256 = index_sha256
         self.is_fetched = remote.is_url(address) or any(entry["zip_data"] for entry in read_index(Path(address)))
-        self.folder = store if self.is_fetched else Path(address)
+        if self.is_fetched:
+            self.folder = store
+        else:
+            self.folder = Path(address)
         self._checked: set[Path] = set()
         self._is_down = False
 

@@ -129,7 +129,9 @@ class ShardFile:
                 f"{index}: lists {num_samples} samples in {raw['bytes']} bytes, which is impossible; "
                 "copy the shards again"
             )
-        packed = inside(folder, info["zip_data"]["basename"], index) if info["zip_data"] else None
+        packed = None
+        if info["zip_data"]:
+            packed = inside(folder, info["zip_data"]["basename"], index)
         return cls(path, num_samples, raw["bytes"], layout, packed, info.get("compression"))
 
 
@@ -147,7 +149,10 @@ class _Map:
         self._offsets = content[4 : 8 + 4 * count].view(np.uint32)
         rows = np.diff(self._offsets.astype(np.int64))
         least = file.layout.num_sample_bytes
-        wrong = (rows < least) if file.layout.texts else (rows != least)
+        if file.layout.texts:
+            wrong = rows < least
+        else:
+            wrong = rows != least
         if wrong.any() or self._offsets[-1] != size or self._offsets[0] < 8 + 4 * count:
             raise ValueError("its samples do not have the columns that the index lists")
         self._layout = file.layout
@@ -260,7 +265,10 @@ class Shards:
             try:
                 visit(self._map(shard), ids[places] - self._starts[shard], places)
             except Exception as error:  # each compression raises its own
-                problem = "a sample ends after the file" if isinstance(error, IndexError) else first_line(error)
+                if isinstance(error, IndexError):
+                    problem = "a sample ends after the file"
+                else:
+                    problem = first_line(error)
                 raise unreadable(f"{self.files[shard].path}: {problem}") from error
 
     def _map(self, shard: int) -> _Map:
@@ -279,7 +287,10 @@ def _as_tensor(column: Column, values: np.ndarray) -> Tensor:
     if not column.shape and column.dtype.kind in "iu":
         return torch.from_numpy(values.astype(np.int64))
     tensor = torch.from_numpy(values)
-    return tensor.float() if column.name == "text" else tensor
+    if column.name == "text":
+        return tensor.float()
+
+    return tensor
 
 
 def open_shards(folders: Sequence[Path]) -> Shards:

@@ -71,7 +71,10 @@ class Reporter(L.Callback):
         """Record that training failed, or was stopped before its first step."""
         self._bars.stop()
         module.guard.write(skipped_file(self.folder, trainer.global_rank, trainer.world_size))
-        self.status.state = "stopped" if isinstance(exception, StopRequested) else "failed"
+        if isinstance(exception, StopRequested):
+            self.status.state = "stopped"
+        else:
+            self.status.state = "failed"
         self.status.write(self.folder)
 
     def _report(self, trainer: L.Trainer, module: MemberModule) -> None:
@@ -205,7 +208,9 @@ class RollingCheckpoints(L.Callback):
         self.folder = folder
         self.island = island
         self.origin = origin
-        by_steps = None if island.checkpoint_every_n_minutes else island.checkpoint_every_n_steps
+        by_steps = None
+        if not island.checkpoint_every_n_minutes:
+            by_steps = island.checkpoint_every_n_steps
         self.due = [n for n in (by_steps, island.validate_every_n_steps, island.milestone_every_n_steps) if n]
         self._newest_step = -1
         self._saved_at = time.monotonic()

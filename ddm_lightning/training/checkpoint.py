@@ -216,7 +216,10 @@ def damage_of(path: Path) -> str | None:
         def problem_of(name: str) -> str | None:
             if not (path / name).exists():
                 return f"{name} is missing"
-            return None if sha256_file(path / name) == sums[name] else f"{name} has changed since it was written"
+            if sha256_file(path / name) == sums[name]:
+                return None
+
+            return f"{name} has changed since it was written"
 
         if problem := next(filter(None, remote.in_threads(problem_of, sums)), None):
             return problem
@@ -333,7 +336,10 @@ def find_resumable(folder: Path) -> tuple[Path | None, dict[Path, str]]:
         problems[path] = problem
     if problems:
         newest, problem = next(iter(problems.items()))
-        others = f", nor the {len(problems) - 1} before it" if len(problems) > 1 else ""
+        if len(problems) > 1:
+            others = f", nor the {len(problems) - 1} before it"
+        else:
+            others = ""
         raise UserError(
             f"{newest}: damaged checkpoint ({problem}){others}; restore one, or remove {folder} to start afresh"
         )
@@ -394,10 +400,16 @@ def check_origin(path: Path, member: str, experiment: Experiment, initial_sha256
     if not (differing := [name for name in names if old.get(name) != new[name]]):
         return None
     settings = ", ".join(f"island.{name}={_in_yaml(new[name])} (was {_in_yaml(old.get(name))})" for name in differing)
-    noise = "noise and " if {"accelerator", "devices", "nodes"} & {*differing} else ""
+    if {"accelerator", "devices", "nodes"} & {*differing}:
+        noise = "noise and "
+    else:
+        noise = ""
     return f"from here on with {settings}: the same samples, other {noise}rounding"
 
 
 def _in_yaml(value: str | float | None) -> str:
     """``value`` as typed after ``key=``."""
-    return value if isinstance(value, str) else json.dumps(value)
+    if isinstance(value, str):
+        return value
+
+    return json.dumps(value)

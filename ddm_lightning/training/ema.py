@@ -161,7 +161,10 @@ def unsharded_ema(module: nn.Module, optimizer: Optimizer, key: str = KEY, *, ke
     """
     found: dict[str, Tensor] = {}
     for name, value in ema_tensors(module, optimizer, key).items():
-        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        if isinstance(value, DTensor):
+            whole = value.full_tensor()
+        else:
+            whole = value
         if keeps:
             found[name] = whole.detach().float().cpu().clone()
     return found
@@ -261,4 +264,7 @@ def read_index(folder: Path) -> dict[str, str]:
         UserError: the index is damaged.
     """
     path = folder / _INDEX
-    return read_json(path, "the index of snapshots", snapshots_remedy(folder)) if path.exists() else {}
+    if path.exists():
+        return read_json(path, "the index of snapshots", snapshots_remedy(folder))
+
+    return {}

@@ -130,7 +130,10 @@ class EmaWidths:
         steps = self.member.train.max_steps
         chosen = widths or [w for w in DEFAULT_WIDTHS if mixture(self._all, w, steps)[1] <= LARGEST_MISFIT]
         current = self.meta.metrics.get(WIDTH)
-        name = "of the artifact" if current is None else f"of the artifact (width {current:g})"
+        if current is None:
+            name = "of the artifact"
+        else:
+            name = f"of the artifact (width {current:g})"
         with lock_member(self.folder), Bars(transient=True) as bars:
             averages = (
                 (f"width {width:g}", self._averaged(width))

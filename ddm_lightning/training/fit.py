@@ -59,7 +59,10 @@ def fit_member(name: str, run: Run) -> MemberStatus:
     status.max_steps = run.max_steps(name)  # a finished training may be extended
     if not ranks.told_by_rank_zero("finished", run.is_finished(name)):
         folder.mkdir(parents=True, exist_ok=True)
-        user = f"another process ({status.pid})" if status.runs() else "another process"
+        if status.runs():
+            user = f"another process ({status.pid})"
+        else:
+            user = "another process"
         with lock_member(folder, user, -1 if waits else 0.0) if ranks.is_rank_zero() else contextlib.nullcontext():
             if not (waits and run.is_finished(name)):
                 return _train(run.member(name), run, status, console)
@@ -92,7 +95,10 @@ def _train(member: Member, run: Run, status: MemberStatus, console: Console) -> 
     strategy, reason = choose_strategy(island, num_parameters, num_copies, member.train.optimizer)
     size = format_bytes(state_bytes(num_parameters, num_copies).checkpoint)
     num_frozen = sum(weight.numel() for weight in frozen(module.network).values())
-    on_base = f" on a frozen base of {num_frozen / 1e6:.2f} M" if num_frozen else ""
+    if num_frozen:
+        on_base = f" on a frozen base of {num_frozen / 1e6:.2f} M"
+    else:
+        on_base = ""
     console.print(f"{member.name}: {num_parameters / 1e6:.2f} M parameters{on_base}, {reason}")
     console.print(f"{member.name}: a checkpoint takes {size} of the disk and of the host's memory")
     console.print(f"{member.name}: {module.speed.cost.line}")
@@ -102,12 +108,17 @@ def _train(member: Member, run: Run, status: MemberStatus, console: Console) -> 
         if kernel is not None:
             console.print(f"{member.name}: attention by torch's kernel {kernel}")
 
-    newest = _checkpoint_of(member, run, console) if ranks.is_rank_zero() else None
+    newest = None
+    if ranks.is_rank_zero():
+        newest = _checkpoint_of(member, run, console)
     told = ranks.told_by_rank_zero("checkpoint", newest.name if newest else None)
     resume = told and folder / "checkpoints" / told
     if resume is None and (initial := run.initial(member)) is not None:
         # The base of adapters is in the network from the start.
-        differing = initial.load(module.network) if member.lora is None else initial.check(member.plan_network())
+        if member.lora is None:
+            differing = initial.load(module.network)
+        else:
+            differing = initial.check(member.plan_network())
         console.print(f"{member.name}: starts from {initial.source}, SHA-256 {initial.sha256}")
         for line in differing:
             console.print(f"{member.name}: {line}")
@@ -124,7 +135,10 @@ def _train(member: Member, run: Run, status: MemberStatus, console: Console) -> 
             status.state = "stopped"
         else:
             status.step = trainer.global_step
-            status.state = "done" if status.step >= member.train.max_steps else "stopped"
+            if status.step >= member.train.max_steps:
+                status.state = "done"
+            else:
+                status.state = "stopped"
         if status.state == "done":
             _hand_over(objective, trainer, run, status)
         else:
@@ -175,7 +189,10 @@ def _hand_over(objective: Objective, trainer: L.Trainer, run: Run, status: Membe
     own: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # a connector sets it
     # No figures: every held-out loss was infinite or NaN.
     best = next((one.kept for one in own if isinstance(one, callbacks.BestWeights) and one.kept["figures"]), None)
-    key = ema.BEST if best else ema.KEY
+    if best:
+        key = ema.BEST
+    else:
+        key = ema.KEY
     weights = ema.unsharded_ema(objective.network, trainer.optimizers[0], key, keeps=trainer.is_global_zero)
     if trainer.is_global_zero:
         weights |= best["buffers"] if best else ema.kept_buffers(objective.network)

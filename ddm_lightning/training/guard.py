@@ -89,7 +89,10 @@ class FiniteGuard:
         longest = 0, 0
         finite = torch.stack([norm for _, _, norm, _ in self._seen]).isfinite().tolist()
         for (step, rank, _, batches), is_finite in zip(self._seen, finite, strict=True):
-            self._consecutive = 0 if is_finite else self._consecutive + 1
+            if is_finite:
+                self._consecutive = 0
+            else:
+                self._consecutive = self._consecutive + 1
             longest = max(longest, (self._consecutive, step))
             if not is_finite:
                 self.num_skipped += 1

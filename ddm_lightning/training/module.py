@@ -120,7 +120,10 @@ class MemberModule(L.LightningModule):
 
     def _micro_batches(self, num: int) -> list[slice]:
         """Split a batch into nearly equal micro batches, so that compiled blocks see at most two sizes."""
-        num_parts = 1 if self.island.micro_batch_size is None else math.ceil(num / self.island.micro_batch_size)
+        if self.island.micro_batch_size is None:
+            num_parts = 1
+        else:
+            num_parts = math.ceil(num / self.island.micro_batch_size)
         edges = [num * part // num_parts for part in range(num_parts + 1)]
         return [slice(*pair) for pair in itertools.pairwise(edges)]
 
@@ -303,4 +306,7 @@ def peak_memory_bytes() -> int:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return int(torch.cuda.max_memory_allocated())
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024
+    if sys.platform == "darwin":
+        return most
+
+    return most * 1024

@@ -99,7 +99,10 @@ class Averages:
         value = value.detach().float()
         finite = value.isfinite()
         pair = torch.stack([torch.where(finite, value, 0.0), finite * count])
-        self._sums[name] = self._sums[name] + pair if name in self._sums else pair
+        if name in self._sums:
+            self._sums[name] = self._sums[name] + pair
+        else:
+            self._sums[name] = pair
 
     def drain(self, num_ranks: int = 1) -> dict[str, float]:
         """Return and reset the averages over all ranks, sorted by name; empty ones are missing.
@@ -184,7 +187,10 @@ class Objective(ABC):
         if self.member.train.horizontal_flip:
             flipped = torch.rand(len(stored), generator=generator, device=device) < 0.5
             # A mirrored latent is not the latent of the mirrored image, so take that one if the shards hold it.
-            mirrored = batch["x_0_flipped"] if "x_0_flipped" in batch else stored.flip(-1)
+            if "x_0_flipped" in batch:
+                mirrored = batch["x_0_flipped"]
+            else:
+                mirrored = stored.flip(-1)
             stored = torch.where(flipped[:, None, None, None], mirrored, stored)
         x_0 = self.stored.sample(stored, generator)
         t = sample_timesteps(
@@ -311,7 +317,9 @@ class Distillation(Regression):
             check_used(member, folder, experiment)
         self.teacher = load_ensemble(manifest, device_of(experiment.island.accelerator))
         self.teacher.precision = experiment.sample.precision
-        self.strategy = None if name == "owner" else STRATEGIES.build(name, {})
+        self.strategy = None
+        if name != "owner":
+            self.strategy = STRATEGIES.build(name, {})
         if self.strategy is not None and type(self.strategy).weights is Strategy.weights:
             raise UserError(f"key 'distill.teacher' = {name!r}: does not weight velocities; set owner, full or top-1")
         is_blind = self.teacher.router is None and len(self.teacher.priors) > 1
@@ -452,4 +460,7 @@ def time_suffix(index: int, num: int = NUM_VALIDATION_TIMESTEPS) -> str:
 
 
 def _names(name: str, num: int) -> list[str]:
-    return [name] if num == 1 else [f"{name.removesuffix('_by_time')}{time_suffix(index, num)}" for index in range(num)]
+    if num == 1:
+        return [name]
+
+    return [f"{name.removesuffix('_by_time')}{time_suffix(index, num)}" for index in range(num)]

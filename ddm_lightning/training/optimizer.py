@@ -57,7 +57,8 @@ def clip_in_step(optimizer: Optimizer, parameters: Iterable[nn.Parameter], limit
         The norm before clipping, over all ranks.
     """
     norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
     if limit is not None:
         # Fused kernels read no other dtype.
         optimizer.grad_scale = ((norm + 1e-6) / limit).clamp(min=1.0).float()  # type: ignore[attr-defined]
@@ -125,7 +126,9 @@ class MuonWithAdamW(Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step of both; if ``found_inf`` is 1, change neither weights nor moments. The host does not wait."""
-        loss = None if closure is None else closure()
+        loss = None
+        if closure is not None:
+            loss = closure()
         self._adamw.found_inf = self.found_inf  # type: ignore[attr-defined]  # its fused kernel reads both
         self._adamw.grad_scale = self.grad_scale  # type: ignore[attr-defined]
         self._adamw.step()
@@ -147,7 +150,10 @@ class MuonWithAdamW(Optimizer):
         for matrix in matrices:
             buffer = self.state[matrix].get(_BUFFER)
             # With a gradient equal to the momentum, the momentum does not change.
-            still = torch.zeros_like(matrix) if buffer is None else buffer
+            if buffer is None:
+                still = torch.zeros_like(matrix)
+            else:
+                still = buffer
             matrix.grad.copy_(torch.where(counts, matrix.grad, still))
         self._step_by_layer(matrices)
         for matrix, old in zip(matrices, before, strict=True):

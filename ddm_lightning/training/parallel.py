@@ -119,7 +119,10 @@ class BackgroundCheckpoints(strategies.Strategy):
     @contextmanager
     def _on_each_node(self, path: Path) -> Iterator[Path]:
         """Yield a copy of rank zero's checkpoint, removed afterwards, on nodes that do not share its disk."""
-        listed = (path / FILES).read_bytes() if (path / FILES).exists() else b""
+        if (path / FILES).exists():
+            listed = (path / FILES).read_bytes()
+        else:
+            listed = b""
         lacks = listed != self.broadcast(listed)
         if self.reduce_boolean_decision(not lacks):
             yield path
@@ -232,8 +235,14 @@ def choose_strategy(
             f"set it to adamw, {remedy}"
         )
     reshard = name == "fsdp"
-    how = "weights are gathered block by block" if reshard else "weights stay gathered until the backward pass"
-    within = "shards within a node, " if island.nodes > 1 else ""
+    if reshard:
+        how = "weights are gathered block by block"
+    else:
+        how = "weights stay gathered until the backward pass"
+    if island.nodes > 1:
+        within = "shards within a node, "
+    else:
+        within = ""
     return Sharded(island, reshard_after_forward=reshard), f"FSDP2 over {size}, {within}{how}: {reason}"
 
 
@@ -261,10 +270,14 @@ def shard_blocks(
             gradients and their sums over devices stay float32.
     """
     # Inputs are not cast: a time in bfloat16 has two digits.
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False) if half else None
+    policy = None
+    if half:
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     sharded = partial(fully_shard, mesh=mesh, mp_policy=policy or MixedPrecisionPolicy())
     # None: torch reshards the blocks, but not the rest, which the backward pass needs first.
-    again = None if reshard_after_forward else False
+    again = None
+    if not reshard_after_forward:
+        again = False
     for block in blocks_of(network):
         sharded(block, reshard_after_forward=again)
     sharded(network, reshard_after_forward=again)

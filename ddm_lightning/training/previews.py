@@ -74,7 +74,10 @@ def tensorboard_tag(name: str) -> str:
         return "1_watch/validation/samples"  # sorted behind the losses: each member has a card of its own
     if figure == "loss":
         return f"1_watch/{name}"
-    return f"3_training/{name}" if kind == "train" else name
+    if kind == "train":
+        return f"3_training/{name}"
+
+    return name
 
 
 def build_loggers(names: list[str], folder: Path, project: str, resumed_step: int) -> list[Logger]:
@@ -86,7 +89,9 @@ def build_loggers(names: list[str], folder: Path, project: str, resumed_step: in
         project: the project's name in Weights & Biases.
         resumed_step: step of the checkpoint to resume from; 0 for none.
     """
-    purge_step = resumed_step + 1 if resumed_step else None
+    purge_step = None
+    if resumed_step:
+        purge_step = resumed_step + 1
     builders: dict[str, Callable[[], Logger]] = {
         "tensorboard": lambda: GroupingLogger(folder, name="", version="tensorboard", purge_step=purge_step),
         # A file per start: the logger would overwrite that of an earlier one.
@@ -150,11 +155,10 @@ class SampleLogger(L.Callback):
         assert isinstance(module, MemberModule)
         made: Tensor | None = None
         try:
-            made = (
-                module.objective.sum_confusion(trainer.world_size)
-                if isinstance(module.objective, Classification)
-                else self._sampled(module)
-            )
+            if isinstance(module.objective, Classification):
+                made = module.objective.sum_confusion(trainer.world_size)
+            else:
+                made = self._sampled(module)
             if trainer.is_global_zero and made is not None:
                 self._log(trainer, module.objective, made)
         except StopIteration:
@@ -224,7 +228,10 @@ def sample_like(
     times = sampling_times(sample.num_steps, objective.member.timesteps.shift).clamp(low, high).unique().flip(0)
     x_t = Euler().solve(velocity, interpolate(x_0, noise, time_rows(high, noise)), times)
     end = time_rows(low, noise)
-    return x_0_from_velocity(x_t, velocity(x_t, end), end) if low > 0 else x_t
+    if low > 0:
+        return x_0_from_velocity(x_t, velocity(x_t, end), end)
+
+    return x_t
 
 
 def routing_heat_map(confusion: Float[Tensor, "t k k"]) -> Figure:

@@ -240,7 +240,10 @@ def _cause(failures: dict[int, ProcessFailure], num_ranks: int, folder: Path) ->
 def failure(store: Any) -> str | None:
     """Why a node has failed, if one has; ``store`` is shared by torchrun's agents."""
     try:
-        return str(store.get(_FAILURE).decode()) if store.check([_FAILURE]) else None
+        if store.check([_FAILURE]):
+            return str(store.get(_FAILURE).decode())
+
+        return None
     except DistError:
         return f"node 0 is gone; {RESUMES}"
 

@@ -84,7 +84,10 @@ def replay_step(name: str, run: Run, step: int | None, rank: int) -> tuple[Skipp
             loss = objective.compute_losses(noisy.rows(one), alone)["loss"].sum()
         loss.backward()
         squares = [p.grad.double().square().sum() for p in network.parameters() if p.grad is not None]
-        norm = math.sqrt(float(torch.stack(squares).sum())) if squares else 0.0
+        if squares:
+            norm = math.sqrt(float(torch.stack(squares).sum()))
+        else:
+            norm = 0.0
         columns = (name for name, rows in batch.items() if not bool(rows[row].isfinite().all()))
         found.append(ReplayedSample(sample_id, float(noisy.t[row]), tuple(columns), float(loss.detach()), norm))
     return skipped, nearest or "the initial weights", found

@@ -108,7 +108,10 @@ class DecentralizedPipeline(DiffusionPipeline):  # type: ignore[misc]  # diffuse
             settings = {kind: rows, "num": num_images_per_prompt, "seed": _seed(generator), **settings}
             images: Any = self.ensemble.sample(**settings)
         else:
-            all_rows = [] if rows is None else listed(rows)
+            if rows is None:
+                all_rows = []
+            else:
+                all_rows = listed(rows)
             if rows is None and self.ensemble.meta.condition.kind == "none":
                 all_rows = [None]
             each = [row for row in all_rows for _ in range(num_images_per_prompt)]
@@ -122,7 +125,10 @@ class DecentralizedPipeline(DiffusionPipeline):  # type: ignore[misc]  # diffuse
             images = VaeImageProcessor.pil_to_numpy(images)
         if output_type == "pt":
             images = VaeImageProcessor.numpy_to_pt(images)
-        return ImagePipelineOutput(images=images) if return_dict else (images,)
+        if return_dict:
+            return ImagePipelineOutput(images=images)
+
+        return (images,)
 
 
 def _seed(generator: torch.Generator | None) -> int:

@@ -67,7 +67,10 @@ def usable_device(device: torch.device | str) -> torch.device:
 
 def listed(given: Any) -> list[Any]:
     """Return one thing, or several, as a list."""
-    return [given] if isinstance(given, str) or not isinstance(given, Iterable) else list(given)
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        return [given]
+
+    return list(given)
 
 
 @lru_cache(maxsize=2)  # some load for seconds
@@ -136,7 +139,10 @@ class DecentralizedEnsemble:
             UserError: a file is missing, damaged or of other data, or leads out of the folder; torch cannot use the
                 device, ``resident_experts`` below 2, or an encoder's path is not allowed.
         """
-        accelerator = "auto" if device is None else {"cuda": "gpu"}.get(usable_device(device).type, "cpu")
+        if device is None:
+            accelerator = "auto"
+        else:
+            accelerator = {"cuda": "gpu"}.get(usable_device(device).type, "cpu")
         overrides = [
             "sample.member=null",
             f"sample.resident_experts={'null' if resident_experts is None else resident_experts}",
@@ -160,7 +166,10 @@ class DecentralizedEnsemble:
         member = experiment.sample.member
         manifest = manifest_with_about(run.root, experiment, member=member, partial=partial)
         if lost := list(manifest.lost):
-            rest = ", and the weights of the other experts are renormalised" if set(lost) - {ROUTER} else ""
+            if set(lost) - {ROUTER}:
+                rest = ", and the weights of the other experts are renormalised"
+            else:
+                rest = ""
             path = run.sampled_from(member)
             names = ", ".join(lost)
             note(f"{path}: the artifact of {names} is missing; samples are made without it{rest}")
@@ -180,7 +189,10 @@ class DecentralizedEnsemble:
     @property
     def credit_line(self) -> str:
         """Credit of the data, to print below images; empty if none is due."""
-        return f"Trained on: {self.about.credit}" if self.about.credit else ""
+        if self.about.credit:
+            return f"Trained on: {self.about.credit}"
+
+        return ""
 
     @cached_property
     def field(self) -> Ensemble:
@@ -223,7 +235,10 @@ class DecentralizedEnsemble:
         """
         changed = copy(self)
         changed.experiment = experiment
-        changed.field = self.field if factors is None else self.field.reweighted(listed(factors))
+        if factors is None:
+            changed.field = self.field
+        else:
+            changed.field = self.field.reweighted(listed(factors))
         return changed
 
     def latents(self, condition: Condition | None, num: int, **more: Any) -> Float[Tensor, "num c h w"]:
@@ -288,7 +303,10 @@ class DecentralizedEnsemble:
         numbers |= {name: c for c, name in enumerate(names)} | {c: c for c in all_classes}
         for one in classes:
             if one not in numbers or names.count(one) > 1:
-                problem = "several classes have this name" if one in numbers else "no such class"
+                if one in numbers:
+                    problem = "several classes have this name"
+                else:
+                    problem = "no such class"
                 raise UserError(
                     f"class {one!r}: {problem}; give a number from 0 to {len(names) - 1}, or a name such as "
                     f"{', '.join(names[:5])}"
@@ -364,12 +382,12 @@ class DecentralizedEnsemble:
         Raises:
             UserError: an empty prompt or list, an unknown class, strategy or setting, or a value out of range.
         """
-        given = None if prompts is None else listed(prompts)
-        shown = (
-            None
-            if classes is None
-            else [int(one) if isinstance(one, int | np.integer) else str(one) for one in listed(classes)]
-        )
+        given = None
+        if prompts is not None:
+            given = listed(prompts)
+        shown = None
+        if classes is not None:
+            shown = [int(one) if isinstance(one, int | np.integer) else str(one) for one in listed(classes)]
         if [] in (given, shown) or not all(isinstance(prompt, str) for prompt in given or ()):
             raise UserError("sample: give prompts (strings) or classes, or leave both out for the experiment's")
         settings = {"num_per_prompt": num, **settings}

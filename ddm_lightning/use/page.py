@@ -233,5 +233,11 @@ def _side(name: str, strategy: str) -> list[Any]:
 def _weights(trace: Trace, names: list[str]) -> Image.Image | None:
     """Heat map of the mean weights and of each image's; None for a strategy that records none."""
     every = {f"weights for image {i + 1}": weights for i, weights in enumerate(trace.weights.values())}
-    mean = {"mean weights": torch.stack(list(every.values())).mean(0)} if len(every) > 1 else {}
-    return weights_chart(trace.times, mean | every, names) if every else None
+    if len(every) > 1:
+        mean = {"mean weights": torch.stack(list(every.values())).mean(0)}
+    else:
+        mean = {}
+    if every:
+        return weights_chart(trace.times, mean | every, names)
+
+    return None

@@ -75,7 +75,9 @@ def write_samples(
         for (label, key, _), first in zip(in_rows, first_indices(in_rows, num), strict=True)
     }
     labels = dict(list(in_grid.items())[:MAX_TRAJECTORIES])
-    trace = None if singles is None else Trace(in_grid, labels)
+    trace = None
+    if singles is not None:
+        trace = Trace(in_grid, labels)
     files: dict[str, Path] = {}
     with atomic_files(path.parent) as folder, Bars(show=show_progress) as progress:
         total = num * len(rows)

@@ -143,7 +143,10 @@ def manifest_with_about(
                 f"{path}: does not exist yet, because these members are not finished: "
                 f"{member or ', '.join(missing)}; fit them"
             )
-    ensemble = single(run.artifact(member)) if member else read_ensemble(run.ensemble, partial=partial)
+    if member:
+        ensemble = single(run.artifact(member))
+    else:
+        ensemble = read_ensemble(run.ensemble, partial=partial)
     about = ensemble.about
     meta = ensemble.meta
     if experiment is not None:
@@ -315,7 +318,10 @@ def save_ensemble(ensemble: EnsembleManifest, out: Path, licence: str | None = N
     Raises:
         UserError: ``out`` exists, an artifact is damaged, or members do not belong together.
     """
-    about = ensemble.description if licence is None else replace(ensemble.description, licence=licence)
+    if licence is None:
+        about = ensemble.description
+    else:
+        about = replace(ensemble.description, licence=licence)
     bases = Bases(ensemble.folders.values())
     with atomic_folder(out, is_new=True) as temporary:
         for name, folder in ensemble.folders.items():

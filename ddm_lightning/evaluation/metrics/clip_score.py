@@ -72,6 +72,9 @@ class ClipScore(CLIPScore):
     def scores(self) -> dict[str, Score]:
         """Return the mean, with an interval from the scatter of means over eight images each."""
         means = dim_zero_cat(self.means)
-        error = float(means.std()) / len(means) ** 0.5 if len(means) > 1 else float("nan")
+        if len(means) > 1:
+            error = float(means.std()) / len(means) ** 0.5
+        else:
+            error = float("nan")
         value = float(self.compute())
         return {"CLIP score": Score.of(value, error) if error == error else Score(value)}

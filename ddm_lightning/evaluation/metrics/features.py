@@ -63,7 +63,10 @@ class FeatureMetric:
         Raises:
             UserError: its weights are missing.
         """
-        own = {"device": str(self.device)} if "device" in parameters_of(FEATURES.get(self.features)) else {}
+        if "device" in parameters_of(FEATURES.get(self.features)):
+            own = {"device": str(self.device)}
+        else:
+            own = {}
         return FEATURES.build(self.features, {**own, **self.features_params})
 
     @cached_property

@@ -97,7 +97,10 @@ class DPMSolver2M(Solver):
             rows = time_rows(t, x_t)
             x_0 = x_0_from_velocity(x_t, velocity(x_t, rows), rows)
             length = _log_snr(s) - _log_snr(t)
-            weight = 0.0 if s == 0 or last == math.inf else length / (2 * last)
+            if s == 0 or last == math.inf:
+                weight = 0.0
+            else:
+                weight = length / (2 * last)
             x_t = s / t * x_t + (t - s) / t * (x_0 + weight * (x_0 - before))
             before = x_0
             last = length
@@ -106,7 +109,12 @@ class DPMSolver2M(Solver):
 
 def _log_snr(t: float) -> float:
     """``lambda``: half of log SNR; infinite at both ends."""
-    return math.inf if t == 0 else -math.inf if t == 1 else math.log((1 - t) / t)
+    if t == 0:
+        return math.inf
+    if t == 1:
+        return -math.inf
+
+    return math.log((1 - t) / t)
 
 
 @SOLVERS.register("ancestral")
@@ -123,7 +131,10 @@ class Ancestral(Solver):
         for step, (t, s) in enumerate(intervals(times)):
             rows = time_rows(t, x_t)
             mean, variance = reverse_kernel(x_t, x_0_from_velocity(x_t, velocity(x_t, rows), rows), t, s)
-            x_t = mean if s == 0 else mean + variance.sqrt() * noise(step)
+            if s == 0:
+                x_t = mean
+            else:
+                x_t = mean + variance.sqrt() * noise(step)
         return x_t
 
 
@@ -198,7 +209,10 @@ class DormandPrince(Solver):
             slope = torch.where(rows, next_slope, slope)
             t = torch.where(accepted, torch.where(step >= t - stop, stop, t - step), t)
             step = step * (0.9 * error**-0.2).nan_to_num(nan=5.0).clamp(0.2, 5.0)
-        return x_t if end else x_t - expand_time(t, x_t) * slope
+        if end:
+            return x_t
+
+        return x_t - expand_time(t, x_t) * slope
 
     def _attempt(
         self, velocity: VelocityField, x_t: Samples, t: Times, step: Times, slope: Samples

@@ -78,11 +78,20 @@ class DiffusersTransformer(nn.Module):
         self.path = self.family.path
         self.x_shape = x_shape
         self.null_class = settings.get("num_embeds_ada_norm", 0)
-        num_null = 1 if self.family.mask else condition.length
-        self.null = nn.Parameter(torch.zeros(num_null, condition.size)) if self.family.text else None
+        if self.family.mask:
+            num_null = 1
+        else:
+            num_null = condition.length
+        self.null = None
+        if self.family.text:
+            self.null = nn.Parameter(torch.zeros(num_null, condition.size))
         pooled = self.family.pooled
-        self.null_vector = nn.Parameter(torch.zeros(condition.vector_size)) if condition.vector_size else None
-        self.pooled = nn.Linear(condition.size, settings[pooled]) if pooled and self.null_vector is None else None
+        self.null_vector = None
+        if condition.vector_size:
+            self.null_vector = nn.Parameter(torch.zeros(condition.vector_size))
+        self.pooled = None
+        if pooled and self.null_vector is None:
+            self.pooled = nn.Linear(condition.size, settings[pooled])
         for parameter in () if self.pooled is None else self.pooled.parameters():
             nn.init.zeros_(parameter)
         for part in self.model.modules():
@@ -112,7 +121,10 @@ class DiffusersTransformer(nn.Module):
 
     def forward(self, x_t: Samples, t: Times, condition: Condition | None) -> Samples:
         """The prediction, in the dtype of ``x_t``; ``condition=None`` is null in every row."""
-        given = self._classes(len(t), condition) if self.null is None else self._text(self.null, len(t), condition)
+        if self.null is None:
+            given = self._classes(len(t), condition)
+        else:
+            given = self._text(self.null, len(t), condition)
         x = x_t.to(next(self.model.parameters()).dtype)
         out = self.family.call(self.model, x, timestep=self._step(t), **given)
         return out[:, : self.x_shape[0]].to(x_t.dtype)

@@ -108,14 +108,20 @@ class Family:
             wanted = f"({channels}, {size}, {size})"
         else:
             fits = all(cells % patch == 0 and cells <= largest for cells in x_shape[1:])
-            limit = f" of at most {largest} and" if largest < math.inf else ","
+            if largest < math.inf:
+                limit = f" of at most {largest} and"
+            else:
+                limit = ","
             wanted = f"({channels}, height, width){limit} divisible by {patch}"
         if not fits or x_shape[0] != channels:
             raise ValueError(f"the model takes samples of shape {wanted}, not {x_shape}")
         if self.text:
             size = next(settings[key] for key in self.text if settings[key] is not None)
             most = self.most_tokens(settings)
-            vector = settings[self.pooled] if self.pooled else 0
+            if self.pooled:
+                vector = settings[self.pooled]
+            else:
+                vector = 0
             fits = condition.size == size and 0 < condition.length <= most and condition.vector_size in (0, vector)
             wanted = f"'tokens' of size {size}" + (f", at most {most}" if most < math.inf else "")
             wanted += f", or 'tokens+text' with a vector of size {vector}" if vector else ""

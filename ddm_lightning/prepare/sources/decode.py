@@ -50,8 +50,14 @@ def decode(
     except Image.DecompressionBombError as error:
         return BrokenSample(key, "too many pixels", one_line(error))
     except UnidentifiedImageError:
-        head = data[:8] if isinstance(data, bytes) else b""
-        cause = "damaged image" if head.startswith(_SIGNATURES) else "no image"
+        if isinstance(data, bytes):
+            head = data[:8]
+        else:
+            head = b""
+        if head.startswith(_SIGNATURES):
+            cause = "damaged image"
+        else:
+            cause = "no image"
         return BrokenSample(key, cause, f"begins with {head!r}")
     except Exception as error:  # noqa: BLE001  Pillow raises anything on damaged files
         return BrokenSample(key, "damaged image", one_line(error))
@@ -97,12 +103,18 @@ def caption_in(value: Any, key: str) -> str | BrokenSample:
         except UnicodeDecodeError as error:
             return BrokenSample(key, "caption is not UTF-8", str(error))
     if value is None or isinstance(value, str):
-        return value if value and value.strip() else ""
+        if value and value.strip():
+            return value
+
+        return ""
     return BrokenSample(key, "caption is not text", f"a {type(value).__name__}")
 
 
 def _unread(error: Exception, key: str) -> BrokenSample:
-    cause = "missing file" if isinstance(error, FileNotFoundError) else "unreadable file"
+    if isinstance(error, FileNotFoundError):
+        cause = "missing file"
+    else:
+        cause = "unreadable file"
     return BrokenSample(key, cause, one_line(error))
 
 

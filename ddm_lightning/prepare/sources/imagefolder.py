@@ -56,7 +56,10 @@ class ImageFolder:
     @cached_property
     def class_names(self) -> list[str]:
         """First-level folders with images."""
-        return sorted({name.partition("/")[0] for name in self.files.images if "/" in name}) if self.labels else []
+        if self.labels:
+            return sorted({name.partition("/")[0] for name in self.files.images if "/" in name})
+
+        return []
 
     @cached_property
     def num_classes(self) -> int:
@@ -122,7 +125,8 @@ class ImageFolder:
                 raise UserError(f"{self.files.shown()}: has both {other} and {file}; keep one")
             for number, row in rows:
                 try:
-                    row = parse_json(row) if isinstance(row, bytes) else row
+                    if isinstance(row, bytes):
+                        row = parse_json(row)
                     if isinstance(row.get(_REST), list):  # of CSV
                         raise ValueError("it has more cells than the first line: put text with commas in quotes")
                     name = self._image_of(folder, row["file_name"])
@@ -191,7 +195,10 @@ class ImageFolder:
             caption = True if texts[-1] else captions[-1]
             digest.update(json.dumps((name, labels[-1], caption, states.get(name), states.get(text or ""))).encode())
         # A block is named after the file that begins it; only the first one may lack such a file.
-        name = f"block-{_hash(names[0])}" if self._begins_block(names[0]) else "block-first"
+        if self._begins_block(names[0]):
+            name = f"block-{_hash(names[0])}"
+        else:
+            name = "block-first"
         where = {"files": names, "labels": labels, "captions": captions, "texts": texts}
         return Part(name, digest.hexdigest(), len(names), {**where, "num_classes": self.num_classes})
 

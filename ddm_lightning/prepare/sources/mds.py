@@ -86,7 +86,10 @@ class Mds(TableSource):
     def _stored(self, raw: str, shard: dict[str, Any]) -> str:
         """Return the name of the shard's file, compressed or not."""
         zipped = shard.get("zip_data")
-        return raw if raw in self.files.states or not zipped else str(shard["folder"] + zipped["basename"])
+        if raw in self.files.states or not zipped:
+            return raw
+
+        return str(shard["folder"] + zipped["basename"])
 
     def _samples(self, raw: str, shard: dict[str, Any], numbers: range) -> list[bytes]:
         """Read the encoded samples."""
@@ -113,4 +116,7 @@ def _cell(encoding: str, data: bytes) -> Any:
     if encoding == "str":
         return data.decode(errors="surrogateescape")  # counted later as a text that UTF-8 cannot hold
     value = mosaic.mds_decode(encoding, data)
-    return value.item() if isinstance(value, np.generic) else value
+    if isinstance(value, np.generic):
+        return value.item()
+
+    return value

@@ -84,7 +84,8 @@ class TableSource:
         if self.label_column is None:
             self.num_classes = 1
         elif self.num_classes is None:
-            self.class_names = self.stored_class_names() if self.class_names is None else self.class_names
+            if self.class_names is None:
+                self.class_names = self.stored_class_names()
             if not self.class_names:
                 raise UserError(
                     f"key '{PARAMS}.label_column': the files do not name the classes; add num_classes or class_names"
@@ -104,7 +105,10 @@ class TableSource:
         """Columns of which the first non-empty one is the caption; none if ``prepare.captions`` replaces them."""
         if CAPTIONS_KEY in self.extra_columns.values():
             return []
-        return [self.caption_column] if isinstance(self.caption_column, str) else list(self.caption_column or ())
+        if isinstance(self.caption_column, str):
+            return [self.caption_column]
+
+        return list(self.caption_column or ())
 
     @property
     def roles(self) -> list[tuple[str, str]]:
@@ -160,7 +164,10 @@ class TableSource:
             return self._number_of[value]
         with suppress(TypeError, ValueError, OverflowError):
             number = int(value)
-            label = number if self._has_numbers else self._number_of.get(str(number), -1)
+            if self._has_numbers:
+                label = number
+            else:
+                label = self._number_of.get(str(number), -1)
             if 0 <= label < (self.num_classes or 1) and number == float(value):
                 return label
         return BrokenSample(key, "unknown class", f"{repr(value)[:80]}, of {self.num_classes} classes")
@@ -168,7 +175,10 @@ class TableSource:
     def _image(self, cell: Any, key: str) -> Any:
         """Return the pixels of a cell, ``BrokenSample`` if there are none."""
         if isinstance(cell, Mapping):
-            cell = cell.get("path") if cell.get("bytes") is None else cell["bytes"]
+            if cell.get("bytes") is None:
+                cell = cell.get("path")
+            else:
+                cell = cell["bytes"]
         if isinstance(cell, str):
             cell = self._fetch(cell)
         if isinstance(cell, (bytes, Exception, Image.Image)):
@@ -181,7 +191,8 @@ class TableSource:
         if _UNCHAINED.match(path) or (mark and scheme not in ("file", "local")):
             return content_or_error(path)
         root = self.image_root or ""
-        path = inner if mark else path
+        if mark:
+            path = inner
         if path.startswith("/") or not root.startswith("http"):
             return next(self._images.contents([path]))
         return content_or_error(f"{root.rstrip('/')}/{path}")  # perhaps a server that lists nothing
@@ -191,7 +202,10 @@ def _text(cell: Any) -> str | None:
     """Return a cell as text, with escaped bytes if it is binary; None for null."""
     if isinstance(cell, bytes):
         return cell.decode(errors="backslashreplace").strip()
-    return None if cell is None else str(cell)
+    if cell is None:
+        return None
+
+    return str(cell)
 
 
 @SOURCES.register("parquet")
@@ -269,7 +283,10 @@ class Parquet(TableSource):
                             yield self.record(values, f"{file}:{row}")
                             row += 1
             except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-                stop = row + 1 if part.num_samples is None else first_row + part.num_samples
+                if part.num_samples is None:
+                    stop = row + 1
+                else:
+                    stop = first_row + part.num_samples
                 for lost in range(row, stop):
                     yield BrokenSample(f"{file}:{lost}", "damaged table", one_line(error))
 
@@ -279,7 +296,10 @@ class Parquet(TableSource):
             metadata = _schema(reader).metadata or {}
         try:
             feature = parse_json(metadata[b"huggingface"])["info"]["features"][self.label_column]
-            return feature["names"] if feature["_type"] == "ClassLabel" else None
+            if feature["_type"] == "ClassLabel":
+                return feature["names"]
+
+            return None
         except (KeyError, ValueError, TypeError):
             return None
 
@@ -359,10 +379,16 @@ class HuggingFace(Parquet):
 
         is_file = opened.read(len(_FILE_FORMAT)) == _FILE_FORMAT
         opened.seek(0)
-        return pyarrow.ipc.open_file(opened) if is_file else pyarrow.ipc.open_stream(opened)
+        if is_file:
+            return pyarrow.ipc.open_file(opened)
+
+        return pyarrow.ipc.open_stream(opened)
 
     def _group_sizes(self, reader: Any) -> list[int] | None:
-        return [batch.num_rows for batch in _all_batches(reader)] if self.files.is_local else None
+        if self.files.is_local:
+            return [batch.num_rows for batch in _all_batches(reader)]
+
+        return None
 
     def _batches(self, reader: Any, groups: list[int] | None) -> Iterator[pyarrow.RecordBatch]:
         for number, batch in enumerate(_all_batches(reader)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib.metadata import version
+from typing import ClassVar
 
 import numpy as np
 from jaxtyping import Bool
@@ -85,7 +86,7 @@ class Digits:
     packages: tuple[str, ...] = ("scikit-learn",)
     attribution = ""
     num_classes = len(_NAMES)
-    class_names = list(_NAMES)
+    class_names: ClassVar = list(_NAMES)
 
     def __init__(self) -> None:
         require("source 'digits'", *self.packages)

@@ -73,7 +73,10 @@ class Files:
         if inner.startswith("http"):
             inner, mark, query = inner.partition("?")
             self._query = mark + query
-        self._root = inner.rstrip("/") if self._is_folder else inner.rpartition("/")[0]
+        if self._is_folder:
+            self._root = inner.rstrip("/")
+        else:
+            self._root = inner.rpartition("/")[0]
 
     @property
     def is_local(self) -> bool:
@@ -93,7 +96,10 @@ class Files:
             if self._pattern:
                 found = filesystem.glob(self._pattern, detail=True).values()
             else:
-                found = remote.walk(filesystem, inner) if self._is_folder else [filesystem.info(inner)]
+                if self._is_folder:
+                    found = remote.walk(filesystem, inner)
+                else:
+                    found = [filesystem.info(inner)]
             for path, info in self._targets(found):
                 if info["type"] == "file":
                     state = next((f"{key} {info[key]}" for key in _STATE if info.get(key) is not None), "")
@@ -182,7 +188,10 @@ class Files:
             PermissionError: it leads out of the folder.
         """
         is_absolute = self.is_local and relative.startswith("/")
-        path = relative if is_absolute else f"{self._root}/{relative}{self._query}"
+        if is_absolute:
+            path = relative
+        else:
+            path = f"{self._root}/{relative}{self._query}"
         resolved = posixpath.normpath if self._follow_links or not self.is_local else os.path.realpath
         if not PurePosixPath(resolved(path)).is_relative_to(resolved(self._root)):
             raise PermissionError(f"{relative!r} leads out of {self.shown()}, as {self._key} has it")

@@ -104,7 +104,10 @@ class WebDataset(TableSource):
             return BrokenSample(key, "damaged JSON", str(error))
         images = [name for name in ([self.image_column] if self.image_column else _IMAGES) if name in members]
         if len(images) != 1:
-            cause = "several images" if images else "no image"
+            if images:
+                cause = "several images"
+            else:
+                cause = "no image"
             return BrokenSample(key, cause, f"it has: {', '.join(cells)}; set {PARAMS}.image_column")
         row = {column: cells.get(column) for column in self.columns}
         return self.record({**row, self.image_column: members[images[0]]}, key)
@@ -135,14 +138,18 @@ def samples_of(files: Files, name: str) -> Iterator[tuple[str, _Members | Broken
         with files.open(name) as file, tarfile.open(fileobj=file, mode="r|", tarinfo=_Member, ignore_zeros=True) as tar:
             for member in tar:
                 folder, _, base = member.name.rpartition("/")
-                target = earlier.get(_target_of(member)) if member.islnk() or member.issym() else member
+                if member.islnk() or member.issym():
+                    target = earlier.get(_target_of(member))
+                else:
+                    target = member
                 if target is not None:
                     earlier[normpath(member.name)] = target
                 is_file = target is None or target.isreg()
                 if not is_file or base.startswith(".") or _META.match(member.name):
                     continue
                 stem, dot, extension = base.partition(".")
-                stem = f"{folder}/{stem}" if folder else stem
+                if folder:
+                    stem = f"{folder}/{stem}"
                 extension = extension.lower()
                 if stem == key and extension in members and extension not in _IMAGES:
                     continue
@@ -156,7 +163,10 @@ def samples_of(files: Files, name: str) -> Iterator[tuple[str, _Members | Broken
                     continue
                 if target is member:
                     content = tar.extractfile(member)
-                    members[extension] = content.read() if content else b""
+                    if content:
+                        members[extension] = content.read()
+                    else:
+                        members[extension] = b""
                 elif target is None:
                     members[extension] = FileNotFoundError(
                         f"link to {member.linkname!r}, of which there is no file before"
