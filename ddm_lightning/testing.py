@@ -324,7 +324,9 @@ def _check_weights(strategy: Strategy, num_clusters: int) -> None:
 
 def _check_samples(strategy: Strategy, num_clusters: int, solver: str) -> None:
     router = _Answers(lambda x_t: x_t.flatten(1).mean(1, keepdim=True) * torch.tensor([[1.0, -1.0, 0.5]]))
-    experts = [_Answers(partial(torch.full_like, fill_value=k + 1.0)) for k in range(num_clusters)]
+    experts = []
+    for k in range(num_clusters):
+        experts.append(_Answers(partial(torch.full_like, fill_value=k + 1.0)))
     is_routed = num_clusters > 1 and strategy.needs_router
     ensemble = Ensemble(experts, router if is_routed else None, [1 / num_clusters] * num_clusters)
 

@@ -114,7 +114,10 @@ class EarthTiles:
         starts = np.arange(0, self._region - self.size + 1, self.stride)
         y = (self._region * np.array(_ROWS)[:, None] + starts).ravel()
         x = (self._region * np.arange(360 // _REGION_DEGREES)[:, None] + starts).ravel()
-        tiles = [(top, left) for top in y.tolist() for left in x.tolist()]
+        tiles = []
+        for top in y.tolist():
+            for left in x.tolist():
+                tiles.append((top, left))
         return np.array([tile for tile in tiles if (self._climate[self._on_raster(*tile)] != _OCEAN).mean() >= _LAND])
 
     def _on_raster(self, y: int, x: int) -> tuple[slice, slice]:

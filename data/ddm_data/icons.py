@@ -76,13 +76,14 @@ class Icons:
                 f"fetch and unpack the package: npm pack @iconify/json && mkdir -p {path} && tar -xzf "
                 f"iconify-json-*.tgz -C {path} --strip-components=1"
             ) from None
-        allowed = {
-            name: about
-            for name, about in collections.items()
-            if (about.get("palette") or name in (sets or ()))
-            and about["license"].get("spdx") in licenses
-            and about.get("category") not in skip_categories
-        }
+        allowed = {}
+        for name, about in collections.items():
+            if (
+                (about.get("palette") or name in (sets or ()))
+                and about["license"].get("spdx") in licenses
+                and about.get("category") not in skip_categories
+            ):
+                allowed[name] = about
         if unknown := sorted(set(sets or ()) - set(allowed)):
             raise ValueError(
                 f"sets: {unknown[0]!r} is unknown or does not pass the filter; known: {', '.join(sorted(allowed))}"
@@ -131,12 +132,14 @@ def _icons(path: Path, name: str) -> tuple[list[str], dict[str, Any]]:
     """Return the names of the icons to use, and the icon set."""
     icons = json.loads((path / "json" / f"{name}.json").read_text(encoding="utf-8"))
     categories = icons.get("categories", {})
-    brands = {icon for category in categories.keys() & {"Brand", "Logos"} for icon in categories[category]}
-    used = [
-        icon
-        for icon, about in icons["icons"].items()
-        if not (about.get("hidden") or icon in brands or _TRADEMARK.search(icon) or _SKIN_TONE.search(icon))
-    ]
+    brands = set()
+    for category in categories.keys() & {"Brand", "Logos"}:
+        for icon in categories[category]:
+            brands.add(icon)
+    used = []
+    for icon, about in icons["icons"].items():
+        if not (about.get("hidden") or icon in brands or _TRADEMARK.search(icon) or _SKIN_TONE.search(icon)):
+            used.append(icon)
     return used, icons
 
 

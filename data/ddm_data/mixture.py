@@ -81,10 +81,11 @@ class Mixture:
         """List the parts of all sources, one source after the other."""
         parts = []
         for number, child in enumerate(self._children):
-            wrapped = [
-                replace(part, name=f"{child.name}/{part.name}", where={"source": number, "part": asdict(part)})
-                for part in child.source.parts()
-            ]
+            wrapped = []
+            for part in child.source.parts():
+                wrapped.append(
+                    replace(part, name=f"{child.name}/{part.name}", where={"source": number, "part": asdict(part)})
+                )
             parts += _limit(wrapped, child.entry.max_samples)
         return _limit(parts, self.max_samples)
 

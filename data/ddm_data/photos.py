@@ -67,10 +67,11 @@ class Photos:
 
     def parts(self) -> list[Part]:
         """List one part per photograph."""
-        parts = [
-            Part(Path(file).name, version(package), None, {"package": package, "file": file, "label": label})
-            for label, (package, file) in enumerate(_PHOTOS)
-        ]
+        parts = []
+        for label, (package, file) in enumerate(_PHOTOS):
+            parts.append(
+                Part(Path(file).name, version(package), None, {"package": package, "file": file, "label": label})
+            )
         return [replace(part, num_samples=sum(1 for _ in self.read(part))) for part in parts]
 
     def read(self, part: Part) -> Iterator[Record]:
@@ -80,14 +81,15 @@ class Photos:
             whole = image.convert("RGB")
         whole.thumbnail((self.max_side, self.max_side), Image.Resampling.LANCZOS)
         photo = np.asarray(whole)
-        starts = [
-            [
-                start + inside
-                for start in range(0, length - self.size + 1, self.block)
-                for inside in range(0, min(self.block, length - start) - self.size + 1, self.stride)
-            ]
-            for length in photo.shape[:2]
-        ]
+        starts = []
+        for length in photo.shape[:2]:
+            starts.append(
+                [
+                    start + inside
+                    for start in range(0, length - self.size + 1, self.block)
+                    for inside in range(0, min(self.block, length - start) - self.size + 1, self.stride)
+                ]
+            )
         for y in starts[0]:
             for x in starts[1]:
                 patch = photo[y : y + self.size, x : x + self.size]

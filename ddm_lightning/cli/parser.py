@@ -290,7 +290,10 @@ def _run(options: argparse.Namespace) -> int:
     from ddm_lightning.config.load import load_experiment, to_yaml
 
     if options.command in ("fit", "replay", "ema"):
-        chosen = [text for text in options.overrides if text.startswith("member=")]
+        chosen = []
+        for text in options.overrides:
+            if text.startswith("member="):
+                chosen.append(text)
         if chosen:
             options.member = chosen[-1].removeprefix("member=")
         else:

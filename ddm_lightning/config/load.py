@@ -204,7 +204,10 @@ def _check_complete(merged: Any, source: str) -> None:
     Raises:
         UserError: names every missing key, in the order of the schema.
     """
-    missing = [key for key, value in leaves(merged) if value == checks.MISSING_MARK]
+    missing = []
+    for key, value in leaves(merged):
+        if value == checks.MISSING_MARK:
+            missing.append(key)
     if len(missing) == 1:
         meaning = next((f" ({text})" for key, _, text in describe() if key == missing[0]), "")
         raise UserError(f"{source}: key {missing[0]!r} is missing; give it a value{meaning}")
@@ -264,11 +267,10 @@ def fingerprint(experiment: Experiment) -> str:
     """
     free = tuple(f"{key}." for key in changeable_keys())
     defaults = dict(leaves(asdict(Experiment()), lists=False))
-    own = {
-        key: value
-        for key, value in leaves(asdict(experiment), lists=False)
-        if value != defaults.get(key) and not f"{key}.".startswith(free) and not key.endswith(".max_steps")
-    }
+    own = {}
+    for key, value in leaves(asdict(experiment), lists=False):
+        if value != defaults.get(key) and not f"{key}.".startswith(free) and not key.endswith(".max_steps"):
+            own[key] = value
     return sha256_json(own)
 
 

@@ -64,7 +64,9 @@ def init_keys(value: Any) -> dict[str, Any]:
 
 def expert_clusters(experiment: Experiment) -> list[int]:
     """Cluster on which each expert trains: by default its number modulo K."""
-    given = [expert_section(f"expert-{number}", experiment).cluster for number in range(experiment.num_experts)]
+    given = []
+    for number in range(experiment.num_experts):
+        given.append(expert_section(f"expert-{number}", experiment).cluster)
     num_clusters = experiment.prepare.partition.num_clusters
     return [number % num_clusters if own is None else own for number, own in enumerate(given)]
 

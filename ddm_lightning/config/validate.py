@@ -27,9 +27,15 @@ def blamed(source: str | Path, overrides: Sequence[str], key: str, problem: str 
     """Name ``source``, such as a file, and the override that caused the ``problem`` of ``key``, if there is one."""
     typed = {text: text.partition("=")[0] for text in overrides}
     # The override sets the key, a section around it, or a key below it.
-    own = [text for text, at in typed.items() if f"{key}.".startswith(f"{at}.") or at.startswith(f"{key}.")]
+    own = []
+    for text, at in typed.items():
+        if f"{key}.".startswith(f"{at}.") or at.startswith(f"{key}."):
+            own.append(text)
     # If two keys contradict each other, ``key`` may be in the file, and ``problem`` names the overridden one.
-    other = [text for text, at in typed.items() if "." in at and at in problem]
+    other = []
+    for text, at in typed.items():
+        if "." in at and at in problem:
+            other.append(text)
     if own or other:
         return f"{source} with {(own or other)[-1]!r}"
 

@@ -216,7 +216,10 @@ def kept(record: Any, kind: Any) -> Any:
 @functools.cache
 def without_none(kind: Any) -> tuple[Any, bool]:
     """A type without its option None, and whether it has that option."""
-    options = [inner for inner in typing.get_args(kind) if inner is not type(None)]
+    options = []
+    for inner in typing.get_args(kind):
+        if inner is not type(None):
+            options.append(inner)
     is_union = isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union
     if is_union and len(options) == 1:
         return (options[0], True)
@@ -278,7 +281,9 @@ class _Checker:
             self._refuse_value(key, wanted, value, remedy)
         inner = (typing.get_args(kind) if origin in _CONTAINERS else ()) or (Any,)
         if isinstance(value, (list, tuple)):
-            entries = [self.checked(entry, inner[0], f"{key}[{index}]") for index, entry in enumerate(value)]
+            entries = []
+            for index, entry in enumerate(value):
+                entries.append(self.checked(entry, inner[0], f"{key}[{index}]"))
             if origin is tuple:
                 return tuple(entries)
 

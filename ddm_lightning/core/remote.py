@@ -226,11 +226,16 @@ def files(url: str, recursive: bool = True) -> dict[str, int]:
     def listed(remote: AbstractFileSystem, root: str) -> dict[str, int]:
         folder = f"{root.rstrip('/')}/"
         try:
-            found = {one["name"].removeprefix(folder): one["size"] for one in walk(remote, root, recursive)}
+            found = {}
+            for one in walk(remote, root, recursive):
+                found[one["name"].removeprefix(folder)] = one["size"]
         except FileNotFoundError:
             return {}
         # An object store may hold what no folder can, such as "a//b" and "a/../b".
-        names = [name for name in found if os.path.normpath(f"/x/{name}") == f"/x/{name}"]
+        names = []
+        for name in found:
+            if os.path.normpath(f"/x/{name}") == f"/x/{name}":
+                names.append(name)
         return {name: found[name] for name in names if not name.endswith(_PARTIAL)}
 
     return attempt(url, listed)

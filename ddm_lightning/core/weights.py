@@ -42,7 +42,9 @@ def save_weights(path: Path, state_dict: Mapping[str, Tensor], owner: str) -> st
         OSError: the file cannot be written, such as on a full disk.
     """
     # Copies, because safetensors refuses tensors that share memory (tied weights).
-    state = {key: value.detach().to("cpu", copy=True).contiguous() for key, value in state_dict.items()}
+    state = {}
+    for key, value in state_dict.items():
+        state[key] = value.detach().to("cpu", copy=True).contiguous()
     if (bad := _first_non_finite(state)) is not None:
         raise UserError(f"{owner}: weight {bad!r} is not finite: the training diverged; lower its learning rate")
     atomic_write(path, lambda temporary: _save(state, temporary))

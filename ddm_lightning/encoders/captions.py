@@ -196,7 +196,10 @@ class _TextModel(Pretrained):
         return (self.max_tokens, self.width)
 
     def _config_files(self) -> list[Path]:
-        names = {name for files in self.tokenizer_files for name in files}
+        names = set()
+        for files in self.tokenizer_files:
+            for name in files:
+                names.add(name)
         return super()._config_files() + [
             path for path in sorted(self.tokenizer_folder.iterdir()) if path.name in names or path.match("*token*.json")
         ]

@@ -44,7 +44,10 @@ class _ImageModel(Pretrained):
 
     def __init__(self, path: str, **params: Any) -> None:
         super().__init__(path, **params)
-        found = [shape for name, shape in self.shapes.items() if name.endswith(self.first_size_of)]
+        found = []
+        for name, shape in self.shapes.items():
+            if name.endswith(self.first_size_of):
+                found.append(shape)
         if not found:
             raise UserError(
                 f"{self.folder}: has no {self.first_size_of!r}, needed by {self.place}; "

@@ -236,7 +236,9 @@ def _weight_files(folder: Path, stem: str) -> list[Path]:
     paths = [folder / f"{stem}.safetensors"]
     if not paths[0].is_file() and (parts := sorted(folder.glob(f"{stem}-*-of-?????.safetensors"))):
         num_parts = int(parts[0].stem[-5:])
-        paths = [folder / f"{stem}-{number:05}-of-{num_parts:05}.safetensors" for number in range(1, num_parts + 1)]
+        paths = []
+        for number in range(1, num_parts + 1):
+            paths.append(folder / f"{stem}-{number:05}-of-{num_parts:05}.safetensors")
     for path in paths:
         if not path.is_file():
             raise UserError(

@@ -90,7 +90,9 @@ def _with_artifact(
     changed = {name, *(key for key in own if own[key] == own.get(name))}  # experts of one cluster
     counts = {**_counts(ensemble), **dict.fromkeys(changed, num_images)}
     order = sorted(counts, key=expert_number)
-    folders = {key: folder if key == name else ensemble.folders[key] for key in order}
+    folders = {}
+    for key in order:
+        folders[key] = folder if key == name else ensemble.folders[key]
     router = router or ensemble.folders.get(ROUTER)
     if router is not None and knows(read_meta(router), name, meta):
         folders[ROUTER] = router

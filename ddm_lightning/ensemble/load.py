@@ -34,7 +34,9 @@ def load_ensemble(
     num_resident = min(resident_experts or num_large, num_large)
     takes_turns = num_resident < num_large
     bases = Bases(manifest.folders.values(), "cpu" if takes_turns else device)
-    networks = [load_network(manifest.folders[name], mapped=takes_turns, bases=bases)[1] for name in names]
+    networks = []
+    for name in names:
+        networks.append(load_network(manifest.folders[name], mapped=takes_turns, bases=bases)[1])
     router: nn.Module | None = None
     of_router: dict[str, Any] = {}
     if ROUTER in manifest.folders:

@@ -201,10 +201,11 @@ def _of_partition(expert_clusters: Sequence[int]) -> set[str]:
 
 def write_manifest(root: Path, manifest: EnsembleManifest) -> None:
     """Write ``root/ensemble.json``, unchecked; the artifacts must be inside ``root``."""
-    members = [
-        _Entry(name, folder.absolute().relative_to(root.absolute()).as_posix(), sha256_file(folder / MEMBER_FILE))
-        for name, folder in manifest.folders.items()
-    ]
+    members = []
+    for name, folder in manifest.folders.items():
+        members.append(
+            _Entry(name, folder.absolute().relative_to(root.absolute()).as_posix(), sha256_file(folder / MEMBER_FILE))
+        )
     document = Document(
         num_clusters=len(manifest.priors),
         priors=manifest.priors,
@@ -247,7 +248,10 @@ def read_ensemble(path: Path, *, partial: bool = False) -> EnsembleManifest:
     present = folders
     lost = set[str]()
     if partial:
-        present = {name: folder for name, folder in folders.items() if (folder / MEMBER_FILE).exists()}
+        present = {}
+        for name, folder in folders.items():
+            if (folder / MEMBER_FILE).exists():
+                present[name] = folder
         if order:
             all_names = {*folders}
         else:

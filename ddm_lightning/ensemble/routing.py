@@ -131,7 +131,9 @@ class Batch:
 
     def uniform(self, step: int) -> Float[Tensor, " b"]:
         """Uniform numbers in [0, 1) of one step."""
-        drawn = [torch.rand((), generator=keyed_generator(self.seed, "expert", step, *own)) for own in self.keys]
+        drawn = []
+        for own in self.keys:
+            drawn.append(torch.rand((), generator=keyed_generator(self.seed, "expert", step, *own)))
         return torch.stack(drawn).to(self.ensemble.device, non_blocking=True)
 
     def branches(
@@ -219,7 +221,9 @@ class Batch:
 
     def _normal(self, *key: str | int) -> Float[Tensor, "b c h w"]:
         # Generated on the CPU, so that every device produces the same images.
-        drawn = [torch.randn(self.x_shape, generator=keyed_generator(self.seed, *key, *own)) for own in self.keys]
+        drawn = []
+        for own in self.keys:
+            drawn.append(torch.randn(self.x_shape, generator=keyed_generator(self.seed, *key, *own)))
         return torch.stack(drawn).to(self.ensemble.device, non_blocking=True)
 
 

@@ -156,7 +156,9 @@ class Ensemble:
             condition: kind of the experts' condition.
         """
         work = self.work
-        members = [(expert, rows, condition) for expert, rows in zip(self.experts, work.expert_rows, strict=True)]
+        members = []
+        for expert, rows in zip(self.experts, work.expert_rows, strict=True):
+            members.append((expert, rows, condition))
         if self.router is not None:
             if self.router_conditional:
                 spec = condition

@@ -103,7 +103,10 @@ def diagnose(
     """
     experiment = run.experiment
     names = strategies or dict.fromkeys([*STRATEGIES_SHOWN, experiment.sample.strategy])
-    params = [text for text in overrides if strategies and text.startswith("sample.strategy_params.")]
+    params = []
+    for text in overrides:
+        if strategies and text.startswith("sample.strategy_params."):
+            params.append(text)
     chosen = {name: resolve(experiment, params, f"--strategy {name}", strategy=name) for name in names}
     device = device_of(experiment.island.accelerator)
     whole = DecentralizedEnsemble(manifest_with_about(run.folder.root, experiment), experiment, device)
@@ -244,10 +247,11 @@ def router_figures(ensemble: Ensemble, held_out: Samples, seed: int) -> Figures:
             own = figures[branch]
             found = {}
             for suffix, of in (("", plain), ("_calibrated", ensemble)):
-                probabilities = [
-                    of.probabilities(x_t[part], t[part], None if condition is None else condition.rows(part))
-                    for part in parts
-                ]
+                probabilities = []
+                for part in parts:
+                    probabilities.append(
+                        of.probabilities(x_t[part], t[part], None if condition is None else condition.rows(part))
+                    )
                 found[suffix] = torch.cat(probabilities).clamp_min(1e-30).log()
                 half = found[suffix][judged].double()
                 own[f"nll{suffix}"].append(-float(half.gather(1, clusters[:, None]).mean()))
@@ -311,10 +315,9 @@ def diagnosis_table(figures: Mapping[str, Any]) -> Table:
     experts = figures["experts"]
     num = len(experts["loss"])
     parts = zip(experts["names"], experts["loss"], experts["in_cluster"], experts["out_of_cluster"], strict=True)
-    rows = [
-        [name, *(f"{loss:.4f}" for loss in (*losses, own)), f"{others:.4f}" if num > 1 else "–"]
-        for name, losses, own, others in parts
-    ]
+    rows = []
+    for name, losses, own, others in parts:
+        rows.append([name, *(f"{loss:.4f}" for loss in (*losses, own)), f"{others:.4f}" if num > 1 else "–"])
     return table(["", *map(str, range(num)), "own", "others"], rows, "held-out loss by cluster")
 
 

@@ -158,6 +158,7 @@ class Evaluation:
         found: dict[str, Score] = {}
         sides: list[tuple[ImageSet, bool]] = [(self.reference, True), (self.generated, False)]
         for plugin, (name, metric) in zip(self.settings.metrics, self.metrics, strict=True):
+            values: Any
             if isinstance(metric, FeatureMetric):
                 both = (self.all_features(metric, one).to(metric.device) for one in (self.generated, self.reference))
                 values = metric.scores(*both)
@@ -168,7 +169,6 @@ class Evaluation:
                         if hasattr(metric, "captioned") and isinstance(images, Generated):
                             more["captions"] = images.given(rows, "caption")
                         metric.update(images.images(rows), **more, real=real)
-                values: Any
                 if hasattr(metric, "scores"):
                     values = metric.scores()
                 else:
@@ -200,13 +200,14 @@ class Evaluation:
         distances, neighbours = nearest(self.all_features(metric, self.generated), train, NUM_NEIGHBOURS)
         of_held_out = nearest(self.all_features(metric, held_out), train, 1)[0][:, 0]
         closest = distances[:, 0]
-        grid = [
-            (
-                f"sample {row}: {float(closest[row]):.3g}",
-                [_image(self.generated, row), *(_image(train_images, other) for other in neighbours[row].tolist())],
+        grid = []
+        for row in closest.argsort()[:NUM_SUSPECTS].tolist():
+            grid.append(
+                (
+                    f"sample {row}: {float(closest[row]):.3g}",
+                    [_image(self.generated, row), *(_image(train_images, other) for other in neighbours[row].tolist())],
+                )
             )
-            for row in closest.argsort()[:NUM_SUSPECTS].tolist()
-        ]
         title = "Closest samples, each beside its nearest training images"
         footer = f"Trained on: {credit}" if (credit := self.run.manifest.attribution) else ""
         save_png(self.folder / "neighbours.png", labelled_grid(grid, scale_of(grid[0][1][0]), title, footer=footer))
@@ -253,10 +254,9 @@ def _image(images: ImageSet, row: int) -> image_sets.Images:
 
 
 def _table(title: str, scores: Mapping[str, Score], memorised: Mapping[str, Any] | None) -> Table:
-    rows = [
-        (name, f"{score.value:.4g}", "" if score.low is None else f"{score.low:.4g} to {score.high:.4g}")
-        for name, score in scores.items()
-    ]
+    rows = []
+    for name, score in scores.items():
+        rows.append((name, f"{score.value:.4g}", "" if score.low is None else f"{score.low:.4g} to {score.high:.4g}"))
     if memorised is not None:
         expected = f"held-out images: {memorised['expected_share']:.0%}"
         rows.append(("samples near a training image", f"{memorised['share_nearer']:.1%}", expected))

@@ -91,8 +91,13 @@ def open_side(shards: Path, manifest: Manifest | None, side: str) -> tuple[Shard
         clusters = manifest.clusters
     else:
         clusters = ()
-    counts = [cluster.held_out if side == HELD_OUT else cluster.train for cluster in clusters]
-    names = [shard_name(k, side) for k, count in enumerate(counts) if count]
+    counts = []
+    for cluster in clusters:
+        counts.append(cluster.held_out if side == HELD_OUT else cluster.train)
+    names = []
+    for k, count in enumerate(counts):
+        if count:
+            names.append(shard_name(k, side))
     if manifest is None or not names:
         raise UserError(
             f"{shards}: no {side} samples here; "
@@ -134,7 +139,9 @@ class FileImages:
         if self._files is None:
             self.sha256 = sha256_file(path)
         else:
-            hashes = {name: hashlib.sha256(data).hexdigest() for name, data in self._contents(self._files.images)}
+            hashes = {}
+            for name, data in self._contents(self._files.images):
+                hashes[name] = hashlib.sha256(data).hexdigest()
             # With the decoder's, because features are kept under this hash.
             self.sha256 = sha256_json([sha256_file(Path(decode.__file__)), hashes])
         self.shape = self.images(range(1)).shape[1:]

@@ -42,7 +42,9 @@ class ClusterShares:
         self._mean = train.mean(0)
         self._std = train.std(0).clamp(min=1e-6)
         fits = [self._fit(train, clusters, num_clusters, decay) for decay in WEIGHT_DECAYS]
-        losses = [float(F.cross_entropy(self._inputs(held_out) @ fit, held_out_clusters)) for fit in fits]
+        losses = []
+        for fit in fits:
+            losses.append(float(F.cross_entropy(self._inputs(held_out) @ fit, held_out_clusters)))
         self._weights = fits[int(np.argmin(losses))]
         self._held_out = self._probabilities(held_out)
         self._clusters = held_out_clusters

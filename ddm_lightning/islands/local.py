@@ -252,7 +252,10 @@ def _failure(child: _Child, code: int) -> str:
     if code == STOPPED:
         return "stopped on request; the same command resumes it"
     lines = child.log.read_text(encoding="utf-8", errors="replace").splitlines()
-    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    errors = []
+    for line in lines:
+        if line.startswith("error: "):
+            errors.append(line.removeprefix("error: "))
     if errors and code == 2:
         return errors[-1]
 

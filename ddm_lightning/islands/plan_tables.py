@@ -37,34 +37,35 @@ def sources_of(data: Data, rates: Rates, device_source: str) -> dict[str, str]:
 
 def tables(plan: Plan) -> list[Table]:
     """Size and traffic, memory, and time of each member; members with equal figures share a row."""
-    sizes = [
-        (
-            one.member,
-            format_number(one.parameters / 1e6),
-            format_number(one.flops_per_sample / 1e9),
-            f"{one.flops:.2e}",
-            format_bytes(one.checkpoint_bytes),
-            format_number(one.checkpoints_out / 1e6),
-            "–" if one.shard_bytes is None else format_bytes(one.shard_bytes),
-            "–" if one.shards_in is None else format_number(one.shards_in / 1e6),
+    sizes = []
+    for one in plan.members:
+        sizes.append(
+            (
+                one.member,
+                format_number(one.parameters / 1e6),
+                format_number(one.flops_per_sample / 1e9),
+                f"{one.flops:.2e}",
+                format_bytes(one.checkpoint_bytes),
+                format_number(one.checkpoints_out / 1e6),
+                "–" if one.shard_bytes is None else format_bytes(one.shard_bytes),
+                "–" if one.shards_in is None else format_number(one.shards_in / 1e6),
+            )
         )
-        for one in plan.members
-    ]
     fits = {True: "yes", False: "NO", None: "–"}
-    memory = [
-        (one.member, *(f"{value / 1e9:.3f}" for value in asdict(one.memory).values()), fits[one.fits])
-        for one in plan.members
-    ]
-    training = [
-        (
-            one.member,
-            str(one.devices),
-            one.strategy,
-            str(one.micro_batch_size),
-            *_times(one.hours, one.device_hours, one.dollars),
+    memory = []
+    for one in plan.members:
+        memory.append((one.member, *(f"{value / 1e9:.3f}" for value in asdict(one.memory).values()), fits[one.fits]))
+    training = []
+    for one in plan.members:
+        training.append(
+            (
+                one.member,
+                str(one.devices),
+                one.strategy,
+                str(one.micro_batch_size),
+                *_times(one.hours, one.device_hours, one.dollars),
+            )
         )
-        for one in plan.members
-    ]
     training.append(("all at once", "", "", "", *_times(*plan.totals.values())))
     heads = ("M\nparams", "GFLOP\na sample", "FLOP", "check-\npoint", "out,\nMB/s", "shards", "in,\nMB/s")
     parts = ["weights", "grads", "opti-\nmizer", "EMA", "activ-\nations", "tem-\nporary", "peak", "fits"]
@@ -80,13 +81,18 @@ _TIMES = ("time", "device-\nhours", "price")
 
 def comparison(plans: Sequence[Plan]) -> Table:
     """One row per device."""
-    rows = [(plan.device or "CPU", "yes" if plan.fits else "NO", *_times(*plan.totals.values())) for plan in plans]
+    rows = []
+    for plan in plans:
+        rows.append((plan.device or "CPU", "yes" if plan.fits else "NO", *_times(*plan.totals.values())))
     return table(["", "fits", *_TIMES], rows, "devices")
 
 
 def suggestions(plan: Plan) -> list[str]:
     """The fewest devices for each member, in words; equal ones share a line."""
-    named = [(one.member, str(one.suggestion)) for one in plan.members if one.suggestion]
+    named = []
+    for one in plan.members:
+        if one.suggestion:
+            named.append((one.member, str(one.suggestion)))
     return [f"{row[0]}: {row[1]}" for row in _merged(named)]
 
 

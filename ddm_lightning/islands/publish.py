@@ -133,8 +133,14 @@ class Publisher:
     def _checkpoints(self, *, whole: bool = True) -> list[tuple[int, int, str]]:
         """Step, generation and name of each published checkpoint, by step; incomplete ones only if not ``whole``."""
         paths = map(Path, remote.files(f"{self.url}/checkpoints"))
-        names = {path.parts[0] for path in paths if path.name == FILES or not whole}
-        found = [(match, name) for name in names if (match := _CHECKPOINT.fullmatch(name))]
+        names = set()
+        for path in paths:
+            if path.name == FILES or not whole:
+                names.add(path.parts[0])
+        found = []
+        for name in names:
+            if match := _CHECKPOINT.fullmatch(name):
+                found.append((match, name))
         return sorted((int(match[2]), int(match[3]), name) for match, name in found)
 
     def _pull_checkpoint(self, stem: str) -> bool:

@@ -195,7 +195,10 @@ def temperatures_of(meta: ArtifactMeta) -> tuple[list[float], list[float]]:
     """Temperatures of a router's logits without and with a condition, by equal parts of t; empty if not calibrated."""
     found = []
     for prefix in (TEMPERATURE, TEMPERATURE + CONDITIONAL):
-        by_time = {key: value for key, value in meta.metrics.items() if re.fullmatch(rf"{prefix}_t[\d.]+", key)}
+        by_time = {}
+        for key, value in meta.metrics.items():
+            if re.fullmatch(rf"{prefix}_t[\d.]+", key):
+                by_time[key] = value
         found.append([by_time[key] for key in sorted(by_time)])
     return found[0], found[1]
 

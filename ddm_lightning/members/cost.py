@@ -281,7 +281,9 @@ class MemberCost:
             gathered = 0
         if strategy == "fsdp":  # two blocks at a time: one in use, one on its way
             gathered = min(gathered, 2 * gathered // max(1, len(blocks_of(self.network))))
-        shares = {name: getattr(state, name) // num_shards for name in ("weights", "gradients", "optimizer", "ema")}
+        shares = {}
+        for name in ("weights", "gradients", "optimizer", "ema"):
+            shares[name] = getattr(state, name) // num_shards
         if is_sharded or parts > 1:
             kept = activations + shares["gradients"]
         else:

@@ -199,14 +199,19 @@ class Initial:
         if named is not weights:  # of the model within, which lacks the rest
             needs = {name: value for name, value in needs.items() if name.startswith(str(network.wraps))}
         odd = misfits(named, needs)
-        fitting = {name: value for name, value in named.items() if name not in odd}
+        fitting = {}
+        for name, value in named.items():
+            if name not in odd:
+                fitting[name] = value
         if odd and not (self.config.partial and fitting):
             if self.config.partial:
                 more = ""
             else:
                 more = ", or let these start anew: init_from: {source: …, partial: true}"
             raise self._error(f"the weights do not fit: {in_short(odd)}; take weights of this network{more}")
-        fates = [f"{text}: {'starts anew' if name in needs else 'left out'}" for name, text in odd.items()]
+        fates = []
+        for name, text in odd.items():
+            fates.append(f"{text}: {'starts anew' if name in needs else 'left out'}")
         return fitting, [*fates, *notes]
 
     def _check_description(self, prediction: str | None) -> list[str]:

@@ -170,7 +170,10 @@ def _build_bounded(meta: ArtifactMeta, weights: Mapping[str, Tensor], base: Mapp
             named = prefixed(base, network)
             own = network.state_dict()
             trained = {name.replace(".base_layer.", ".") for name in weights}
-            frozen = {name: value for name, value in named.items() if name in own and name not in trained}
+            frozen = {}
+            for name, value in named.items():
+                if name in own and name not in trained:
+                    frozen[name] = value
             adapt(network, meta.lora, frozen)
         return network
     finally:

@@ -186,7 +186,10 @@ def refuse_stale(members: Sequence[str], run: Run) -> None:
         has_checkpoint = any((run.folder.member(name) / "checkpoints").glob("step-*.ckpt"))
         can_continue = meta.step < steps and member.train.schedule == "constant" and has_checkpoint
         wanted = described(member, run.manifest)
-        differing = [key for key, value in wanted.items() if getattr(meta, key) != value]
+        differing = []
+        for key, value in wanted.items():
+            if getattr(meta, key) != value:
+                differing.append(key)
         start = run.initial(member)
         has_other_start = start is not None and start.is_recorded() and meta.init_sha256 not in (None, start.sha256)
         for is_wrong, problem in (

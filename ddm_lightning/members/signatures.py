@@ -193,7 +193,9 @@ def _trusted(name: str, experiment: Experiment) -> list[Path]:
     """Public keys of which one must have signed what ``name`` hands over; none if no key is trusted for anything."""
     keys = experiment.island.trusted_keys
     found: Any = next((keys[key] for key in (name, name.partition("-")[0], "all") if key in keys), [])
-    paths = [Path(str(path)).expanduser() for path in (found if isinstance(found, list) else [found])]
+    paths = []
+    for path in found if isinstance(found, list) else [found]:
+        paths.append(Path(str(path)).expanduser())
     if keys and not paths:
         raise UserError(f"key 'island.trusted_keys' has no key for {name}; add {name}: FILE or all: FILE")
     if missing := [path for path in paths if not path.is_file()]:

@@ -79,7 +79,10 @@ class Architecture(Recipe):
         Raises:
             ValueError: unknown name, both a name and numbers, or neither a name nor all numbers.
         """
-        given = [number for number in (self.depth, self.width, self.num_heads) if number is not None]
+        given = []
+        for number in (self.depth, self.width, self.num_heads):
+            if number is not None:
+                given.append(number)
         if self.size not in (None, *SIZES) or len(given) != (3 if self.size is None else 0):
             raise ValueError(
                 f"needs either size ({', '.join(SIZES)}) or all of width, depth and num_heads; given are size = "

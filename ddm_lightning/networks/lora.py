@@ -106,8 +106,13 @@ def write_peft(folder: Path, lora: LoraConfig, state: Mapping[str, Tensor], inne
         state: ``state_dict`` of the adapted network; what are no adapters is left out.
         inner: what the names of a network within it begin with, to which the written adapters belong.
     """
-    adapters = {name.removeprefix(inner): value for name, value in state.items() if ".lora_" in name}
-    named = {f"base_model.model.{name.replace(f'.{_NAME}.', '.')}": value for name, value in adapters.items()}
+    adapters = {}
+    for name, value in state.items():
+        if ".lora_" in name:
+            adapters[name.removeprefix(inner)] = value
+    named = {}
+    for name, value in adapters.items():
+        named[f"base_model.model.{name.replace(f'.{_NAME}.', '.')}"] = value
     save_weights(folder / "adapter_model.safetensors", named, str(folder))
     _of_peft(lora).save_pretrained(str(folder))
 

@@ -175,7 +175,9 @@ class Rows(Sequence[Any]):
             raise ValueError("rows need at least one array, all of one dtype and row shape")
         self.arrays = list(arrays)
         self.kept = [None] * len(self.arrays) if kept is None else list(kept)
-        sizes = [len(a if k is None else k) for a, k in zip(self.arrays, self.kept, strict=True)]
+        sizes = []
+        for a, k in zip(self.arrays, self.kept, strict=True):
+            sizes.append(len(a if k is None else k))
         self.starts = np.concatenate([[0], np.cumsum(sizes)])
         self.dtype: np.dtype = self.arrays[0].dtype
         self.row_shape = tuple(self.arrays[0].shape[1:])

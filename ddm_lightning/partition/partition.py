@@ -187,8 +187,14 @@ class Partition:
 
     def save(self, path: Path) -> None:
         """Write a safetensors file atomically; equal partitions give equal bytes."""
-        tensors = {name: value for name, value in vars(self.rule).items() if isinstance(value, Tensor)}
-        settings = {name: value for name, value in vars(self.rule).items() if name not in tensors}
+        tensors = {}
+        for name, value in vars(self.rule).items():
+            if isinstance(value, Tensor):
+                tensors[name] = value
+        settings = {}
+        for name, value in vars(self.rule).items():
+            if name not in tensors:
+                settings[name] = value
         tensors["counts"] = self.counts
         header = {"kind": "partition", "format_version": FORMAT_VERSION, "rule": self.rule.kind, "settings": settings}
         data = save(

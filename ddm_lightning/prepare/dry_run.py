@@ -95,7 +95,10 @@ def dry_run(experiment: Experiment, run_dir: Path, check: Callable[[DataSizes], 
     looked_at = [(bool(record.caption), record.label) for record in records]
     looked_at += [(bool(record.caption), record.label) for _, more, _ in chunks for record in more]
     num = len(records)
-    captions = [text for record in records for text in record.captions or (record.caption,)]
+    captions = []
+    for record in records:
+        for text in record.captions or (record.caption,):
+            captions.append(text)
     texts = sum(len(text.encode()) for text in [*captions, *(record.key for record in records)])
     estimates = {"keys and captions": (texts // num, seconds / num)}
     work: dict[str, Callable[[], Mapping[str, np.ndarray]]] = {"encoded images": lambda: latent_rows(plugins, images)}

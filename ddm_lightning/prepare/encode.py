@@ -121,7 +121,10 @@ def encode_part(job: PartJob, plugins: Plugins, on_progress: OnProgress) -> Entr
     wanted = _wanted(job, plugins)
     # New records may hold other samples, so they outdate every column set.
     ledger.forget(*(list(ledger.entries) if RECORDS in wanted else wanted))
-    of_images = [name for name in (RECORDS, LATENTS, FEATURES) if name in wanted]
+    of_images = []
+    for name in (RECORDS, LATENTS, FEATURES):
+        if name in wanted:
+            of_images.append(name)
     try:
         if of_images:
             _encode_images(job, of_images, plugins, on_progress)
@@ -331,7 +334,9 @@ class _Records:
             label=np.array(labels, np.int32),
             has_caption=np.array([bool(caption) for caption in self._captions[0]], bool),
         )
-        texts = {numbered("captions", number): captions for number, captions in enumerate(self._captions)}
+        texts = {}
+        for number, captions in enumerate(self._captions):
+            texts[numbered("captions", number)] = captions
         np.savez(
             paths[1],
             **packed_strings("keys", keys),

@@ -35,7 +35,10 @@ _OPERATORS = {
 
 def extra_columns(config: PrepareConfig) -> dict[str, str]:
     """Return the further columns to read, each with the key that asks for it."""
-    filtered = {name: f"prepare.filters.{name}" for name, text in config.filters.items() if text is not None}
+    filtered = {}
+    for name, text in config.filters.items():
+        if text is not None:
+            filtered[name] = f"prepare.filters.{name}"
     wanted = dict.fromkeys(config.keep, "prepare.keep") | filtered
     wanted = {name: key for name, key in wanted.items() if name not in PROPERTIES}
     return wanted | {caption.column: CAPTIONS_KEY for caption in config.captions}
@@ -70,7 +73,10 @@ class Filters:
     """
 
     def __init__(self, config: PrepareConfig) -> None:
-        given = {name: text for name, text in config.filters.items() if text is not None}
+        given = {}
+        for name, text in config.filters.items():
+            if text is not None:
+                given[name] = text
         self.conditions = {name: text if isinstance(text, str) else f">= {text:g}" for name, text in given.items()}
         """Condition by column."""
         self.inputs: list[Any] = [self.conditions]

@@ -71,7 +71,10 @@ class Ledger:
 
     def forget(self, *names: str) -> None:
         """Remove work whose files are about to be replaced, first its entry: a kill then leaves no false one."""
-        gone = [self.entries.pop(name) for name in names if name in self.entries]
+        gone = []
+        for name in names:
+            if name in self.entries:
+                gone.append(self.entries.pop(name))
         if gone:
             self.save()
             for path in _files_of(gone):
@@ -79,10 +82,12 @@ class Ledger:
 
     def add(self, name: str, key: str, paths: Iterable[Path], **facts: Any) -> None:
         """Record finished work; ``save`` makes it last."""
-        files = {
-            path.relative_to(self.folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
-            for path in sorted(paths)
-        }
+        files = {}
+        for path in sorted(paths):
+            files[path.relative_to(self.folder).as_posix()] = {
+                "bytes": path.stat().st_size,
+                "sha256": sha256_file(path),
+            }
         self.entries[name] = {"key": key, **facts, "files": files}
 
     def save(self) -> None:
@@ -190,12 +195,15 @@ class Published:
             folder: of the files.
             entries: finished work by name.
         """
-        addresses = {
-            self._address(name, path, file): (path, file) for path, file in _files_of(entries.values()).items()
-        }
+        addresses = {}
+        for path, file in _files_of(entries.values()).items():
+            addresses[self._address(name, path, file)] = (path, file)
         places = sorted({address.rpartition("/")[0] for address in addresses})
         listed = zip(places, remote.in_threads(remote.files, places), strict=True)
-        present = {f"{place}/{file}": size for place, found in listed for file, size in found.items()}
+        present = {}
+        for place, found in listed:
+            for file, size in found.items():
+                present[f"{place}/{file}"] = size
         absent = [address for address, (_, file) in addresses.items() if present.get(address) != file["bytes"]]
         remote.in_threads(lambda address: remote.put(folder / addresses[address][0], address), absent)
         content = {"versions": dict(self.versions), "work": entries}
@@ -280,7 +288,9 @@ def publish_shards(
     Raises:
         UserError: the URL cannot be written.
     """
-    ledgers = [Ledger(path, prepared) for path in sorted((prepared / "groups").glob("*.json"))]
+    ledgers = []
+    for path in sorted((prepared / "groups").glob("*.json")):
+        ledgers.append(Ledger(path, prepared))
     for number, ledger in enumerate(ledgers, 1):
         published.publish(f"groups/{ledger.file.stem}", prepared, ledger.entries)
         tick(number, len(ledgers))

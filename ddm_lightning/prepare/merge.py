@@ -53,7 +53,10 @@ def merge_groups(
     encoder = plugins.image_encoder
     captions = plugins.caption_encoder
     size = prepared.index["image_size"]
-    moments = [entry["moments"] for group in groups for entry in group["folders"].values()]
+    moments = []
+    for group in groups:
+        for entry in group["folders"].values():
+            moments.append(entry["moments"])
     return Manifest(
         source=asdict(config.source),
         attribution=plugins.source.attribution,

@@ -161,12 +161,16 @@ class Prepared:
 
     def facts(self, column: str, kept: Kept | None = None) -> Shaped[np.ndarray, "n"]:
         """Read a column of ``rows.npz`` of all usable samples, or of these rows of each of ``filled_parts``."""
-        arrays = [np.load(self.part_folder(number) / ROWS_FILE)[column] for number in self.filled_parts]
+        arrays = []
+        for number in self.filled_parts:
+            arrays.append(np.load(self.part_folder(number) / ROWS_FILE)[column])
         return Rows(arrays, kept or self.kept)[:]
 
     def texts(self, name: str, kept: Kept | None = None) -> Rows:
         """Return ``keys``, ``captions``, ``captions_2`` … of all usable samples, or of these rows of each part."""
-        paths = [(self.part_folder(number) / TEXTS_FILE, self._num_rows(number)) for number in self.filled_parts]
+        paths = []
+        for number in self.filled_parts:
+            paths.append((self.part_folder(number) / TEXTS_FILE, self._num_rows(number)))
         return Rows([PackedStrings(path, name, num_rows) for path, num_rows in paths], kept or self.kept)
 
     def without(self, dropped: Sequence[Collection[int]]) -> Kept:
@@ -201,7 +205,9 @@ class Prepared:
 
     def _arrays(self, column_set: str, column: str) -> list[StoredArray]:
         """Return a column of each of ``filled_parts``."""
-        arrays = [StoredArray(self.part_folder(number) / f"{column}.npy") for number in self.filled_parts]
+        arrays = []
+        for number in self.filled_parts:
+            arrays.append(StoredArray(self.part_folder(number) / f"{column}.npy"))
         if column_set != SAMPLE and [*map(len, arrays)] != [*map(self._num_rows, self.filled_parts)]:
             raise ValueError(f"column {column!r} has another number of rows than its parts; fix the encoder")
         return arrays
@@ -255,7 +261,10 @@ def write_index(
         raise UserError(f"the source has images of several sizes ({several}); set prepare.images.size")
     dropped: Dropped = {}
     for number, ledger in enumerate(prepared.ledgers):
-        unfit = {row: cause for name in column_sets for row, cause in ledger.entries[name].get("unfit", {}).items()}
+        unfit = {}
+        for name in column_sets:
+            for row, cause in ledger.entries[name].get("unfit", {}).items():
+                unfit[row] = cause
         if unfit:
             dropped[number] = {int(row): cause for row, cause in unfit.items()}
     _drop_duplicates(prepared, dropped)

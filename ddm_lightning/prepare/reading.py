@@ -102,7 +102,10 @@ class Plugins:
     def versions(self) -> dict[str, str]:
         """Build every plug-in and the filters; return the versions of all packages that shape the result."""
         _ = self.filters
-        packages = {name for plugin in (self.source, *self._encoders().values()) for name in plugin.packages}
+        packages = set()
+        for plugin in (self.source, *self._encoders().values()):
+            for name in plugin.packages:
+                packages.add(name)
         return {name: version(name) for name in sorted({*_COMMON_PACKAGES, *packages})}
 
     @cached_property

@@ -203,7 +203,10 @@ def _describe_cluster(
     data: ReportData, measures: Measures, cluster: int, indices: Int64[np.ndarray, "shown"]
 ) -> dict[str, Any]:
     distances = measures.centroid_distances[cluster]
-    nearest = [int(k) for k in np.argsort(distances, kind="stable") if k != cluster]
+    nearest = []
+    for k in np.argsort(distances, kind="stable"):
+        if k != cluster:
+            nearest.append(int(k))
     captions = [data.thumbnails.captions[i] for i in indices]
     return {
         "count": int(data.counts[cluster]),
@@ -231,9 +234,10 @@ def choose_images(
 def cluster_grid(data: ReportData, title: str, attribution: str, seed: int) -> Image.Image:
     """Arrange random images in one row per cluster, labelled with the cluster's size and share."""
     chosen = choose_images(data.thumbnails.clusters, len(data.counts), seed, _GRID_COLUMNS)
-    rows = [
-        (f"cluster {k} · {count:,} ({count / data.counts.sum():.1%})", list(data.thumbnails.images[indices]))
-        for k, (count, indices) in enumerate(zip(data.counts, chosen, strict=True))
-    ]
+    rows = []
+    for k, (count, indices) in enumerate(zip(data.counts, chosen, strict=True)):
+        rows.append(
+            (f"cluster {k} · {count:,} ({count / data.counts.sum():.1%})", list(data.thumbnails.images[indices]))
+        )
     scale = max(1, round(_CELL_PIXELS / data.thumbnails.images.shape[1]))
     return labelled_grid(rows, scale, title, footer=attribution)

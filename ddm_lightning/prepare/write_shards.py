@@ -150,12 +150,16 @@ def write_split(
 
 def _blocks(samples: ShardColumns, order: Int[np.ndarray, "m"]) -> Iterator[dict[str, Shaped[np.ndarray, "b ..."]]]:
     """Yield the samples in this order, some at a time, of which no more than ``_MAX_BYTES`` are read ahead."""
-    types = {name: parse_encoding(encoding)[0] for name, encoding in samples.encodings.items()}
+    types = {}
+    for name, encoding in samples.encodings.items():
+        types[name] = parse_encoding(encoding)[0]
     row_bytes = sum(math.prod(rows.row_shape) * rows.dtype.itemsize for rows in samples.columns.values())
     num_read = max(1, _MAX_BYTES // (row_bytes * _SAMPLES_AT_ONCE)) * _SAMPLES_AT_ONCE
     for start in range(0, len(order), num_read):
         rows = order[start : start + num_read]
-        columns = {name: column.take(rows).astype(types[name], copy=False) for name, column in samples.columns.items()}
+        columns = {}
+        for name, column in samples.columns.items():
+            columns[name] = column.take(rows).astype(types[name], copy=False)
         columns |= {name: captions.take(rows) for name, captions in samples.captions.items()}
         columns["sample_id"] = rows + samples.first_id
         for first in range(0, len(rows), _SAMPLES_AT_ONCE):

@@ -156,7 +156,9 @@ class ClusterDataModule(L.LightningDataModule):
         is_keeper = self.trainer is None or self.trainer.local_rank == 0
         address = self.shards.rstrip("/")
         store = self.cache / _STORE
-        origins = [Origin(f"{address}/{name}", store / name, self.index_sha256.get(name)) for name in names]
+        origins = []
+        for name in names:
+            origins.append(Origin(f"{address}/{name}", store / name, self.index_sha256.get(name)))
         shards = FetchedShards(origins, budget, is_keeper=is_keeper)
         least = shards.least_bytes(window(shards.sizes) if training else 0)
         if budget is not None and budget < least:

@@ -238,9 +238,16 @@ class Shards:
         Raises:
             ShardError: a shard is missing, or differs from its index entry.
         """
-        columns = [column for column in self.layout.columns if names is None or column.name in names]
-        batch = {column.name: np.empty((len(ids), *column.shape), column.dtype) for column in columns}
-        items = {column.name: batch[column.name].reshape(len(ids), -1).view(np.uint8) for column in columns}
+        columns = []
+        for column in self.layout.columns:
+            if names is None or column.name in names:
+                columns.append(column)
+        batch = {}
+        for column in columns:
+            batch[column.name] = np.empty((len(ids), *column.shape), column.dtype)
+        items = {}
+        for column in columns:
+            items[column.name] = batch[column.name].reshape(len(ids), -1).view(np.uint8)
         self._visit(ids, lambda shard, rows, places: shard.gather(rows, items, places))
         return {column.name: _as_tensor(column, batch[column.name]) for column in columns}
 

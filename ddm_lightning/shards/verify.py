@@ -72,7 +72,10 @@ def verify_shards(folder: Path, hashes: bool = True, *, index_sha256: str | None
         raise UserError(f"{index}: differs from the manifest's; {_REMEDY}")
 
     def verify(shard: dict[str, Any]) -> int:
-        entries = [entry for entry in (shard["raw_data"], shard["zip_data"]) if entry is not None]
+        entries = []
+        for entry in (shard["raw_data"], shard["zip_data"]):
+            if entry is not None:
+                entries.append(entry)
         files = {inside(folder, entry["basename"], index): entry for entry in entries}
         # A compressed shard is present compressed, uncompressed, or both.
         for path in [path for path in files if path.is_file()] or list(files)[-1:]:

@@ -181,7 +181,10 @@ class BestWeights(L.Callback):
         self.kept["validated_step"] = step
         loss = loss_of(self.status.metrics, "held_out")
         if loss is not None and loss < self.kept["loss"]:
-            figures = {name: value for name, value in self.status.metrics.items() if name.startswith("held_out/")}
+            figures = {}
+            for name, value in self.status.metrics.items():
+                if name.startswith("held_out/"):
+                    figures[name] = value
             figures[KEPT] = float(step)
             self.kept |= {"loss": loss, "figures": figures, "buffers": ema.kept_buffers(module.network)}
             for state in trainer.optimizers[0].state.values():

@@ -108,7 +108,10 @@ def track_ema(optimizer: Optimizer, decay: float, widths: Sequence[float] = (), 
         """Copy parameters that have no average yet; the optimizer takes a state that is not empty for its own."""
         for group in optimizer.param_groups:
             # Lightning computes the gradients within the step, so there are none yet.
-            new = [one for one in group["params"] if KEY not in optimizer.state.get(one, {})]
+            new = []
+            for one in group["params"]:
+                if KEY not in optimizer.state.get(one, {}):
+                    new.append(one)
             initial.update((parameter, parameter.detach().clone()) for parameter in new)
 
     @torch.no_grad()

@@ -226,15 +226,18 @@ def widths_table(averages: Mapping[str, Mapping[str, float]]) -> Table:
     """Table of the figures from ``EmaWidths.compare``, with the lowest held-out loss marked."""
     has_accuracy = any(_ACCURACY in metrics for metrics in averages.values())
     losses = {name: loss_of(metrics, "held_out") for name, metrics in averages.items()}
-    known = {name: math.inf if loss is None else loss for name, loss in losses.items()}
+    known = {}
+    for name, loss in losses.items():
+        known[name] = math.inf if loss is None else loss
     lowest = min(known, key=known.__getitem__)
-    rows = [
-        [
-            name,
-            f"{known[name]:.5f}",
-            *([f"{metrics.get(_ACCURACY, math.nan):.4f}"] if has_accuracy else []),
-            "lowest" if name == lowest else "",
-        ]
-        for name, metrics in averages.items()
-    ]
+    rows = []
+    for name, metrics in averages.items():
+        rows.append(
+            [
+                name,
+                f"{known[name]:.5f}",
+                *([f"{metrics.get(_ACCURACY, math.nan):.4f}"] if has_accuracy else []),
+                "lowest" if name == lowest else "",
+            ]
+        )
     return table(["average", "held-out loss", *(["accuracy"] if has_accuracy else []), ""], rows)

@@ -154,7 +154,10 @@ def _check_caption_encoder(found: dict[str, str], run: Run) -> None:
         UserError: its files differ.
     """
     recorded = run.manifest.provenance.get("caption_encoder", {})
-    differing = [name for name in recorded if name.endswith("sha256") and recorded[name] != found.get(name)]
+    differing = []
+    for name in recorded:
+        if name.endswith("sha256") and recorded[name] != found.get(name):
+            differing.append(name)
     if differing:
         raise UserError(
             f"key 'prepare.caption_encoder': {' and '.join(differing)} of this machine's model differ from those in "

@@ -109,7 +109,9 @@ class FiniteGuard:
     def write(self, path: Path) -> None:
         """Add the newly found steps to ``path``; a step that a resumed training repeats is recorded once."""
         if self._skipped:
-            records = {(skipped.step, skipped.rank): skipped for skipped in [*read_skipped(path), *self._skipped]}
+            records = {}
+            for skipped in [*read_skipped(path), *self._skipped]:
+                records[(skipped.step, skipped.rank)] = skipped
             atomic_write_text(path, "".join(skipped.line() + "\n" for skipped in records.values()))
             self._skipped.clear()
 

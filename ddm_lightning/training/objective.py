@@ -117,7 +117,10 @@ class Averages:
         if num_ranks > 1:
             torch.distributed.all_reduce(table)
         sums, counts = table.tolist()
-        names = [one for name, pair in drained.items() for one in _names(name, pair.view(2, -1).shape[1])]
+        names = []
+        for name, pair in drained.items():
+            for one in _names(name, pair.view(2, -1).shape[1]):
+                names.append(one)
         return {name: total / count for name, total, count in zip(names, sums, counts, strict=True) if count}
 
 
@@ -165,7 +168,9 @@ class Objective(ABC):
             return None
         if encoder is None:
             return Condition.of(*(batch[_COLUMNS[one]] for one in kind.split("+")))
-        methods = [{"text": "vectors_of_stored", "tokens": "tokens_of_stored"}[one] for one in kind.split("+")]
+        methods = []
+        for one in kind.split("+"):
+            methods.append({"text": "vectors_of_stored", "tokens": "tokens_of_stored"}[one])
         return Condition.of(*(getattr(encoder, method)(batch) for method in methods))
 
     # Training.

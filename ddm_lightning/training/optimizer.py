@@ -27,11 +27,15 @@ def build_optimizer(network: nn.Module, train: TrainConfig) -> Optimizer:
     Raises:
         ValueError: Muon for a network without such matrices (``is_muon_matrix``).
     """
-    named = [(name, p) for name, p in network.named_parameters() if p.requires_grad]
+    named = []
+    for name, p in network.named_parameters():
+        if p.requires_grad:
+            named.append((name, p))
     by_muon = train.optimizer == "muon"
-    hidden: dict[Tensor, int] = {
-        p: _FUSED.get(name.split(".")[-2], 1) for name, p in named if by_muon and is_muon_matrix(name, p)
-    }
+    hidden: dict[Tensor, int] = {}
+    for name, p in named:
+        if by_muon and is_muon_matrix(name, p):
+            hidden[p] = _FUSED.get(name.split(".")[-2], 1)
     others = [p for _, p in named if p not in hidden]
     groups = [
         {"params": [p for p in others if p.ndim >= 2], "weight_decay": train.weight_decay},
@@ -138,7 +142,10 @@ class MuonWithAdamW(Optimizer):
     @torch.no_grad()
     def _muon_step(self) -> None:
         """Take Muon's step; it cannot be skipped on the device, so restore the matrices from copies if it must be."""
-        matrices = [p for p in self.param_groups[0]["params"] if p.grad is not None]
+        matrices = []
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                matrices.append(p)
         if self.grad_scale is not None:
             for matrix in matrices:
                 matrix.grad.div_(self.grad_scale)

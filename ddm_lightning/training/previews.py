@@ -49,7 +49,9 @@ class GroupingLogger(TensorBoardLogger):
         """
         from tensorboard.summary.writer import event_file_writer
 
-        names = [path.name.split(".") for path in Path(self.log_dir).glob("events.out.tfevents.*")]
+        names = []
+        for path in Path(self.log_dir).glob("events.out.tfevents.*"):
+            names.append(path.name.split("."))
         later = max([time.time(), *(int(parts[3]) + 1 for parts in names if parts[3].isdecimal())])
         own = get_ident()  # the writer's thread needs the time
         event_file_writer.time = SimpleNamespace(time=lambda: later if get_ident() == own else time.time())
@@ -192,7 +194,9 @@ class SampleLogger(L.Callback):
         coder = objective.member.image_encoder
         encoder = IMAGE_ENCODERS.build(coder.name, coder.params)  # built anew: takes no memory between validations
         both = {"held out": objective.x_0(self._batch), "sampled": made}
-        rows = [(name, list(encoder.decode(x_0.float().cpu()))) for name, x_0 in both.items()]
+        rows = []
+        for name, x_0 in both.items():
+            rows.append((name, list(encoder.decode(x_0.float().cpu()))))
         log_image(trainer, "samples", np.asarray(labelled_grid(rows, scale_of(rows[0][1][0]))))
 
 

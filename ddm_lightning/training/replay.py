@@ -83,7 +83,10 @@ def replay_step(name: str, run: Run, step: int | None, rank: int) -> tuple[Skipp
         with autocast(island.precision, device):
             loss = objective.compute_losses(noisy.rows(one), alone)["loss"].sum()
         loss.backward()
-        squares = [p.grad.double().square().sum() for p in network.parameters() if p.grad is not None]
+        squares = []
+        for p in network.parameters():
+            if p.grad is not None:
+                squares.append(p.grad.double().square().sum())
         if squares:
             norm = math.sqrt(float(torch.stack(squares).sum()))
         else:
@@ -94,7 +97,10 @@ def replay_step(name: str, run: Run, step: int | None, rank: int) -> tuple[Skipp
 
 
 def _find(folder: Path, step: int | None, rank: int) -> SkippedStep:
-    skipped = {one.step: one for one in skipped_of(folder) if one.rank == rank}
+    skipped = {}
+    for one in skipped_of(folder):
+        if one.rank == rank:
+            skipped[one.step] = one
     if not skipped or step not in (None, *skipped):
         raise UserError(
             f"{folder}: nothing to replay; steps of rank {rank} that were skipped: "

@@ -114,13 +114,15 @@ class DecentralizedPipeline(DiffusionPipeline):  # type: ignore[misc]  # diffuse
                 all_rows = listed(rows)
             if rows is None and self.ensemble.meta.condition.kind == "none":
                 all_rows = [None]
-            each = [row for row in all_rows for _ in range(num_images_per_prompt)]
+            each = []
+            for row in all_rows:
+                for _ in range(num_images_per_prompt):
+                    each.append(row)
             if len(each) != len(generator):
                 raise UserError(f"generator: {len(generator)} for {len(each)} images; give one, or one per image")
-            images = [
-                self.ensemble.sample(**settings | {kind: row, "num": 1, "seed": _seed(own)})[0]
-                for row, own in zip(each, generator, strict=True)
-            ]
+            images = []
+            for row, own in zip(each, generator, strict=True):
+                images.append(self.ensemble.sample(**settings | {kind: row, "num": 1, "seed": _seed(own)})[0])
         if output_type != "pil":
             images = VaeImageProcessor.pil_to_numpy(images)
         if output_type == "pt":

@@ -88,7 +88,9 @@ def text_condition(texts: Sequence[str], experiment: Experiment) -> Condition:
     plugin = experiment.prepare.caption_encoder
     assert plugin is not None, "check_experiment asks for one"
     encoder = built_encoder(CAPTION_ENCODERS, plugin)
-    methods = [{"text": "vectors", "tokens": "tokens"}[kind] for kind in experiment.condition.kind.split("+")]
+    methods = []
+    for kind in experiment.condition.kind.split("+"):
+        methods.append({"text": "vectors", "tokens": "tokens"}[kind])
     return Condition.of(*(torch.from_numpy(getattr(encoder, method)(list(texts))) for method in methods))
 
 
@@ -338,7 +340,10 @@ class DecentralizedEnsemble:
         firsts = first_indices(rows, num)
         for first in range(0, total, BATCH_SIZE):
             places = [divmod(i, num) for i in range(first, min(first + BATCH_SIZE, total))]
-            conditions = [condition for condition in (rows[row][2] for row, _ in places) if condition is not None]
+            conditions = []
+            for condition in (rows[row][2] for row, _ in places):
+                if condition is not None:
+                    conditions.append(condition)
             x_0 = self.latents(
                 Condition.cat(conditions) if conditions else None,
                 len(places),
@@ -387,7 +392,9 @@ class DecentralizedEnsemble:
             given = listed(prompts)
         shown = None
         if classes is not None:
-            shown = [int(one) if isinstance(one, int | np.integer) else str(one) for one in listed(classes)]
+            shown = []
+            for one in listed(classes):
+                shown.append(int(one) if isinstance(one, int | np.integer) else str(one))
         if [] in (given, shown) or not all(isinstance(prompt, str) for prompt in given or ()):
             raise UserError("sample: give prompts (strings) or classes, or leave both out for the experiment's")
         settings = {"num_per_prompt": num, **settings}

@@ -94,7 +94,10 @@ def export_member(manifest: EnsembleManifest, out: Path, licence: str | None = N
     network: Any = load_network(folder)[1]
     if meta.lora is not None:
         network = build_network(replace(meta, lora=None), merged(network))
-    others = {key: value for key, value in network.state_dict().items() if not key.startswith("model.")}
+    others = {}
+    for key, value in network.state_dict().items():
+        if not key.startswith("model."):
+            others[key] = value
     with atomic_folder(out, is_new=True) as temporary:
         network.model.save_pretrained(temporary)
         if others:

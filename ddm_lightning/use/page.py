@@ -232,7 +232,9 @@ def _side(name: str, strategy: str) -> list[Any]:
 
 def _weights(trace: Trace, names: list[str]) -> Image.Image | None:
     """Heat map of the mean weights and of each image's; None for a strategy that records none."""
-    every = {f"weights for image {i + 1}": weights for i, weights in enumerate(trace.weights.values())}
+    every = {}
+    for i, weights in enumerate(trace.weights.values()):
+        every[f"weights for image {i + 1}"] = weights
     if len(every) > 1:
         mean = {"mean weights": torch.stack(list(every.values())).mean(0)}
     else:

@@ -162,21 +162,28 @@ def write_trajectory(
     def decoded(num: int) -> tuple[list[str], list[list[UInt8[np.ndarray, "h w 3"]]]]:
         """At most ``num`` times, and for each image a row of x_t and one of x_0."""
         picked = torch.linspace(0, len(trace.times) - 1, min(num, len(trace.times))).round().long()
-        states = [of_key[key][picked] for key in labels for of_key in (trace.x_t, trace.x_0)]
+        states = []
+        for key in labels:
+            for of_key in (trace.x_t, trace.x_0):
+                states.append(of_key[key][picked])
         return [f"{t:.2f}" for t in trace.times[picked].tolist()], [list(decode(one)) for one in states]
 
     headings, images = decoded(_STRIP_COLUMNS)
     scale = scale_of(images[0][0])
-    names_of_rows = [text for label in labels.values() for text in (f"{label}: x_t".lstrip(": "), "estimate of x_0")]
+    names_of_rows = []
+    for label in labels.values():
+        for text in (f"{label}: x_t".lstrip(": "), "estimate of x_0"):
+            names_of_rows.append(text)
     title = "time t of each column: 1 is noise, 0 the image"
     save_png(strip, labelled_grid(list(zip(names_of_rows, images, strict=True)), scale, title, footer, headings))
     files = {"weights": heat, "trajectory": strip}
     if gif:
         headings, images = decoded(_GIF_FRAMES)
-        frames = [
-            labelled_grid([("x_t", columns[::2]), ("estimate of x_0", columns[1::2])], scale, f"t = {time}", footer)
-            for time, columns in zip(headings, map(list, zip(*images, strict=True)), strict=True)
-        ]
+        frames = []
+        for time, columns in zip(headings, map(list, zip(*images, strict=True)), strict=True):
+            frames.append(
+                labelled_grid([("x_t", columns[::2]), ("estimate of x_0", columns[1::2])], scale, f"t = {time}", footer)
+            )
         files["animation"] = path.with_suffix(".gif")
         frames[0].save(files["animation"], save_all=True, append_images=frames[1:], duration=100, loop=0)
     return files

@@ -275,11 +275,19 @@ def resolve(
     Raises:
         UserError: an unknown key, a value out of range, or settings that do not go together.
     """
-    plain = {key: value.item() if isinstance(value, np.generic) else value for key, value in arguments.items()}
-    arguments = {key: value for key, value in plain.items() if value is not None}
+    plain = {}
+    for key, value in arguments.items():
+        plain[key] = value.item() if isinstance(value, np.generic) else value
+    arguments = {}
+    for key, value in plain.items():
+        if value is not None:
+            arguments[key] = value
     seed = arguments.pop("seed", experiment.seed)
     before = experiment.sample
-    known = [field.name for field in fields(SampleConfig) if field.name != "member"]
+    known = []
+    for field in fields(SampleConfig):
+        if field.name != "member":
+            known.append(field.name)
     if unknown := arguments.keys() - known:
         raise UserError(f"{source}: no setting {min(unknown)!r}; known: {', '.join(known)}")
     sample = replace(before, **arguments)

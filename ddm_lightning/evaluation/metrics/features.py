@@ -258,7 +258,9 @@ class FrechetDistance(FeatureMetric):
         if not num:
             return {name: Score(value)}
         # A group is every num-th image, because images of a cluster follow one another.
-        left_out = [_frechet_distance(*(whole - _sums(rows[j::num]) for whole, rows in pairs)) for j in range(num)]
+        left_out = []
+        for j in range(num):
+            left_out.append(_frechet_distance(*(whole - _sums(rows[j::num]) for whole, rows in pairs)))
         return {name: Score.of(value, float(((num - 1) * torch.tensor(left_out).var(correction=0)).sqrt()))}
 
 
@@ -314,7 +316,9 @@ def nearest(
 ) -> tuple[Float[Tensor, "n num"], Int[Tensor, "n num"]]:
     """Return the ascending distances (float64) to the ``num`` nearest of ``others``, or to all, and their indices."""
     num = min(num, len(others))
-    found = [torch.cdist(part, others.double()).topk(num, largest=False) for part in rows.double().split(_ROWS_AT_ONCE)]
+    found = []
+    for part in rows.double().split(_ROWS_AT_ONCE):
+        found.append(torch.cdist(part, others.double()).topk(num, largest=False))
     return torch.cat([values for values, _ in found]), torch.cat([indices for _, indices in found])
 
 

@@ -74,7 +74,10 @@ class SkyLauncher(Launcher):
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic_write_text(path, self._file(group, jobs))
         print(f"sky jobs launch {path}: takes minutes", file=sys.stderr)
-        secrets = [word for name in self.secrets for word in ("--secret", name)]
+        secrets = []
+        for name in self.secrets:
+            for word in ("--secret", name):
+                secrets.append(word)
         _sky("launch", "--yes", "--detach-run", *secrets, str(path))
         yield from (f"{group}/{job.member}" for job in jobs)
 
@@ -86,7 +89,10 @@ class SkyLauncher(Launcher):
 
     def cancel_all(self, handles: Sequence[str]) -> None:
         for group in sorted({handle.partition("/")[0] for handle in handles}):
-            others = [other for other in self._active if other.startswith(f"{group}/") and other not in handles]
+            others = []
+            for other in self._active:
+                if other.startswith(f"{group}/") and other not in handles:
+                    others.append(other)
             if others:
                 raise UserError(f"SkyPilot stops a job group as a whole; stop these members, too: {', '.join(others)}")
             _sky("cancel", "--yes", "--name", group)
@@ -101,7 +107,10 @@ class SkyLauncher(Launcher):
         for start in re.finditer(r"^\[", printed, re.MULTILINE):  # other lines may come before and after
             with suppress(ValueError, TypeError, KeyError):
                 tasks, _ = json.JSONDecoder().raw_decode(printed, start.start())
-                active = [task for task in tasks if not task["status"].startswith(_ENDED)]
+                active = []
+                for task in tasks:
+                    if not task["status"].startswith(_ENDED):
+                        active.append(task)
                 return [f"{task['job_name']}/{task['task_name']}" for task in active]
         if printed:
             raise UserError("sky jobs queue: prints no list of jobs; see launch.sky, and try sky jobs queue by hand")

@@ -183,6 +183,8 @@ def _resolved(config: Any) -> tuple[Any, dict[str, Any]]:
         raise ValueError(f"_class_name is {config.get('_class_name')!r}, not one of {', '.join(FAMILIES)}")
     require("expert 'diffusers'", "diffusers", extra="latents")
     build = getattr(importlib.import_module("diffusers"), name)
-    found = {key: config.get(key, one.default) for key, one in inspect.signature(build).parameters.items()}
+    found = {}
+    for key, one in inspect.signature(build).parameters.items():
+        found[key] = config.get(key, one.default)
     # As JSON would return it.
     return build, {key: list(value) if isinstance(value, tuple) else value for key, value in found.items()}

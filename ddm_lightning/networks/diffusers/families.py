@@ -45,7 +45,9 @@ def _lumina2(
     cells = torch.cartesian_prod(torch.arange(rows, device=x.device), torch.arange(columns, device=x.device))
     behind = encoder_attention_mask.sum(1)[:, None, None].expand(-1, len(cells), 1)
     places = torch.cat([words, torch.cat([behind, cells.expand(len(x), -1, -1)], dim=2)], dim=1)
-    tables = [table.to(x.device, torch.complex64) for table in model.rope_embedder.freqs_cis]
+    tables = []
+    for table in model.rope_embedder.freqs_cis:
+        tables.append(table.to(x.device, torch.complex64))
     rotary = torch.cat([table[places[:, :, axis]] for axis, table in enumerate(tables)], dim=2)
     mask = functional.pad(encoder_attention_mask, (0, len(cells)), value=True)
 

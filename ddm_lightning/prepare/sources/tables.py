@@ -345,7 +345,10 @@ class HuggingFace(Parquet):
     @cached_property
     def _names(self) -> list[str]:
         """The files of the split, in the data set's order."""
-        found = [name for name in self.files.ending(".arrow") if not name.rpartition("/")[2].startswith("cache-")]
+        found = []
+        for name in self.files.ending(".arrow"):
+            if not name.rpartition("/")[2].startswith("cache-"):
+                found.append(name)
         folder = ""
         if self.split is not None or "dataset_dict.json" in self.files.states:
             splits = sorted({name.partition("/")[0] for name in found if "/" in name})

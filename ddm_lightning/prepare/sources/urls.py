@@ -144,7 +144,10 @@ class Files:
         Raises:
             UserError: there is none.
         """
-        names = [name for name in self.states if name.lower().endswith(suffixes)]
+        names = []
+        for name in self.states:
+            if name.lower().endswith(suffixes):
+                names.append(name)
         if not names:
             raise UserError(f"{self._key}: no file in {self.shown()} ends in {' or '.join(suffixes)}; change the path")
         return names

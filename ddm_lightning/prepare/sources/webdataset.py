@@ -102,7 +102,10 @@ class WebDataset(TableSource):
         cells = _cells(members)
         if isinstance(error := cells.get("json"), Exception):
             return BrokenSample(key, "damaged JSON", str(error))
-        images = [name for name in ([self.image_column] if self.image_column else _IMAGES) if name in members]
+        images = []
+        for name in [self.image_column] if self.image_column else _IMAGES:
+            if name in members:
+                images.append(name)
         if len(images) != 1:
             if images:
                 cause = "several images"
