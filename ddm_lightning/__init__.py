@@ -36,6 +36,7 @@ def __getattr__(name: str) -> Any:
     """Import ``DecentralizedEnsemble``, and with it torch, on first use."""
     if name != "DecentralizedEnsemble":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
     environment.import_matplotlib()
     return importlib.import_module("ddm_lightning.use.ensemble").DecentralizedEnsemble
 

@@ -129,6 +129,7 @@ def _checking(what: str) -> Iterator[None]:
                 kind = ""
             else:
                 kind = f"raises {type(error).__name__}: "
+
             raise AssertionError(f"{what}: {kind}{' '.join(str(error).split())[:500]}") from error
 
 
@@ -146,6 +147,7 @@ def _built_twice(build: Callable[[], nn.Module]) -> nn.Module:
         first = build()
     finally:
         torch.set_deterministic_debug_mode(mode)
+
     torch.manual_seed(0)
     second = build()
     for named in (nn.Module.named_parameters, nn.Module.named_buffers):
@@ -153,6 +155,7 @@ def _built_twice(build: Callable[[], nn.Module]) -> nn.Module:
             assert torch.equal(value, again), (
                 f"two networks built from one seed differ in {name!r}: initialise it with torch's generator"
             )
+
     return second
 
 
@@ -160,14 +163,17 @@ def _condition(spec: ConditionSpec) -> Condition | None:
     """A condition whose last row is null."""
     if spec.kind == "none":
         return None
+
     is_class = spec.kind == "class"
     if is_class:
         values = torch.randint(spec.size, (_NUM_ROWS,))
     else:
         values = torch.randn(_NUM_ROWS, *spec.row_shape)
+
     vectors = None
     if spec.vector_size:
         vectors = torch.randn(_NUM_ROWS, spec.vector_size)
+
     return Condition(values, torch.arange(_NUM_ROWS) < _NUM_KEPT, vectors)
 
 
@@ -188,6 +194,7 @@ def _check_outputs(
         given = [x_t, t]
     else:
         given = [x_t, t, condition.values]
+
     before = [value.clone() for value in given]
 
     def forward(network: nn.Module, condition: Condition | None, rows: slice = slice(None)) -> Tensor:
@@ -203,6 +210,7 @@ def _check_outputs(
     with torch.no_grad():
         for parameter in network.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
+
     out = forward(network.train(), condition)
     (out * torch.randn_like(out)).sum().backward()
     for name, parameter in network.named_parameters():
@@ -211,8 +219,10 @@ def _check_outputs(
                 gradient = torch.zeros(1)
             else:
                 gradient = parameter.grad
+
             assert (gradient != 0).any(), f"no gradient reaches parameter {name!r}"
             assert gradient.isfinite().all(), f"gradient of {name!r} not finite"
+
     network.eval()
     with torch.no_grad():
         out = forward(network, condition)
@@ -225,9 +235,11 @@ def _check_outputs(
             null = forward(network, condition.null())
             assert _agree(null, unconditional), "condition=None differs from a condition whose rows are all null"
             assert not _agree(out[:_NUM_KEPT], unconditional[:_NUM_KEPT]), "the condition does not change the output"
+
         assert _agree(forward(rebuilt().eval(), condition), out), (
             "a network rebuilt from its state_dict answers differently: some state is not in it"
         )
+
     if whole:
         # A compiler cannot trace run-time checks of shapes.
         with mock.patch.object(jaxtyping.config, "jaxtyping_disable", True), warnings.catch_warnings():
@@ -254,11 +266,13 @@ def _check_on_island(rebuilt: Callable[[], nn.Module], run: Callable[[nn.Module]
             assert all(map(_agree, gradients(network), expected)), "its gradients are others"
     finally:
         distributed.destroy_process_group()
+
     if find_spec("peft") and (layers := adaptable(network := rebuilt())):
         with _checking("with LoRA adapters"), torch.no_grad():
             adapt(network, LoraConfig(2, None, layers), network.state_dict())
             for parameter in network.parameters():
                 nn.init.normal_(parameter, std=0.3)
+
             merged_network = rebuilt()
             merged_network.load_state_dict(merged(network))
             assert _agree(run(network.eval()), run(merged_network.eval())), (
@@ -304,6 +318,7 @@ def check_strategy(factory: Callable[[], Any]) -> None:
         for num_clusters in (1, 3):
             if type(strategy).weights is not Strategy.weights:
                 _check_weights(strategy, num_clusters)
+
             for solver in strategy.solvers or known:
                 _check_samples(strategy, num_clusters, solver)
 
@@ -327,6 +342,7 @@ def _check_samples(strategy: Strategy, num_clusters: int, solver: str) -> None:
     experts = []
     for k in range(num_clusters):
         experts.append(_Answers(partial(torch.full_like, fill_value=k + 1.0)))
+
     is_routed = num_clusters > 1 and strategy.needs_router
     ensemble = Ensemble(experts, router if is_routed else None, [1 / num_clusters] * num_clusters)
 
@@ -381,6 +397,7 @@ def check_solver(factory: Callable[[], Any]) -> None:
             steps = set(range(num_steps - 1))
         else:
             steps = set()
+
         assert set(asked) == steps, f"draws noise for {len(set(asked))} steps, not {len(steps)}"
 
 
@@ -407,6 +424,7 @@ def check_source(factory: Callable[[], Any]) -> None:
                 keys.add(one.key)
                 if isinstance(one, BrokenSample):
                     continue
+
                 is_rgb = one.image.dtype == np.uint8 and one.image.ndim == 3 and one.image.shape[2] == 3
                 assert is_rgb, f"{where}: image of {one.key!r} is not uint8 [h, w, 3]"
                 assert 0 <= one.label < source.num_classes, f"{where}: label of {one.key!r} is no class"

@@ -68,6 +68,7 @@ class EarthTiles:
             raise ValueError("size must be from 8 to 150 and stride at least 1")
         if map not in _MAPS:
             raise ValueError(f"map must be one of {', '.join(_MAPS)}")
+
         self.size = size
         self.stride = stride
         self.map = map
@@ -82,6 +83,7 @@ class EarthTiles:
             name = "earth"
         else:
             name = self.map
+
         for y, x in self._corners[block_of(part).start : block_of(part).stop].tolist():
             climate = self._climate[self._on_raster(y, x)]
             zone = int(np.bincount(climate[climate != _OCEAN]).argmax()) - 1
@@ -90,6 +92,7 @@ class EarthTiles:
                 caption = f"coast, {_PHRASES[zone]}"
             else:
                 caption = _PHRASES[zone]
+
             image = self._map[y : y + self.size, x : x + self.size]
             yield Record(f"{name}-{y:04}-{x:04}", image, caption, zone, f"{y // self._region},{x // self._region}")
 
@@ -118,6 +121,7 @@ class EarthTiles:
         for top in y.tolist():
             for left in x.tolist():
                 tiles.append((top, left))
+
         return np.array([tile for tile in tiles if (self._climate[self._on_raster(*tile)] != _OCEAN).mean() >= _LAND])
 
     def _on_raster(self, y: int, x: int) -> tuple[slice, slice]:

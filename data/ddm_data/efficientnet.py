@@ -46,6 +46,7 @@ class _SameConv(nn.Conv2d):
         for extent, kernel, stride in zip(input.shape[:1:-1], self.kernel_size, self.stride, strict=True):
             total = max((-(-extent // stride) - 1) * stride + kernel - extent, 0)
             pads += [total // 2, total - total // 2]
+
         return super().forward(functional.pad(input, pads))
 
 
@@ -62,6 +63,7 @@ class _InvertedResidual(nn.Module):
         if self.has_expansion:
             self._expand_conv = _conv(inputs, inner, 1)
             self._bn0 = _norm(inner)
+
         self._depthwise_conv = _conv(inner, inner, kernel, stride, groups=inner)
         self._bn1 = _norm(inner)
         self._project_conv = _conv(inner, outputs, 1)
@@ -72,6 +74,7 @@ class _InvertedResidual(nn.Module):
             y = functional.relu6(self._bn0(self._expand_conv(x)))
         else:
             y = x
+
         y = functional.relu6(self._bn1(self._depthwise_conv(y)))
         y = self._bn2(self._project_conv(y))
         if self.has_skip:
@@ -93,6 +96,7 @@ class EfficientNetLite0(nn.Module):
             for repeat in range(repeats):
                 blocks.append(_InvertedResidual(channels, outputs, kernel, stride if repeat == 0 else 1, expansion))
                 channels = outputs
+
         self._blocks = nn.ModuleList(blocks)
         self._conv_head = _conv(channels, _HEAD_CHANNELS, 1)
         self._bn1 = _norm(_HEAD_CHANNELS)
@@ -102,6 +106,7 @@ class EfficientNetLite0(nn.Module):
         x = functional.relu6(self._bn0(self._conv_stem((pixels - 127) / 128)))
         for block in self._blocks:
             x = block(x)
+
         return functional.relu6(self._bn1(self._conv_head(x))).mean((2, 3))
 
 
@@ -119,6 +124,7 @@ class EfficientNetFeatures:
     def __init__(self, resolution: int = 112, path: str | None = None, device: str = "cpu") -> None:
         if resolution < 32:
             raise ValueError("resolution must be at least 32")
+
         self.packages: tuple[str, ...] = () if path else (_PACKAGE,)
         require("feature network 'efficientnet-lite0'", *self.packages)
         self.resolution = resolution
@@ -127,6 +133,7 @@ class EfficientNetFeatures:
             self.path = Path(path)
         else:
             self.path = file_of(_PACKAGE, _WEIGHTS)
+
         if not self.path.is_file():
             raise UserError(f"{self.path}: the weights of 'efficientnet-lite0' are missing; set its parameter 'path'")
 
@@ -144,6 +151,7 @@ class EfficientNetFeatures:
             raise UserError(
                 f"{self.path}: is no EfficientNet-Lite0 state dict ({type(error).__name__}); install it again"
             ) from None
+
         return on_device(network.eval(), self.device)
 
     @torch.inference_mode()

@@ -65,6 +65,7 @@ class Icons:
         require("source 'icons'", "resvg-py", extra="mix")
         if size < 8:
             raise ValueError("size must be at least 8")
+
         self.path = Path(path)
         self.size = size
         try:
@@ -76,6 +77,7 @@ class Icons:
                 f"fetch and unpack the package: npm pack @iconify/json && mkdir -p {path} && tar -xzf "
                 f"iconify-json-*.tgz -C {path} --strip-components=1"
             ) from None
+
         allowed = {}
         for name, about in collections.items():
             if (
@@ -84,10 +86,12 @@ class Icons:
                 and about.get("category") not in skip_categories
             ):
                 allowed[name] = about
+
         if unknown := sorted(set(sets or ()) - set(allowed)):
             raise ValueError(
                 f"sets: {unknown[0]!r} is unknown or does not pass the filter; known: {', '.join(sorted(allowed))}"
             )
+
         self.sets: dict[str, Any] = {name: about for name, about in allowed.items() if sets is None or name in sets}
 
     @cached_property
@@ -118,11 +122,14 @@ class Icons:
             except ValueError as error:
                 yield BrokenSample(key, "damaged image", str(error))
                 continue
+
             with Image.open(BytesIO(bytes(png))) as image:
                 pixels = np.asarray(image.convert("RGB"))
+
             if pixels.min() > _ALMOST_WHITE:
                 yield BrokenSample(key, "blank image")
                 continue
+
             yield Record(key, pixels, _VARIANT.sub("", name).replace("-", " "), 0, concept(name))
 
 
@@ -136,10 +143,12 @@ def _icons(path: Path, name: str) -> tuple[list[str], dict[str, Any]]:
     for category in categories.keys() & {"Brand", "Logos"}:
         for icon in categories[category]:
             brands.add(icon)
+
     used = []
     for icon, about in icons["icons"].items():
         if not (about.get("hidden") or icon in brands or _TRADEMARK.search(icon) or _SKIN_TONE.search(icon)):
             used.append(icon)
+
     return used, icons
 
 

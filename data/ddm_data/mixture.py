@@ -50,6 +50,7 @@ class Mixture:
     def __init__(self, sources: Sequence[Mapping[str, Any]], max_samples: int | None = None) -> None:
         if max_samples is not None and max_samples < 1:
             raise ValueError(f"max_samples = {max_samples} must be at least 1")
+
         self.max_samples = max_samples
         self._children: list[_Child] = []
         times = Counter[str]()
@@ -58,6 +59,7 @@ class Mixture:
             checks.check(given, _Entry, place := f"{PARAMS}.sources[{number}]", "source 'mixture'")
             if "name" not in given:
                 raise UserError(f"key {place!r}: needs the name of a source; write {{name: …, params: …}}")
+
             entry = _Entry(**given)
             label = entry.prefix or entry.name
             times[label] += 1
@@ -65,12 +67,16 @@ class Mixture:
                 unique = label
             else:
                 unique = f"{label}-{times[label]}"
+
             if unique in names or (entry.prefix and times[label] > 1):
                 raise UserError(f"key '{place}': another source is called {label!r}; give each a prefix of its own")
+
             names.add(unique)
             self._children.append(_Child(unique, SOURCES.build(entry.name, entry.params or {}), entry))
+
         if not self._children:
             raise UserError(f"key '{PARAMS}.sources': is empty; list the sources to mix")
+
         self.num_classes = len(self._children)
         self.class_names = [child.name for child in self._children]
         self.packages = tuple(dict.fromkeys(name for child in self._children for name in child.source.packages))
@@ -86,7 +92,9 @@ class Mixture:
                 wrapped.append(
                     replace(part, name=f"{child.name}/{part.name}", where={"source": number, "part": asdict(part)})
                 )
+
             parts += _limit(wrapped, child.entry.max_samples)
+
         return _limit(parts, self.max_samples)
 
     def read(self, part: Part) -> Iterator[Record | BrokenSample]:
@@ -100,12 +108,14 @@ class Mixture:
             if isinstance(one, BrokenSample):
                 yield replace(one, key=key)
                 continue
+
             caption = one.caption
             if prefix := child.entry.prefix:
                 if caption:
                     caption = f"{prefix}: {caption}"
                 else:
                     caption = prefix
+
             yield replace(one, key=key, caption=caption, label=number)
 
 
@@ -114,6 +124,7 @@ def _limit(parts: list[Part], max_samples: int | None) -> list[Part]:
     total = count_samples(parts)
     if max_samples is None or (total is not None and total <= max_samples):
         return parts
+
     sizes = [1 if total is None else part.num_samples or 0 for part in parts]
     limited = []
     before = 0
@@ -126,6 +137,7 @@ def _limit(parts: list[Part], max_samples: int | None) -> list[Part]:
             fingerprint = f"{part.fingerprint}; {quota} of its samples"
             where = {**part.where, "quota": quota}
             limited.append(replace(part, fingerprint=fingerprint, num_samples=num, where=where))
+
     return limited
 
 

@@ -43,11 +43,13 @@ class OpenMoji:
         require("source 'openmoji'", *self.packages)
         if image_size < 8:
             raise ValueError("image_size must be at least 8")
+
         if not features.check("raqm"):
             raise UserError(
                 "source 'openmoji' needs a Pillow with Raqm, which joins the parts of an emoji; "
                 "install its wheel: pip install --force-reinstall pillow"
             )
+
         self.image_size = image_size
         self.skin_tones = skin_tones
 
@@ -62,6 +64,7 @@ class OpenMoji:
             group = None
             if self.skin_tones:
                 group = concept(_TONE_IN_NAME.sub("", name))
+
             key = "-".join(f"{point:04X}" for point in points)
             yield Record(key, self._render(text), _caption(name, points), 0, group)
 

@@ -59,6 +59,7 @@ class Photos:
         require("source 'photos'", "scikit-image", "scikit-learn", extra="mix")
         if not 8 <= size <= block or stride < 1:
             raise ValueError("size must be from 8 to block, and stride at least 1")
+
         self.size = size
         self.stride = stride
         self.block = block
@@ -72,6 +73,7 @@ class Photos:
             parts.append(
                 Part(Path(file).name, version(package), None, {"package": package, "file": file, "label": label})
             )
+
         return [replace(part, num_samples=sum(1 for _ in self.read(part))) for part in parts]
 
     def read(self, part: Part) -> Iterator[Record]:
@@ -79,6 +81,7 @@ class Photos:
         label = part.where["label"]
         with Image.open(file_of(part.where["package"], part.where["file"])) as image:
             whole = image.convert("RGB")
+
         whole.thumbnail((self.max_side, self.max_side), Image.Resampling.LANCZOS)
         photo = np.asarray(whole)
         starts = []
@@ -90,6 +93,7 @@ class Photos:
                     for inside in range(0, min(self.block, length - start) - self.size + 1, self.stride)
                 ]
             )
+
         for y in starts[0]:
             for x in starts[1]:
                 patch = photo[y : y + self.size, x : x + self.size]

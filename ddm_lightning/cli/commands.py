@@ -53,17 +53,21 @@ def _prepare(experiment: Experiment, options: argparse.Namespace) -> None:
         if experiment.prepare.filters or experiment.prepare.drop_keys:
             title = f"filters, by {plan.num_looked_at:,} samples"
             Console().print(filter_table(plan.num_looked_at, plan.filtered, plan.num_broken, title))
+
         print(f"stages to run: {', '.join(plan.stages) or 'none, all is up to date'}")
         print(f"parts to encode: {plan.num_unfinished_parts} of {plan.num_parts}\nnothing was written")
         print(f"what the members will need (your GPU: add --device NAME): {command_line('plan', options)}")
         return
+
     run = _prepared(experiment, options)
     folder = RunFolder.of(experiment)
     if options.parts is not None:  # what is left holds no shards, but would be taken for the run's shards
         shutil.rmtree(folder.shards, ignore_errors=True)
+
     if run is None:
         print(f"share {options.parts}: done")
         return
+
     prepared = folder.prepared
     print(f"shards: {remote.shown(run.shards)}")
     print(f"report: {prepared / 'report' / 'report.html'}, {prepared / 'clusters.png'}")
@@ -97,6 +101,7 @@ def _prepared(experiment: Experiment, options: argparse.Namespace) -> Run | None
     share = None
     if getattr(options, "parts", None) is not None:
         share = Share.parse(options.parts)
+
     folder = RunFolder.of(experiment).root
     check = _networks_check(experiment, options, initial=True)
     check_free(Run(experiment), parts=share is not None)
@@ -110,11 +115,13 @@ def _prepared(experiment: Experiment, options: argparse.Namespace) -> Run | None
         )
         if manifest is None:
             return None
+
         check(manifest)  # also if it is up to date
         # Only now: after an error in prepare, the corrected experiment may use the same folder.
         run = Run.open(experiment, create=True)
         sign_manifest(run)
         publish_prepared(run, lambda done, total: reporter.advance("publish", done, total))
+
     return run
 
 
@@ -122,6 +129,7 @@ def _one_member(experiment: Experiment, options: argparse.Namespace) -> str:
     members = parse_members(options.member, experiment)
     if len(members) != 1:
         raise UserError(f"{options.command}: name the member, such as member=expert-0")
+
     return members[0]
 
 
@@ -129,10 +137,13 @@ def _fit(experiment: Experiment, options: argparse.Namespace) -> int | None:
     members = parse_members(options.member, experiment)
     if options.jobs is not None and options.jobs < 1:
         raise UserError(f"--jobs {options.jobs}: must be at least 1")
+
     for island in (island_of(member, experiment) for member in members):
         check_devices(island.accelerator, island.devices)
+
     if len(members) == 1 and options.member != "all":
         return _fit_one(members[0], experiment, options)
+
     return _fit_several(members, experiment, options)  # also if the whole ensemble is one expert
 
 
@@ -144,10 +155,12 @@ def _fit_one(member: str, experiment: Experiment, options: argparse.Namespace) -
     manifest = run.manifest  # an island gets prepared shards; it does not make them
     if not run.folder.experiment.exists():
         _networks_check(experiment, options)(manifest)
+
     state = fit_alone(member, run)
     if state == "done":
         print_skipped([member], run, options)
         print(f"artifact: {run.folder.artifact(member)}\ncurves: tensorboard --logdir {run.folder.root}")
+
     if state == "stopped":
         return processes.STOPPED
 
@@ -159,13 +172,16 @@ def _fit_several(members: list[str], experiment: Experiment, options: argparse.N
     check_strategy(experiment, options.config, options.overrides)
     if (started := Ranks.read().world_size) > 1:
         raise UserError(f"{started} processes of fit were started, as by torchrun; start it once, or name a member")
+
     leave_ranks()
     for member in members:
         if (nodes := island_of(member, experiment).nodes) > 1:
             raise UserError(f"key 'island.nodes' = {nodes}: start fit on each node with member={member} alone")
+
     if not (is_shared(Run(experiment)) or is_collected(members, Run(experiment))):
         _check(experiment, options, members)
         _prepared(experiment, options)
+
     run = Run.open(experiment, create=True)
     refuse_stale(members, run)
     failures = fit_members(members, run, options.jobs or default_jobs(members, experiment), console)
@@ -173,6 +189,7 @@ def _fit_several(members: list[str], experiment: Experiment, options: argparse.N
     print_skipped(members, run, options)
     for member, failure in failures.items():
         print(f"{member}: {failure.reason}", file=sys.stderr)
+
     if failures:
         print(f"logs: {run.folder.root / 'members'}; run the same command again to train the rest", file=sys.stderr)
         codes = {failure.code for failure in failures.values()}
@@ -180,6 +197,7 @@ def _fit_several(members: list[str], experiment: Experiment, options: argparse.N
             return codes.pop()
 
         return 1
+
     if all(run.is_finished(member) for member in run.names):
         is_new = assemble(run)
         grid = _grid(experiment)
@@ -191,10 +209,13 @@ def _fit_several(members: list[str], experiment: Experiment, options: argparse.N
 
             ensemble = DecentralizedEnsemble.open(experiment, partial=True)
             write_samples(ensemble, grid, experiment.sample.prompts, show_progress=True)
+
         print(f"ensemble: {run.folder.ensemble}\nsamples: {grid}")
         if clusters.exists():
             print(f"clusters: {clusters}")
+
         print(f"next: {_sample_command(experiment, options)}")
+
     print(f"curves: tensorboard --logdir {run.folder.root}")
     return None
 
@@ -215,10 +236,12 @@ def _captions(experiment: Experiment, options: argparse.Namespace) -> None:
     for file in (prepared.index_file, prepared.parts_file):  # a machine of --parts lacks the latter
         if not file.exists():
             raise UserError(f"{file}: is missing; search for captions on the machine that has the images")
+
     word = options.captions.casefold()
     found = sorted({text for text in prepared.texts("captions") if word in text.casefold()})
     if not found:
         raise UserError(f"--captions {options.captions!r}: no caption contains it; give another word, or '' for all")
+
     print(*found, sep="\n")
 
 
@@ -239,6 +262,7 @@ def _sample(experiment: Experiment, options: argparse.Namespace) -> None:
         path = own
     else:
         path = check_out(options.out)
+
     if path.suffix != ".png":
         changed = (options.prompt, options.classes, options.num, options.seed is not None)
         is_own = not any(changed) and not any(text.startswith("sample.") for text in options.overrides)
@@ -249,6 +273,7 @@ def _sample(experiment: Experiment, options: argparse.Namespace) -> None:
             path = _grid(settings)
         else:
             path = next(p for p in new if not p.exists())
+
     ensemble = DecentralizedEnsemble.open(settings, partial=True)
     files = write_samples(
         ensemble,
@@ -262,6 +287,7 @@ def _sample(experiment: Experiment, options: argparse.Namespace) -> None:
     print(f"samples: {path}\nsingle images: {path.with_suffix('')}")
     for name, file in files.items():
         print(f"{name}: {file}")
+
     print(f"settings: {settings_line(settings.sample)}")
     cost = ensemble.cost
     print(f"cost: {cost.gflop:.3g} GFLOP per image, {cost.experts:.2f} active experts on average")
@@ -283,6 +309,7 @@ def _evaluate(experiment: Experiment, options: argparse.Namespace) -> None:
 def _diagnose(experiment: Experiment, options: argparse.Namespace) -> None:
     if options.num < 1:
         raise UserError(f"--num {options.num}: must be at least 1")
+
     check_devices(experiment.island.accelerator, 1)
     run = Run.open(experiment)
 
@@ -315,6 +342,7 @@ def _ema(experiment: Experiment, options: argparse.Namespace) -> None:
             width = float(options.use)
     except ValueError:
         raise UserError(f"--use {options.use}: give a width such as 0.08, or original") from None
+
     run = Run.open(experiment)
 
     from ddm_lightning.training.ema_choice import EmaWidths, widths_table
@@ -324,8 +352,10 @@ def _ema(experiment: Experiment, options: argparse.Namespace) -> None:
         Console().print(widths_table(widths.compare(options.width)))
         print(f"next: {command_line('ema', options)} member={member} --use WIDTH")
         return
+
     with published(member, run):  # else the next command would fetch the former artifact
         widths.use(width)
+
     print(f"artifact: {run.folder.artifact(member)}")
     if run.folder.ensemble.exists() and member in run.names:
         assemble(run)
@@ -342,8 +372,10 @@ def _export(experiment: Experiment, options: argparse.Namespace) -> None:
             note(f"{', '.join(others)}: trained, but no adapters; {CONDITION_FILE} beside each adapter keeps them")
         if whole := [name for name in manifest.experts if manifest.metas[name].lora is None]:
             note(f"{', '.join(whole)}: left out, no adapter")
+
         print(f"peft: {out}")
         return
+
     if member is None:
         write = save_ensemble if options.to == "ensemble" else export_diffusers
         write(manifest, out, options.licence)
@@ -352,6 +384,7 @@ def _export(experiment: Experiment, options: argparse.Namespace) -> None:
             f"diffusers has no place for {', '.join(lost)}; {out / CONDITION_FILE} keeps it, but its pipelines do not "
             "read that file: the model card says what to do"
         )
+
     print(f"{options.to}: {out}\nmodel card: {out / 'README.md'}")
 
 
@@ -359,16 +392,19 @@ def change_ensemble(options: argparse.Namespace) -> None:
     """Run ``ensemble add``, ``remove`` or ``replace``, which need no experiment."""
     if options.action != "remove" and options.images is not None and options.images < 1:
         raise UserError(f"--images {options.images}: must be at least 1")
+
     before = manifest_with_about(fetched(options.folder), partial=True)
     out = Path(options.out)
     if options.action != "remove" and options.trust:
         verify(Path(options.artifact), Path(options.artifact) / SIGNATURE, [Path(key) for key in options.trust])
+
     if options.action == "remove":
         after = removed(before, options.member)
     elif options.action == "replace":
         after = replaced(before, options.member, Path(options.artifact), options.images)
     else:
         after = added(before, Path(options.artifact), options.images)
+
     with TemporaryDirectory() as scratch:
         if options.action == "add" and options.tune_router and ROUTER not in after.folders:
             from ddm_lightning.training.extension import extend_router
@@ -378,7 +414,9 @@ def change_ensemble(options: argparse.Namespace) -> None:
             seen, new = (RunFolder(Path(run)) for run in options.tune_router)
             extend_router(before, expert, options.images / after.description.num_images, seen, new, router)
             after = added(before, expert, options.images, router)
+
         save_ensemble(after, out)
+
     shares = [f"{name} {prior:.4f}" for name, prior in after.shares.items()]
     print(f"ensemble: {out}\npriors: {', '.join(shares)}")
     if ROUTER in before.folders and ROUTER not in after.folders:
@@ -400,12 +438,14 @@ def run_command(experiment: Experiment, options: argparse.Namespace) -> int:
     """Run a command of ``COMMANDS`` with as many threads as members use; more threads than idle cores slow it down."""
     if options.command not in ("fit", "evaluate"):
         leave_ranks()
+
     check_meeting()
     configure_torch(experiment.island.accelerator, experiment.island.num_threads)
     # Of several ranks of ``evaluate``, the others wait for the first.
     if options.command in _NEED_ENSEMBLE and Ranks.read().rank == 0:
         needs_all = options.command == "diagnose" or getattr(options, "to", None) in ("ensemble", "peft")
         pull_ensemble(Run(experiment), None if needs_all else experiment.sample.member)
+
     command = _captions if getattr(options, "captions", None) is not None else COMMANDS[options.command]
     return command(experiment, options) or 0
 

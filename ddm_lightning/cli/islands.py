@@ -40,16 +40,21 @@ def launch_members(experiment: Experiment, options: argparse.Namespace) -> None:
     else:
         if options.on is None:
             raise UserError(f"launch: --on is missing; {LAUNCHERS.known()}")
+
         launcher = build_launcher(options.on, run, jobs)
         for warning in plan.shortages(experiment, members, launcher.devices):
             note(warning)
+
         if options.dry_run:
             print(launcher.describe_all(jobs))
             return
+
         pull_manifest(run)
         found = launch(run, jobs, launcher, options.on).items()
+
     for member, done in found:
         print(f"{member}: {done}")
+
     print(f"next: {command_line('status', options)}")
 
 
@@ -57,6 +62,7 @@ def show_plan(experiment: Experiment, options: argparse.Namespace) -> None:
     """Run ``plan``: print what each member needs on each device, the cheapest that fits in detail."""
     if options.samples is not None and options.samples < 1:
         raise UserError(f"--samples {options.samples}: must be at least 1")
+
     members = parse_members(options.only, experiment, "--only")
     rates = plan.rates_of(options.mfu, options.prices or ())
     devices, source = plan.devices_of(experiment, options.device, rates)
@@ -73,6 +79,7 @@ def show_plan(experiment: Experiment, options: argparse.Namespace) -> None:
         found = {"experiment": experiment.name, "sources": sources, "warnings": warnings}
         print(json.dumps({**found, "plans": [*map(plan_tables.as_json, plans)]}))
         return
+
     console = Console()
     console.print(*plan_tables.tables(best), *([plan_tables.comparison(plans)] if len(plans) > 1 else []))
     for title, lines in {
@@ -89,26 +96,33 @@ def show_status(experiment: Experiment, options: argparse.Namespace) -> None:
     run = Run(experiment)
     if not (experiment.remote or preparing_line(run)):
         run = Run.open(experiment)
+
     if options.watch:
         _watch(run)
         return
+
     members = Watch(run).look()
     if options.json:
         for seen in members:
             print(json.dumps(seen.to_json()))
+
         return
+
     if options.html:
         from ddm_lightning.islands.page import write_page
 
         write_page(Path(options.html), members, run)
         print(f"status: {options.html}")
         return
+
     console = Console()
     if run.url and not console.is_terminal:
         console.width = max(console.width, _SHARED_WIDTH)
+
     console.print(table_of(run, members, console.width))
     for word in dict.fromkeys(seen.health for seen in members if seen.health in NOTES):
         print(f"{word}: {NOTES[word]}")
+
     print_skipped(run.started, run, options)
     print("curves: add --html FILE" if run.url else f"curves: tensorboard --logdir {run.folder.root}")
 
@@ -125,13 +139,16 @@ def _watch(run: Run) -> None:
                 live.update(table_of(run, members, live.console.width), refresh=True)
                 if all(seen.health == "done" for seen in members):
                     return
+
                 is_waiting = False
             except UserError as error:
                 if not members and not isinstance(error.__cause__, ConnectionError):
                     raise
                 if not is_waiting:
                     note(f"{error}; tried again until it answers")
+
                 is_waiting = True
+
             time.sleep(_WATCH_SECONDS)
 
 
@@ -143,6 +160,7 @@ def print_skipped(members: Sequence[str], run: Run, options: argparse.Namespace)
                 steps = "1 step"
             else:
                 steps = f"{num} steps"
+
             print(
                 f"{member}: skipped {steps} without a finite gradient; "
                 f"see {command_line('replay', options)} member={member}"

@@ -47,6 +47,7 @@ class _Describe(argparse.Action):
 
         for key, form, text in describe():
             print(f"{key}:{form}\n    {text}")
+
         parser.exit()
 
 
@@ -66,7 +67,9 @@ def build_parser() -> argparse.ArgumentParser:
             actions = command.add_subparsers(dest="action", metavar="ACTION", required=True)
             for action, (words, own) in _changes().items():
                 _add(actions.add_parser(action, help=words, description=words), own)
+
             continue
+
         command.add_argument("-c", "--config", required=True, metavar="FILE", help=_PLACES.get(name, _PLACE))
         command.add_argument(
             "overrides",
@@ -75,6 +78,7 @@ def build_parser() -> argparse.ArgumentParser:
             help="settings that override the file, such as sample.num_steps=20",
         )
         _add(command.add_mutually_exclusive_group() if name in ("prepare", "ema", "status") else command, options)
+
     return parser
 
 
@@ -269,6 +273,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (UserError, OSError, MemoryError, RuntimeError) as error:
         if (line := line_of(error)) is None:
             raise
+
         print(f"error: {line}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -276,6 +281,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             remedy = "; run the same command again to resume"
         else:
             remedy = ""
+
         print(f"interrupted{remedy}", file=sys.stderr)
         return STOPPED
 
@@ -287,6 +293,7 @@ def _run(options: argparse.Namespace) -> int:
 
         change_ensemble(options)
         return 0
+
     from ddm_lightning.config.load import load_experiment, to_yaml
 
     if options.command in ("fit", "replay", "ema"):
@@ -294,15 +301,19 @@ def _run(options: argparse.Namespace) -> int:
         for text in options.overrides:
             if text.startswith("member="):
                 chosen.append(text)
+
         if chosen:
             options.member = chosen[-1].removeprefix("member=")
         else:
             options.member = "all"
+
         options.overrides = [text for text in options.overrides if text not in chosen]
+
     if options.command == "fit" and options.member != "all":
         stop_as_by_ctrl_c()
     if getattr(options, "out", options.config) is None and "://" in options.config:
         raise UserError(f"{options.config}: a URL cannot hold results; add --out FOLDER")
+
     if options.command in ("config", "prepare", "fit", "launch", "plan"):  # they may make the run
         experiment = load_experiment(options.config, options.overrides)
     else:
@@ -313,6 +324,7 @@ def _run(options: argparse.Namespace) -> int:
             options.overrides,
             allow_paths=getattr(options, "allow_paths", True),  # commands without the option use no encoder
         )
+
     if options.command == "config":
         print(to_yaml(experiment), end="")
         return 0
@@ -334,14 +346,17 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         import argcomplete
 
         argcomplete.autocomplete(parser)
+
     arguments = [_at_home(hide_passwords(text)) for text in (sys.argv[1:] if arguments is None else arguments)]
     if not arguments:
         parser.print_help(sys.stderr)
         raise SystemExit(2)
+
     options, rest = parser.parse_known_args(arguments)
     # argparse takes positionals from one place only; overrides may also stand between and after options.
     is_fixed = options.command == "ensemble"
     if strays := [text for text in rest if is_fixed or text.startswith("-") or "=" not in text]:
         parser.error(f"unrecognized arguments: {' '.join(strays)}; settings are given as key=value")
+
     options.overrides = [*getattr(options, "overrides", ()), *rest]
     return options

@@ -46,10 +46,12 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = (), record: Pat
     path = Path(path)
     if is_record(path / RECORD):
         path = path / RECORD
+
     changes = [(str(path), _read_record(path) if is_record(path) else read_yaml(path))]
     if record is not None:
         free = OmegaConf.masked_copy(changes[0][1], ["island", "sample", "evaluate"])
         changes = [(str(record), _read_record(record)), (str(path), free)]
+
     # Names first: a new name drops params, also if it was typed after them.
     ordered = sorted(overrides, key=lambda text: not text.partition("=")[0].endswith(".name"))
     changes += [(f"{path} with {text!r}", read_override(text, str(path))) for text in ordered]
@@ -60,18 +62,21 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = (), record: Pat
             _refuse_resolvers(given, source)
             checks.check(given, Experiment, "", source)
             merged = merge(merged, change)
+
         _check_complete(OmegaConf.to_container(merged, resolve=False), str(record or path))
         resolved = OmegaConf.to_container(merged, resolve=True)
     except OmegaConfBaseException as error:
         raise UserError(
             f"{path}: key {error.full_key!r}: {first_line(error)}; fix the reference ${{…}} in it"
         ) from None
+
     # ``expert_section`` resolves references again, and two resolved strings may join into a resolver.
     _refuse_resolvers(resolved, str(path))
     experiment: Experiment = OmegaConf.to_object(merged)  # type: ignore[assignment]  # may be of any dataclass
     check_experiment(experiment, path, overrides)
     if is_record(path) and not any(text.startswith("run_dir=") for text in overrides):
         experiment.run_dir = str(path.parent)
+
     return experiment
 
 
@@ -106,12 +111,15 @@ def read_yaml(path: Path, remedy: str = "experiments/ has examples") -> DictConf
             where = f" at line {error.problem_mark.line + 1}"
         else:
             where = ""
+
         raise UserError(f"{path}: YAML syntax{where}: {error.problem}; fix the file") from None
     except (ValueError, OSError, yaml.YAMLError, OmegaConfBaseException) as error:
         problem = (error.strerror if isinstance(error, OSError) else None) or first_line(error)
         raise UserError(f"{path}: cannot be read: {problem}; give a YAML file in UTF-8") from None
+
     if not isinstance(loaded, DictConfig):
         raise UserError(f"{path}: the top level must be a mapping of keys; {remedy}")
+
     _refuse_other_bases(loaded, text, "", str(path))
     return loaded
 
@@ -125,10 +133,12 @@ def read_override(override: str, source: str) -> DictConfig:
     override = hide_passwords(override)
     if not re.match(r"[A-Za-z_][\w-]*(\.[\w-]+)*=", override):
         raise UserError(f"{source}: override {override!r} is not key=value; write for example seed=1")
+
     key, _, text = override.partition("=")
     try:
         if "#" in text:
             override = f"{key}={_with_comment(text)}"
+
         parsed = OmegaConf.from_dotlist([override])
         _refuse_other_bases(parsed, text, key, f"{source} with {override!r}")
         return parsed
@@ -148,6 +158,7 @@ def _with_comment(text: str) -> str:
         return text
     if node is not None and (not isinstance(node, yaml.ScalarNode) or node.style is not None):
         raise ValueError("it has a comment behind it")
+
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -208,9 +219,11 @@ def _check_complete(merged: Any, source: str) -> None:
     for key, value in leaves(merged):
         if value == checks.MISSING_MARK:
             missing.append(key)
+
     if len(missing) == 1:
         meaning = next((f" ({text})" for key, _, text in describe() if key == missing[0]), "")
         raise UserError(f"{source}: key {missing[0]!r} is missing; give it a value{meaning}")
+
     if missing:
         raise UserError(f"{source}: keys {', '.join(map(repr, missing))} are missing; give them values")
 
@@ -244,12 +257,14 @@ def describe() -> Iterator[tuple[str, str, str]]:
         if is_dataclass(checks.without_none(hint)[0]):
             yield key, "" if default else " null by default", text
             continue
+
         form = inspect.formatannotation(hint).replace("typing.", "").replace("None", "null")
         form = form.replace(f"{PluginConfig.__module__}.PluginConfig", "{name, params}")
         if default == checks.MISSING_MARK:
             value = ", required"
         else:
             value = f" = {json.dumps(default, default=asdict)}"
+
         limits = checks.limits(kind).get(own.name)
         yield key, f" {form}{value}" + (f", {limits[1]}" if limits else ""), text
 
@@ -271,6 +286,7 @@ def fingerprint(experiment: Experiment) -> str:
     for key, value in leaves(asdict(experiment), lists=False):
         if value != defaults.get(key) and not f"{key}.".startswith(free) and not key.endswith(".max_steps"):
             own[key] = value
+
     return sha256_json(own)
 
 
@@ -284,8 +300,10 @@ def _docs(kind: type) -> dict[str, str]:
         found = dict(_docs(parent))
     else:
         found = {}
+
     for statement, below in zip(body.body, body.body[1:], strict=False):
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
             text = inspect.cleandoc(str(below.value.value))  # type: ignore[attr-defined]
             found[statement.target.id] = " ".join(text.partition("\n\n")[0].split())
+
     return found

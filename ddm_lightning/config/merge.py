@@ -31,10 +31,12 @@ def _forget_params(merged: DictConfig, change: DictConfig) -> None:
         # References cannot be followed before everything is merged.
         if OmegaConf.is_interpolation(change, key) or OmegaConf.is_interpolation(merged, key):
             continue
+
         node = merged.get(key)
         given = change.get(key)
         if not (isinstance(node, DictConfig) and isinstance(given, DictConfig)):
             continue
+
         if not issubclass(OmegaConf.get_type(node) or dict, PluginConfig):
             _forget_params(node, given)
         elif "name" in given and not OmegaConf.is_missing(node, "name") and given["name"] != node["name"]:
@@ -67,6 +69,7 @@ def expert_clusters(experiment: Experiment) -> list[int]:
     given = []
     for number in range(experiment.num_experts):
         given.append(expert_section(f"expert-{number}", experiment).cluster)
+
     num_clusters = experiment.prepare.partition.num_clusters
     return [number % num_clusters if own is None else own for number, own in enumerate(given)]
 
@@ -85,6 +88,7 @@ def changed(section: _Section, change: Mapping[str, Any] | None) -> _Section:
     """A section with some keys changed."""
     if change is None:
         return section
+
     return OmegaConf.to_object(  # type: ignore[return-value]  # may be of any dataclass
         merge(OmegaConf.structured(section), OmegaConf.create(dict(change)))
     )

@@ -31,11 +31,13 @@ def blamed(source: str | Path, overrides: Sequence[str], key: str, problem: str 
     for text, at in typed.items():
         if f"{key}.".startswith(f"{at}.") or at.startswith(f"{key}."):
             own.append(text)
+
     # If two keys contradict each other, ``key`` may be in the file, and ``problem`` names the overridden one.
     other = []
     for text, at in typed.items():
         if "." in at and at in problem:
             other.append(text)
+
     if own or other:
         return f"{source} with {(own or other)[-1]!r}"
 
@@ -71,13 +73,16 @@ def check_experiment(
                     f"{where}: key {key!r}: there is no such {word}; experts are {experts[0]} to {experts[-1]}; "
                     "rename or remove it"
                 )
+
             checks.check(change, schema, key, where, references=False)
+
     overrides_of = {f"expert.overrides.{name}": change for name, change in experiment.expert.overrides.items()}
     sections = {"expert": vars(experiment.expert), "router": vars(experiment.router), **overrides_of}
     for section, keys in sections.items():
         if (given := keys.get("init_from")) is not None:
             key = f"{section}.init_from"
             checks.check(init_keys(given), InitConfig, key, blamed(source, overrides, key), references=False)
+
     for is_wrong, key, problem in (_rules_of_sampling if sampling_only else _rules)(experiment):
         if is_wrong:
             value = OmegaConf.select(OmegaConf.create(asdict(experiment)), key)
@@ -104,15 +109,19 @@ def _rules(experiment: Experiment) -> Iterator[Rule]:
     ]
     if experiment.launch and (unknown := {*experiment.launch} - {*LAUNCHERS.names()}):
         yield True, "launch", f"there is no launcher {min(unknown)!r}; {LAUNCHERS.known()}"
+
     for name in ("expert", *experiment.expert.overrides):
         yield from _rules_of_expert(name, expert_section(name, experiment), experiment)
+
     held: dict[int, list[list[float]]] = {cluster: [] for cluster in range(partition.num_clusters)}
     for number, cluster in enumerate(expert_clusters(experiment)):
         held[cluster].append(expert_section(f"expert-{number}", experiment).interval)
+
     for cluster, intervals in held.items():
         problem = checks.uncovered(intervals)
         remedy = "change an expert's interval or cluster, or expert.num_experts"
         yield problem is not None, "expert.overrides", f"cluster {cluster} has {problem}; {remedy}"
+
     all_samples = experiment.expert.train.global_batch_size
     batch_sizes = {
         **{
@@ -125,6 +134,7 @@ def _rules(experiment: Experiment) -> Iterator[Rule]:
     }
     for name, batch_size in batch_sizes.items():
         yield from _rules_of_island(name, batch_size, experiment)
+
     yield from _rules_of_sampling(experiment)
 
 
@@ -134,6 +144,7 @@ def _rules_of_columns(experiment: Experiment) -> Iterator[Rule]:
         is_least = name == "min_side" and checks.is_number(condition)
         is_right = condition is None or is_least or checks.COMPARISON[0](condition)
         yield not is_right, "prepare.filters", f"{name!r} must be {checks.COMPARISON[1]}"
+
     columns = [caption.column for caption in prepare.captions]
     yield len({*columns}) < len(columns), "prepare.captions", "names a column twice; remove one of them"
     is_weighted = not columns or any(caption.weight > 0 for caption in prepare.captions)
@@ -153,6 +164,7 @@ def _rules_of_expert(name: str, expert: ExpertConfig, experiment: Experiment) ->
         number = "expert.num_experts"
     else:
         number = "prepare.partition.num_clusters"
+
     for is_wrong, key, problem in (
         *(
             (expert is not base and key in base.overrides.get(name, {}), key, "cannot be overridden; remove it")
@@ -195,6 +207,7 @@ def _rules_of_expert(name: str, expert: ExpertConfig, experiment: Experiment) ->
             own = (f"expert.{key}", problem)
         else:
             own = (f"expert.overrides.{name}", f"{key} {problem}")
+
         yield is_wrong, *own
 
 
@@ -207,6 +220,7 @@ def _rules_of_island(name: str, batch_size: int, experiment: Experiment) -> Iter
         times = f"times nodes = {island.nodes} "
     else:
         times = ""
+
     for is_wrong, key, problem in (
         (
             batch_size % island.num_ranks > 0,

@@ -75,6 +75,7 @@ def shape(length: int) -> Check:
 def _is_normalisation(value: Any) -> bool:
     if set(value) != {"scale", "shift"}:
         return False
+
     scale, shift = (entry if isinstance(entry, list) else [entry] for entry in (value["scale"], value["shift"]))
     return bool(scale and shift) and all(map(is_number, [*scale, *shift])) and 0 not in scale
 
@@ -87,7 +88,9 @@ def uncovered(intervals: Iterable[list[float] | tuple[float, float]]) -> str | N
             return f"no expert for t from {reached:g} to {low:g}"
         if low < reached:
             return f"two experts for t from {low:g} to {min(reached, high):g}"
+
         reached = high
+
     return None
 
 
@@ -140,6 +143,7 @@ def option(
     }
     if isinstance(default, list):
         return field(default_factory=default.copy, metadata=metadata)
+
     return field(default=default, metadata=metadata)
 
 
@@ -207,6 +211,7 @@ def kept(record: Any, kind: Any) -> Any:
         known = hints(kind)
     else:
         known = {}
+
     if is_section:
         return {name: kept(record[name], known[name]) for name in record if name in known}
 
@@ -220,6 +225,7 @@ def without_none(kind: Any) -> tuple[Any, bool]:
     for inner in typing.get_args(kind):
         if inner is not type(None):
             options.append(inner)
+
     is_union = isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union
     if is_union and len(options) == 1:
         return (options[0], True)
@@ -268,10 +274,12 @@ class _Checker:
         kind, is_optional = without_none(kind)
         if self._is_open(value) or (is_optional and value is None):
             return value
+
         if hasattr(kind, "__metadata__"):
             found = self.checked(value, kind.__origin__, key)
             self._check_limit(value, kind.__metadata__[0], key)
             return found
+
         if is_dataclass(kind):
             return self._section(value, kind, key)
 
@@ -279,20 +287,25 @@ class _Checker:
         is_right, wanted, remedy = _KINDS.get(_CONTAINERS.get(origin, origin), _KINDS[Any])
         if not is_right(value) or (value == MISSING_MARK and self.remedy):
             self._refuse_value(key, wanted, value, remedy)
+
         inner = (typing.get_args(kind) if origin in _CONTAINERS else ()) or (Any,)
         if isinstance(value, (list, tuple)):
             entries = []
             for index, entry in enumerate(value):
                 entries.append(self.checked(entry, inner[0], f"{key}[{index}]"))
+
             if origin is tuple:
                 return tuple(entries)
 
             return entries
+
         if isinstance(value, dict):
             for name in value:
                 if not isinstance(name, str):
                     self._refuse_value(f"{key}.{name}", "a string as a key", name, "put the key into quotes")
+
             return {name: self.checked(entry, inner[-1], f"{key}.{name}") for name, entry in value.items()}
+
         if kind is float:
             return float(value)
 
@@ -311,13 +324,16 @@ class _Checker:
                 remedy = f"write it as {{name: {value}}}"
             else:
                 remedy = known
+
             self._refuse_value(key, "a section of keys", value, remedy)
+
         found = {}
         for own in fields(kind):
             if key:
                 below = f"{key}.{own.name}"
             else:
                 below = own.name
+
             if own.name in value:
                 inner = value[own.name]
                 found[own.name] = self.checked(inner, kinds[own.name], below)
@@ -325,6 +341,7 @@ class _Checker:
                     self._check_limit(inner, own.metadata["check"], below)
             elif self.remedy and own.default in (MISSING, MISSING_MARK) and own.default_factory is MISSING:
                 self._refuse(f"key {below!r} is missing")
+
         for name in value:
             if name not in kinds:
                 near = difflib.get_close_matches(str(name), list(kinds), n=1)
@@ -332,13 +349,17 @@ class _Checker:
                     guess = f"did you mean {near[0]!r}? "
                 else:
                     guess = ""
+
                 if key:
                     below = f"{key}.{name}"
                 else:
                     below = str(name)
+
                 self._refuse(f"unknown key {below!r}; {guess}{known}")
+
         if not self.remedy:
             return found
+
         try:
             return kind(**found)
         except ValueError as error:
@@ -354,10 +375,12 @@ class _Checker:
             where = f"key {key!r}: "
         else:
             where = ""
+
         if value is None:
             shown = "null"
         else:
             shown = _short(value)
+
         self._refuse(f"{where}must be {wanted}, is {shown}", remedy)
 
     def _refuse(self, problem: str, remedy: str = "") -> NoReturn:

@@ -72,6 +72,7 @@ class _DeferredPackage(ModuleType):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")  # asked of every module
         if importlib.util.find_spec(f"{self.__name__}.{name}") is not None:
             return importlib.import_module(f"{self.__name__}.{name}")
+
         self.__class__ = ModuleType  # type: ignore[assignment]
         assert self.__spec__ is not None and self.__spec__.loader is not None
         self.__spec__.loader.exec_module(self)
@@ -102,6 +103,7 @@ def import_light(*packages: str, first: str, names: Mapping[str, str] | None = N
     package = packages[0]
     if package in sys.modules:
         return
+
     try:
         for name in packages:
             spec = importlib.util.find_spec(name)
@@ -110,6 +112,7 @@ def import_light(*packages: str, first: str, names: Mapping[str, str] | None = N
             deferred.__class__ = _DeferredPackage
             deferred.__dict__["_logger"] = logging.getLogger(name)  # the modules of torchmetrics take it from there
             sys.modules[name] = deferred
+
         importlib.import_module(first)
         for name, module in (names or {}).items():
             setattr(sys.modules[package], name, getattr(importlib.import_module(f"{package}.{module}"), name))
@@ -130,7 +133,9 @@ def _extension_loads(folder: Path) -> bool:
             torch.ops.load_library(str(candidate))
         except OSError:
             continue
+
         return True
+
     return False
 
 
@@ -143,4 +148,5 @@ def _declare_operators(registrations: Path) -> None:
     for name in sorted({*re.findall(r"""register_fake\(\s*["']torchvision::(\w+)["']""", code)}):
         if not hasattr(torch.ops.torchvision, name):
             library.define(name + _SCHEMA)
+
     _declared.append(library)

@@ -46,6 +46,7 @@ def device_of(accelerator: str) -> torch.device:
     """Device for work that needs only one: a rank's own, or the current one where no launcher numbers ranks."""
     if resolve_accelerator(accelerator) != "gpu":
         return torch.device("cpu")
+
     mine = Ranks.read()
     count = torch.cuda.device_count()
     if mine.launched and count:
@@ -77,6 +78,7 @@ def resolve_precision(precision: str, device: torch.device) -> str:
     """Resolve ``auto`` to ``bf16-mixed`` on a GPU with bfloat16 units, else to ``32-true``; return others unchanged."""
     if precision != "auto":
         return precision
+
     has_units = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     if has_units:
         return "bf16-mixed"
@@ -90,6 +92,7 @@ def tf32() -> Iterator[None]:
     before = torch.get_float32_matmul_precision()
     if torch.cuda.is_available():
         torch.set_float32_matmul_precision("high")
+
     try:
         yield
     finally:
@@ -126,6 +129,7 @@ def check_devices(accelerator: str, devices: int) -> None:
         count = torch.cuda.device_count()
     else:
         count = 0
+
     if resolve_accelerator(accelerator) == "gpu" and count < devices:
         raise UserError(
             f"key 'island.devices' = {devices} with 'island.accelerator' = {accelerator!r}, "
@@ -137,6 +141,7 @@ def device_bytes(accelerator: str) -> int:
     """Memory of one device in bytes."""
     if resolve_accelerator(accelerator) == "gpu":
         return int(torch.cuda.get_device_properties(0).total_memory)
+
     return 16 * 1024**3  # a CPU is for tests; its memory is shared by the ranks
 
 
@@ -152,6 +157,7 @@ def peak_tflops(name: str, precision: str, *, tf32: bool = False) -> float | Non
     found = next((peaks for _, pattern, _, peaks in _DEVICES if re.search(pattern, name)), None)
     if found is None or precision not in kinds or "MIG" in name:  # a slice of the device
         return None
+
     return found[kinds[precision]]
 
 
@@ -161,6 +167,7 @@ def devices_named(accelerator: str, devices: int) -> str:
         name = torch.cuda.get_device_name()
     else:
         name = "CPU"
+
     if devices > 1:
         return f"{devices} x {name}"
 
@@ -178,7 +185,9 @@ def known_device(name: str) -> tuple[str, int]:
             size = re.search(r"(\d+) ?GB", name) if known != "GH200" else None  # whose name has the host's memory
             if size:
                 gigabytes = int(size[1])
+
             return f"{known} {gigabytes}GB", gigabytes * 10**9
+
     raise UserError(f"unknown device {name!r}; known: {', '.join(known for known, *_ in _DEVICES)}")
 
 
@@ -186,6 +195,7 @@ def peak_of_this_device(accelerator: str, precision: str) -> tuple[str, float | 
     """Name and ``peak_tflops`` of this process's device; None for a CPU."""
     if resolve_accelerator(accelerator) != "gpu":
         return "this CPU", None
+
     name = torch.cuda.get_device_name()
     return name, peak_tflops(name, precision, tf32=torch.get_float32_matmul_precision() != "highest")
 

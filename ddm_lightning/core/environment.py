@@ -44,6 +44,7 @@ class Ranks:
         rank, local_rank, world_size = (_number(name) for name in _NUMBERS)
         if rank is None or local_rank is None or world_size is None or not local_rank <= rank < world_size:
             return cls()
+
         return cls(
             rank,
             local_rank,
@@ -73,12 +74,15 @@ def enter() -> None:
         Path.cwd()
     except FileNotFoundError:
         raise UserError("the current folder has been removed; change to another") from None
+
     os.environ["MPLBACKEND"] = "agg"  # a notebook's may not be installed here; nothing is drawn on a screen
     if not _number("COLUMNS"):
         os.environ.pop("COLUMNS", None)  # rich would print tables of no width
+
     if not Ranks.read().launched:
         if (pod := _number("RANK")) is not None:
             os.environ.setdefault("NODE_RANK", str(pod))  # for island.nodes
+
         leave_ranks()
 
 
@@ -120,9 +124,11 @@ def place_of(nodes: int) -> Place:
     """
     if nodes == 1:
         return Place(0, "")
+
     node = _number("NODE_RANK")
     if node is None:
         node = _number("GROUP_RANK")  # of a user's torchrun
+
     address, port = (os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT"))
     tasks = _number("SLURM_STEP_NUM_TASKS")
     if tasks is not None and (node is None or not address):
@@ -130,16 +136,20 @@ def place_of(nodes: int) -> Place:
             raise UserError(
                 f"key 'island.nodes' = {nodes}: srun started {tasks} tasks; start one per node: --ntasks-per-node=1"
             )
+
         if node is None:
             node = _number("SLURM_PROCID")
+
         first = re.sub(r"\[(\w+)[^]]*\]", r"\1", os.environ["SLURM_STEP_NODELIST"]).partition(",")[0]
         address = address or first
         port = port or f"{15000 + int(os.environ['SLURM_JOB_ID'][-4:])}"
+
     if node is None or node >= nodes or not address:
         raise UserError(
             f"key 'island.nodes' = {nodes}: which node is this? Start fit on each with srun --ntasks-per-node=1, or "
             f"with the variables MASTER_ADDR, the name of the first node, and NODE_RANK, from 0 to {nodes - 1}"
         )
+
     return Place(node, f"{address}:{port or 29500}")
 
 
@@ -147,6 +157,7 @@ def import_matplotlib() -> None:
     """Import matplotlib whatever ``MPLBACKEND`` names; a backend that is installed here stays the caller's."""
     if "matplotlib" in sys.modules:
         return
+
     backend = os.environ.pop("MPLBACKEND", "")
     import matplotlib
 

@@ -35,14 +35,17 @@ def line_of(error: BaseException) -> str | None:
         return str(error)
     if isinstance(error, OSError):
         return _line_of_file(error)
+
     if isinstance(error, MemoryError) or "to allocate" in str(error):  # torch: "tried to allocate 2.00 GiB"
         return (
             f"out of memory ({str(error).partition(chr(10))[0]}); "
             "set island.micro_batch_size to train with less, sample.resident_experts to sample, or lower "
             "prepare.num_processes or prepare.partition.fit_fraction to prepare"
         )
+
     if isinstance(error, RuntimeError) and str(error).startswith(_OF_PATHLIB):
         return f"{first_line(error)}; write the path in full"
+
     return None
 
 
@@ -52,6 +55,7 @@ def _line_of_file(error: OSError) -> str | None:
         place = error.filename.decode(errors="replace")
     else:
         place = error.filename
+
     names_path = isinstance(error, (PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError))
     if names_path or error.errno in (errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP):
         return f"{place}: {error.strerror}; check its permissions, or give another folder (run_dir, --out)"
@@ -61,6 +65,7 @@ def _line_of_file(error: OSError) -> str | None:
         return f"{place or 'the disk of the run folder'}: is full; free some space, then run the same command again"
     if error.errno == errno.EFBIG:
         return f"{place or 'a file'}: exceeds the size that files may have here (ulimit -f); raise it"
+
     return None
 
 
@@ -86,6 +91,7 @@ def hide_passwords(text: str) -> str:
     """
     for user, password, host in re.findall(_LOGIN, text):
         os.environ[_password_variable(user, host)] = unquote(password)
+
     return re.sub(_LOGIN, r"://\1@\3", text)
 
 
@@ -106,4 +112,5 @@ def _password_variable(user: str, host: str) -> str:
 def _with_urls(line: str) -> str:
     for folder, url in DOWNLOADS.items():
         line = line.replace(folder, url)
+
     return shown(line)

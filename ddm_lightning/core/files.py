@@ -45,6 +45,7 @@ def _naming(path: Path, temporary: Path) -> Iterator[None]:
         if error.errno and (place is None or str(place) == str(path) or Path(place).is_relative_to(temporary)):
             error.filename = str(path)
             error.filename2 = None
+
         raise
 
 
@@ -104,8 +105,10 @@ def locked(path: Path, seconds: float = 0.0) -> AbstractContextManager[Any]:
     except OSError as error:
         if error.errno not in _UNSUPPORTED:
             raise
+
     if path.exists() and not path.stat().st_size:
         path.unlink()  # left by the attempt
+
     return SoftFileLock(path).acquire(timeout=seconds)
 
 
@@ -128,6 +131,7 @@ def atomic_folder(path: Path, *, is_new: bool = False) -> Iterator[Path]:
     """
     if is_new and path.exists():
         raise UserError(f"{path}: exists already; give a new folder")
+
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".tmp-{path.name}-", dir=path.parent))
     try:
@@ -135,6 +139,7 @@ def atomic_folder(path: Path, *, is_new: bool = False) -> Iterator[Path]:
             yield temporary
             for written in (temporary, *temporary.rglob("*")):  # safetensors lets nobody else read its files
                 written.chmod(written.stat().st_mode | (0o755 if written.is_dir() else 0o644))
+
             move_folder(temporary, path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -154,6 +159,7 @@ def atomic_files(folder: Path) -> Iterator[Path]:
                 target.parent.mkdir(exist_ok=True)
                 _flush(written)
                 os.replace(written, target)
+
             _flush(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -167,8 +173,10 @@ def move_folder(temporary: Path, path: Path) -> None:
     try:
         for written in (*temporary.rglob("*"), temporary):
             _flush(written)
+
         if path.exists():
             os.replace(path, replaced)  # rename, because removing a large folder is slow
+
         os.replace(temporary, path)
         _flush(path.parent)
     finally:
@@ -191,6 +199,7 @@ def check_file(path: Path, *, link: bool = False) -> int:
         raise ValueError("not a regular file")
     if not link and not path.resolve().is_relative_to(path.parent.resolve()):
         raise ValueError("a link that leads out of its folder")
+
     return found.st_size
 
 
@@ -221,6 +230,7 @@ def read_json(path: Path, what: str, remedy: str, *, link: bool = False) -> Any:
     try:
         if check_file(path, link=link) > 64 << 20:
             raise ValueError("larger than 64 MiB")
+
         return parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path}: {what} is missing; {remedy}") from None
@@ -239,6 +249,7 @@ def hash_file(path: Path, algorithm: str) -> str:
     with path.open("rb") as stream:
         while block := stream.read(1 << 20):
             digest.update(block)
+
     return digest.hexdigest()
 
 
@@ -259,6 +270,8 @@ def inside(folder: Path, relative: str, named_by: Path) -> Path:
         target.is_file()
     except (ValueError, OSError, RuntimeError):  # null byte, too long a name, circular links
         raise UserError(f"{named_by}: path {relative!r} names no file; refuse this file or fix the path") from None
+
     if Path(relative).is_absolute() or not target.is_relative_to(folder.resolve()):
         raise UserError(f"{named_by}: path {relative!r} leaves its folder; refuse this file or fix the path")
+
     return target

@@ -39,6 +39,7 @@ class S3FileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no a
             signature = {}
         else:
             signature = {"signature_version": UNSIGNED}
+
         config = Config(connect_timeout=timeout, read_timeout=timeout, retries={"mode": "adaptive"}, **signature)
         self._client = session.client("s3", config=config, endpoint_url=os.environ.get("S3_ENDPOINT_URL"))
 
@@ -48,6 +49,7 @@ class S3FileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no a
             with suppress(FileNotFoundError), _missing(path):
                 found = self._client.head_object(Bucket=bucket, Key=key)
                 return _file(path, found["ContentLength"], found)
+
         self.ls(path)
         return {"name": path, "size": 0, "type": "directory"}
 
@@ -60,6 +62,7 @@ class S3FileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no a
                 folders = [folder["Prefix"][:-1] for folder in page.get("CommonPrefixes", ())]
                 found += [{"name": f"{bucket}/{folder}", "size": 0, "type": "directory"} for folder in folders]
                 found += [_file(f"{bucket}/{entry['Key']}", entry["Size"], entry) for entry in page.get("Contents", ())]
+
         if not found:
             raise FileNotFoundError(path)
         if detail:
@@ -73,6 +76,7 @@ class S3FileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no a
             part = {}
         else:
             part = {"Range": f"bytes={start}-{'' if end is None else end - 1}"}
+
         with _missing(path):
             return self._client.get_object(Bucket=bucket, Key=key, **part)["Body"].read()
 
@@ -91,11 +95,13 @@ class S3FileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no a
             condition = {"IfNoneMatch": "*"}
         else:
             condition = {}
+
         try:
             self._client.put_object(Bucket=bucket, Key=key, Body=value, **condition)
         except ClientError as error:
             if error.response["Error"]["Code"] in ("PreconditionFailed", "ConditionalRequestConflict"):
                 raise FileExistsError(path) from error
+
             raise
 
     def rm_file(self, path: str) -> None:
@@ -120,6 +126,7 @@ def _missing(path: str) -> Iterator[None]:
     except ClientError as error:
         if error.response["Error"]["Code"] in ("404", "NoSuchKey", "NoSuchBucket"):
             raise FileNotFoundError(path) from error
+
         raise
 
 
@@ -143,6 +150,7 @@ class SFTPFileSystem(sftp.SFTPFileSystem):  # type: ignore[misc]
         known: Mapping[str, Any] = {}
         with suppress(OSError, ImportError, paramiko.SSHException):  # no file, or more than paramiko reads
             known = paramiko.SSHConfig.from_path(Path("~/.ssh/config").expanduser()).lookup(host)
+
         key = os.environ.get("COMPOSER_SFTP_KEY_FILE") or [*filter(os.path.exists, known.get("identityfile", ()))]
         self.client = paramiko.SSHClient()
         try:
@@ -157,12 +165,14 @@ class SFTPFileSystem(sftp.SFTPFileSystem):  # type: ignore[misc]
             )
         except FileNotFoundError as error:  # not of the file that is wanted
             raise ValueError(f"cannot log in: {error}") from error
+
         watch = threading.Timer(timeout, self.client.close)  # paramiko waits for ever for an answer to this request
         watch.start()
         try:
             self.ftp = self.client.open_sftp()
         finally:
             watch.cancel()
+
         self.ftp.get_channel().settimeout(timeout)
 
     def pipe_file(self, path: str, value: bytes, mode: str = "create", **_: Any) -> None:
@@ -171,10 +181,12 @@ class SFTPFileSystem(sftp.SFTPFileSystem):  # type: ignore[misc]
         temporary = f"{path}.{uuid.uuid4().hex}.partial"
         with self.ftp.open(temporary, "wb") as file:
             file.write(value)
+
         try:
             self.ftp.rename(temporary, path)  # fails if the path exists
         except OSError as error:
             self.ftp.remove(temporary)
             if self.exists(path):
                 raise FileExistsError(path) from error
+
             raise

@@ -52,8 +52,10 @@ def table(
     for heading in headings:
         is_text = heading in texts
         found.add_column(heading, justify="left" if is_text else "right", no_wrap=not is_text)
+
     for row in rows:
         found.add_row(*map(Text, row))
+
     return found
 
 
@@ -108,11 +110,13 @@ class Bars(Progress):
             over = self._over.wait(LINE_SECONDS)
             if over and not last:
                 return  # too quick for lines
+
             started = [task for task in self.tasks if task.started]
             running = [task for task in started if not task.finished] or started[-1:]
             line = "; ".join(map(_line_of, running)) or "starting"
             if line != last:
                 self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
             last = line
 
 
@@ -121,8 +125,10 @@ def _line_of(task: Task) -> str:
         left = f", {format_duration(task.time_remaining)} left"
     else:
         left = ""
+
     if task.fields["note"]:
         note = f", {task.fields['note']}"
     else:
         note = ""
+
     return f"{task.description}: {task.completed:,.0f} of {task.total or 0:,.0f}{left}{note}"

@@ -69,6 +69,7 @@ def labelled_grid(
     for column, heading in enumerate(headings):
         place = (grid_left + column * (cell_width + _GAP) + cell_width // 2, grid_top - _GAP)
         draw.text(place, _wrap(heading, font, cell_width, 1)[0], _PALE_INK, font=font, anchor="ms")
+
     draw.text((_MARGIN, _MARGIN), title, _INK, font=title_font)
     for row, (label, (_, images)) in enumerate(zip(labels, rows, strict=True)):
         top = grid_top + row * (cell_height + _GAP)
@@ -79,8 +80,10 @@ def labelled_grid(
                 (cell_width, cell_height), Image.Resampling.LANCZOS
             )
             canvas.paste(enlarged, (grid_left + column * (cell_width + _GAP), top))
+
     for index, line in enumerate(footer_lines):
         draw.text((_MARGIN, footer_top + index * (_FOOTER_SIZE + _GAP)), line, _PALE_INK, font=footer_font)
+
     return canvas
 
 
@@ -107,6 +110,7 @@ def heat_map(axis: Axes, values: np.ndarray, numbers: np.ndarray, form: str, **o
             colour = "w"
         else:
             colour = "k"
+
         axis.text(column, row, f"{number:{form}}", ha="center", va="center", fontsize="x-small", color=colour)
 
 

@@ -42,9 +42,11 @@ def begin() -> None:
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that is not UTF-8 shows "?" for "–"
+
     if parent := os.environ.get(FITTED_BY):
         os.environ[FITTED_BY] = ""  # children of this process have another parent
         on_orphaned(int(parent), _stop_orphan)
+
     threading.excepthook = _report
     gc.set_threshold(*_WHILE_IMPORTING)
     atexit.register(gc.freeze)
@@ -70,6 +72,7 @@ def on_orphaned(parent: int, react: Callable[[], object] | None = None, over: th
         while os.getppid() == parent:
             if over.wait(PARENT_SECONDS):
                 return
+
         react() if react else os._exit(1)
 
     threading.Thread(target=watch, name="parent", daemon=True).start()
@@ -90,6 +93,7 @@ def start_time(pid: int) -> str:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
+
     fields = text.rpartition(")")[2].split()  # from field 3 of proc(5) on; the command's name may hold anything
     if fields[0] in "ZX":
         return ""
@@ -104,6 +108,7 @@ def handling(handler: Any) -> Iterator[None]:
     def heard(number: int, frame: Any) -> None:
         if number == signal.SIGHUP:
             _leave_closed_terminal()
+
         handler(number, frame)
 
     is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
@@ -136,6 +141,7 @@ def stop_as_by_ctrl_c() -> None:
     """Raise ``KeyboardInterrupt`` on stop signals until training installs its own handlers."""
     if threading.current_thread() is not threading.main_thread():
         return
+
     for number in STOP_SIGNALS:
         if signal.getsignal(number) == signal.SIG_DFL:
             signal.signal(number, signal.default_int_handler)

@@ -45,6 +45,7 @@ class Registry:
         package = self._package
         for module in pkgutil.iter_modules(importlib.import_module(package).__path__) if package else ():
             importlib.import_module(f"{package}.{module.name}")
+
         return self._registered
 
     def _file_names(self) -> Iterator[str]:
@@ -58,6 +59,7 @@ class Registry:
         def add(factory: Factory) -> Factory:
             if name in self._registered:
                 raise ValueError(f"two built-in {self.kind}s are called {name!r}")
+
             self._registered[name] = factory
             return factory
 
@@ -76,6 +78,7 @@ class Registry:
         """
         if name in self._built_in:
             return self._built_in[name]
+
         for entry in entry_points(group=self.group):
             if entry.name == name:
                 try:
@@ -85,10 +88,12 @@ class Registry:
                         package = entry.dist.name
                     else:
                         package = entry.value
+
                     raise UserError(
                         f"{self.kind} {name!r} of the package {package!r} cannot be imported: {error}; "
                         "fix or reinstall that package"
                     ) from error
+
         raise UserError(f"unknown {self.kind} {name!r}; {self.known()}")
 
     def known(self) -> str:
@@ -110,6 +115,7 @@ class Registry:
         except (TypeError, ValueError, RuntimeError, ArithmeticError) as error:  # also torch's, for a width of 0
             if line_of(error) is not None:  # out of memory
                 raise
+
             raise UserError(f"{self.kind} {name!r} refuses its params: {first_line(error)}; change them") from error
 
     def check(self, name: str, params: dict[str, Any], **context: Any) -> None:
@@ -128,17 +134,21 @@ class Registry:
         for key in params:
             if key in context or not (key in named or is_open):
                 raise UserError(f"{self.kind} {name!r} has no parameter {key!r}; it takes: {offered}")
+
         for key in context:
             if not (key in named or is_open):
                 raise UserError(f"{self.kind} {name!r} does not take {key!r}, as every {self.kind} must; add it")
+
         for key, parameter in named.items():
             if parameter.default is inspect.Parameter.empty and key not in params and key not in context:
                 raise UserError(f"{self.kind} {name!r} needs the parameter {key!r}; add it to its params")
             if key in params:
                 checks.check(params[key], parameter.annotation, f"params.{key}", f"{self.kind} {name!r}")
+
         limits: dict[str, checks.Check] = {}
         for options in (self.get(name), getattr(self.get(name), "params", None)):
             limits |= checks.limits(options) if isinstance(options, type) and is_dataclass(options) else {}
+
         for key, (is_right, wanted) in limits.items():
             if params.get(key) is not None and not is_right(params[key]):
                 raise UserError(f"{self.kind} {name!r}: key 'params.{key}' = {params[key]!r}: must be {wanted}")
@@ -153,10 +163,12 @@ def parameters_of(factory: Callable[..., Any]) -> dict[str, inspect.Parameter]:
         found = dict(inspect.signature(factory, eval_str=True).parameters)
     except NameError:  # an annotation imported for type checkers only; leave types unchecked
         found = dict(inspect.signature(factory).parameters)
+
     options = getattr(factory, "params", None)
     if isinstance(options, type) and is_dataclass(options):
         found = {name: one for name, one in found.items() if one.kind is not inspect.Parameter.VAR_KEYWORD}
         found |= parameters_of(options)
+
     return found
 
 

@@ -57,13 +57,16 @@ def filesystem(url: str) -> tuple[AbstractFileSystem, str]:
     scheme, _, rest = url.partition("://")
     if not is_url(url) or scheme == "file":  # fsspec would take "::" in a name for a chain of file systems
         return LocalFileSystem(), str(Path(rest or url).expanduser().absolute())
+
     url = with_password(url)
     if scheme in ("http", "https"):
         server = fsspec.filesystem(scheme)
         server.encode_url = _as_written
         return server, url
+
     if scheme not in ("s3", "sftp", "ssh"):
         return url_to_fs(url)
+
     from ddm_lightning.core.filesystems import S3FileSystem, SFTPFileSystem
 
     _used.update((S3FileSystem, SFTPFileSystem))
@@ -71,6 +74,7 @@ def filesystem(url: str) -> tuple[AbstractFileSystem, str]:
         return S3FileSystem(SILENT_SECONDS), rest.rstrip("/")
     if (parts := _SSH.fullmatch(url)) is None:
         raise ValueError("is not of the form sftp://user@host:port/path")
+
     name, password, path = (value and unquote(value) for value in parts.group("name", "password", "path"))
     login = {"port": parts["port"] and int(parts["port"]), "username": name, "password": password}
     return SFTPFileSystem(parts["host"].strip("[]"), SILENT_SECONDS, **login), path or ""
@@ -111,6 +115,7 @@ def get(url: str, path: Path) -> None:
             copy = shutil.copyfile
         else:
             copy = remote.get_file
+
         atomic_write(path, lambda temporary: copy(inner, str(temporary)))
 
     attempt(url, fetch)
@@ -139,12 +144,14 @@ def put(path: Path, url: str) -> None:
         if isinstance(remote, LocalFileSystem):
             atomic_write(Path(inner), lambda temporary: shutil.copyfile(path, temporary))
             return
+
         num_bytes = path.stat().st_size
         if remote.protocol == "sftp":
             remote.put_file(str(path), inner + _PARTIAL)
             remote.mv(inner + _PARTIAL, inner)
         else:  # an object store shows no object before it is complete
             remote.put_file(str(path), inner)
+
         # A proxy may answer every request with a page and 200. A log may grow meanwhile.
         if not num_bytes <= remote.info(inner)["size"] <= path.stat().st_size:
             raise ConnectionError("the store does not hold what was sent")
@@ -193,6 +200,7 @@ def create(url: str, content: bytes) -> bool:
                 create_file(Path(inner), content)
             else:
                 remote.pipe_file(inner, content, mode="create")
+
         return bool(remote.cat_file(inner) == content)  # an earlier attempt may have succeeded without an answer
 
     return attempt(url, claim)
@@ -208,6 +216,7 @@ def remove(url: str) -> None:
     def delete(remote: AbstractFileSystem, inner: str) -> None:
         for name in files(url):
             remote.rm_file(f"{inner}/{name}")
+
         with suppress(OSError):  # an object store has no folders
             remote.rmdir(inner)
 
@@ -231,11 +240,13 @@ def files(url: str, recursive: bool = True) -> dict[str, int]:
                 found[one["name"].removeprefix(folder)] = one["size"]
         except FileNotFoundError:
             return {}
+
         # An object store may hold what no folder can, such as "a//b" and "a/../b".
         names = []
         for name in found:
             if os.path.normpath(f"/x/{name}") == f"/x/{name}":
                 names.append(name)
+
         return {name: found[name] for name in names if not name.endswith(_PARTIAL)}
 
     return attempt(url, listed)
@@ -264,6 +275,7 @@ def in_threads(function: Callable[..., _Result], items: Iterable[Any]) -> list[_
         ):  # a signal as a thread starts hides it from Python's exit, which then hangs
             _threads.cache_clear()
             pool.shutdown(wait=False)
+
         raise
 
 
@@ -294,6 +306,7 @@ def attempt(url: str, action: Callable[[Any, str], _Result]) -> _Result:
             error = cause_of(raised)
             if isinstance(error, FileNotFoundError):
                 raise FileNotFoundError(f"{shown(url)}: does not exist") from raised
+
             is_full = isinstance(error, OSError) and error.errno == errno.ENOSPC
             is_final = isinstance(error, (ImportError, ValueError, PermissionError)) or is_full or not is_url(url)
             if is_final or number == _ATTEMPTS - 1:
@@ -301,9 +314,12 @@ def attempt(url: str, action: Callable[[Any, str], _Result]) -> _Result:
                     kind = OSError
                 else:
                     kind = ConnectionError
+
                 raise kind(shown(f"{url}: {_reason(error)}")) from raised
+
         disconnect()
         time.sleep(2**number + random.random() / 2)
+
     raise AssertionError("the last attempt returns or raises")
 
 
@@ -321,6 +337,7 @@ def _reason(error: BaseException) -> str:
         return f"silent for {SILENT_SECONDS:g} s"
     if isinstance(error, EOFError):  # of paramiko, without a message
         return "the connection was closed"
+
     last = getattr(error, "last_exception", None)  # of boto3, whose own message is the number of attempts
     if last is None:
         return first_line(error)

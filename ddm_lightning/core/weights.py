@@ -45,8 +45,10 @@ def save_weights(path: Path, state_dict: Mapping[str, Tensor], owner: str) -> st
     state = {}
     for key, value in state_dict.items():
         state[key] = value.detach().to("cpu", copy=True).contiguous()
+
     if (bad := _first_non_finite(state)) is not None:
         raise UserError(f"{owner}: weight {bad!r} is not finite: the training diverged; lower its learning rate")
+
     atomic_write(path, lambda temporary: _save(state, temporary))
     return sha256_file(path)
 
@@ -59,6 +61,7 @@ def _save(state: dict[str, Tensor], path: Path) -> None:
         number = re.search(r"os error (\d+)", str(error))
         if number is None:
             raise
+
         raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
 
 
@@ -77,6 +80,7 @@ def load_weights(path: Path, sha256: str, remedy: str) -> dict[str, Tensor]:
     state = load_file(path)
     if (bad := _first_non_finite(state)) is not None:
         raise UserError(f"{path}: weight {bad!r} is not finite in float32; {remedy}")
+
     return state
 
 
@@ -95,8 +99,10 @@ def read_header(path: Path, remedy: str, *, link: bool = False) -> dict[str, Ten
         check_file(path, link=link)
         with safe_open(path, "np") as stored:  # runs nothing; compares the header with the size of the file
             slices = {key: stored.get_slice(key) for key in stored.keys()}  # noqa: SIM118
+
         if len(slices) > 1 << 16:
             raise ValueError(f"too many weights: {len(slices)}")
+
         return {
             key: torch.empty(part.get_shape(), dtype=_DTYPES[part.get_dtype()], device="meta")
             for key, part in slices.items()
@@ -108,6 +114,7 @@ def read_header(path: Path, remedy: str, *, link: bool = False) -> dict[str, Ten
             problem = f"holds weights of type {error}"
         else:
             problem = first_line(error)
+
         raise UserError(f"{path}: not a whole safetensors file ({problem}); {remedy}") from None
 
 
@@ -142,6 +149,7 @@ def in_short(problems: Mapping[str, str]) -> str:
         more = f" and {len(problems) - 3} more"
     else:
         more = ""
+
     return ", ".join([*problems.values()][:3]) + more
 
 
@@ -150,6 +158,7 @@ def _described(weight: Tensor) -> str:
         kind = "floats"
     else:
         kind = str(weight.dtype).removeprefix("torch.")
+
     return f"{kind} {list(weight.shape)}"
 
 
@@ -179,10 +188,12 @@ def free_bytes() -> float:
     found = None
     if meminfo.exists():
         found = re.search(r"MemAvailable: *(\d+) kB", meminfo.read_text())
+
     if limit.exists():
         most = limit.read_text().strip()
     else:
         most = ""
+
     return min(int(found[1]) << 10 if found else math.inf, int(most) if most.isdigit() else math.inf)
 
 
@@ -207,6 +218,7 @@ def check_recorded(path: Path, sha256: str, remedy: str) -> dict[str, Tensor]:
             f"{path}: SHA-256 is {found[:12]}…, but {sha256[:12]}… was recorded: the file is damaged or replaced; "
             f"{remedy}"
         )
+
     return header
 
 

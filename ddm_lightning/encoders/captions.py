@@ -52,6 +52,7 @@ class HashedWords(Provenance, OneVector):
     def __init__(self, size: int = 64, max_tokens: int = 0) -> None:
         if size < 1 or max_tokens < 0:
             raise ValueError(f"size = {size}, max_tokens = {max_tokens}: give at least 1 and 0")
+
         self.size = size
         self.max_tokens = max_tokens
         self.columns = {"text": f"ndarray:float16:{size}"}
@@ -73,6 +74,7 @@ class HashedWords(Provenance, OneVector):
         for row, caption in enumerate(captions):
             for place, word in enumerate(_words(caption)[: self.max_tokens]):
                 found[row, place] = self._vector(word)
+
         return found
 
     def tokens_of_stored(self, stored: Mapping[str, Tensor]) -> Float[Tensor, "n m width"]:
@@ -138,6 +140,7 @@ class _TextModel(Pretrained):
     ) -> None:
         if store not in ("pooled", "tokens", "ids"):
             raise ValueError(f"store = {store!r} must be pooled, tokens or ids")
+
         self.store = store
         super().__init__(path, **params)
         names = sorted({name for files in self.tokenizer_files for name in files} | {"*token*.json"})
@@ -145,19 +148,23 @@ class _TextModel(Pretrained):
         self.tokenizer_folder = self._find(folder, names, self._check_tokenizer)
         if not any((self.tokenizer_folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
             require(f"{self.place}, whose tokenizer is a SentencePiece model,", "sentencepiece", extra=EXTRA)
+
         with loading(self.folder, self.place):
             config_class = getattr(import_module("transformers"), self.config_class)
             self.text_config = config_class.from_pretrained(self.folder, local_files_only=True)
+
         self.size, self.width, limit = self._sizes()
         if max_tokens is None:
             self.max_tokens = limit
         else:
             self.max_tokens = max_tokens
+
         if self.max_tokens < 2 or (self.has_positions and self.max_tokens > limit):
             if self.has_positions:
                 at_most = f" and at most {limit}, the model's number of positions"
             else:
                 at_most = ""
+
             raise ValueError(f"max_tokens = {max_tokens} must be at least 2{at_most}")
 
     @abstractmethod
@@ -200,6 +207,7 @@ class _TextModel(Pretrained):
         for files in self.tokenizer_files:
             for name in files:
                 names.add(name)
+
         return super()._config_files() + [
             path for path in sorted(self.tokenizer_folder.iterdir()) if path.name in names or path.match("*token*.json")
         ]
@@ -210,11 +218,13 @@ class _TextModel(Pretrained):
             tokenizer_class = getattr(import_module("transformers"), self.tokenizer_class)
             folder = self.tokenizer_folder
             tokenizer = tokenizer_class.from_pretrained(folder, local_files_only=True, padding_side="right")
+
         if (num_words := len(tokenizer)) > (known := self.text_config.vocab_size):
             raise UserError(
                 f"{folder}: its tokenizer has {num_words} words, but {self.folder} knows {known}; "
                 f"set the parameter 'tokenizer' of {self.place}"
             )
+
         return tokenizer
 
     def _load(self, **settings: Any) -> Any:
@@ -242,6 +252,7 @@ class _TextModel(Pretrained):
             states = network(input_ids=ids.long(), attention_mask=mask.long()).last_hidden_state
             states = states.masked_fill(~mask[:, :, None], 0)
             vectors = torch.nn.functional.normalize(self._pooled(network, states, mask).float(), dim=1)
+
         return states.float(), vectors * self.size**0.5
 
     @torch.inference_mode()
@@ -261,10 +272,12 @@ class _TextModel(Pretrained):
             if not out.keys() <= found.keys():
                 ids = ids[:, : int(lengths.max())]
                 found["text_tokens"], found["text"] = self._run(ids.to(device), lengths.to(device))
+
             for name, column in out.items():
                 region = (rows, *map(slice, found[name].shape[1:]))
                 with np.errstate(over="ignore"):  # prepare refuses infinite numbers
                     column[region] = found[name].cpu().numpy()
+
         return out
 
     def encode(self, captions: Sequence[str]) -> dict[str, np.ndarray]:
@@ -326,10 +339,12 @@ class CLIPText(_TextModel):
             config.projection_dim = projection[0]
         else:
             config.projection_dim = 0
+
         if projection:
             self.model_class = "CLIPTextModelWithProjection"
         else:
             self.model_class = "CLIPTextModel"
+
         return config.projection_dim or config.hidden_size, config.hidden_size, config.max_position_embeddings
 
     def _pooled(

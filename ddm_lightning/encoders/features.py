@@ -48,11 +48,13 @@ class _ImageModel(Pretrained):
         for name, shape in self.shapes.items():
             if name.endswith(self.first_size_of):
                 found.append(shape)
+
         if not found:
             raise UserError(
                 f"{self.folder}: has no {self.first_size_of!r}, needed by {self.place}; "
                 "give a whole model in its parameter 'path'"
             )
+
         self.weight_shape = found[0]
         self.size = found[0][0]
 
@@ -73,6 +75,7 @@ class _ImageModel(Pretrained):
             pixels = pixels / 255
             if pixels.shape[2:] != size:
                 pixels = functional.interpolate(pixels, size, mode="bicubic", antialias=True, align_corners=False)
+
             return network(pixel_values=((pixels.clamp(0, 1) - mean) / std).to(dtype))[self.output]
 
         return encode_in_batches(images, encode, (self.size,), device)
@@ -104,6 +107,7 @@ class DinoV2(_ImageModel):
         patch = self.weight_shape[-1]
         if resolution < patch or resolution % patch:
             raise ValueError(f"resolution = {resolution} must be a multiple of the model's patch size, {patch}")
+
         self.resolution = resolution
 
 
@@ -152,6 +156,7 @@ class Inception:
         self.path = Path(path).expanduser()
         if self.path.is_dir():
             self.path = self.path / INCEPTION_FILE
+
         if self.path.name != INCEPTION_FILE or not self.path.is_file():
             raise UserError(
                 f"{self.path}: the weights of 'inception' ({INCEPTION_FILE}) are missing; "
@@ -166,6 +171,7 @@ class Inception:
         # TorchScript is code: run only the published file.
         if sha256_file(self.path) != INCEPTION_SHA256:
             raise UserError(f"{self.path}: is not the published file; download it again from {INCEPTION_URL}")
+
         from cleanfid.inception_torchscript import InceptionV3W
 
         return InceptionV3W(str(self.path.parent), download=False).eval().to(self.device)
@@ -195,6 +201,7 @@ class PooledPixels(Provenance):
     def __init__(self, grid: int = 4) -> None:
         if grid < 1:
             raise ValueError(f"grid = {grid}: give at least 1")
+
         self.grid = grid
         self.size = 3 * grid * grid
 
@@ -246,4 +253,5 @@ class RandomConvolutions(Provenance):
             x = functional.relu(functional.conv2d(x, kernel, padding=1))
             found += [x.mean((2, 3)), x.std((2, 3))]
             x = functional.avg_pool2d(x, 2)
+
         return torch.cat(found, 1)

@@ -60,6 +60,7 @@ class Pixels(Provenance):
         """Scale images and move the channels first."""
         if self.image_size and images.shape[1:3] != (size := (self.image_size, self.image_size)):
             images = np.stack([np.asarray(Image.fromarray(i).resize(size, Image.Resampling.LANCZOS)) for i in images])
+
         return np.ascontiguousarray(images.transpose(0, 3, 1, 2))
 
     def decode(self, x_0: Float[Tensor, "n 3 h w"]) -> UInt8[np.ndarray, "n h w 3"]:
@@ -102,6 +103,7 @@ class DiffusersVAE(Pretrained):
     def __init__(self, path: str, stores: str = "posterior", dtype: str = "float16", **params: Any) -> None:
         if stores not in ("posterior", "x_0") or dtype not in ("float16", "float32"):
             raise ValueError(f"stores = {stores!r} must be posterior or x_0, and dtype = {dtype!r} float16 or float32")
+
         self.stores = stores
         self.dtype = dtype
         super().__init__(path, **params)
@@ -113,6 +115,7 @@ class DiffusersVAE(Pretrained):
         )
         if self.compute_dtype == torch.float16 and self.config.get("force_upcast"):
             raise ValueError("compute_dtype = 'float16' overflows: the model's config.json says force_upcast")
+
         self.num_channels = config.latent_channels
         self.factor = 2 ** (len(config.block_out_channels) - 1)
         scale = config.scaling_factor
@@ -134,6 +137,7 @@ class DiffusersVAE(Pretrained):
                 f"{self.place}: {image_size} pixels are not a multiple of {self.factor}; "
                 f"set prepare.images.size to {max(1, round(image_size / self.factor)) * self.factor}"
             )
+
         return (self.num_channels, image_size // self.factor, image_size // self.factor)
 
     def _load(self, **settings: Any) -> Any:
@@ -152,6 +156,7 @@ class DiffusersVAE(Pretrained):
             stacked = 2
         else:
             stacked = 1
+
         network = self._network(device)
         dtype = self.dtype_on(device)
 

@@ -76,6 +76,7 @@ class StoredForm:
         shift, scale = (_per_channel(values, stored.device, dtype) for values in (self._shift, self._scale))
         if self.stores == "posterior":
             stored = stored[:, : stored.shape[1] // 2]
+
         return (stored.to(dtype) - shift) * scale
 
     def std(
@@ -84,6 +85,7 @@ class StoredForm:
         """Return the standard deviation of ``x_0``; None if ``x_0`` itself is stored."""
         if self.stores != "posterior":
             return None
+
         return stored[:, stored.shape[1] // 2 :].to(dtype) * _per_channel(self._scale, stored.device, dtype).abs()
 
     def sample(self, stored: Shaped[Tensor, "b s h w"], generator: torch.Generator) -> Float[Tensor, "b c h w"]:
@@ -131,6 +133,7 @@ def draw_caption(
             if name.startswith("text") and (other := batch.get(numbered(name, number))) is not None:
                 is_chosen = (chosen == number).view(-1, *(1 for _ in other.shape[1:]))
                 drawn[name] = torch.where(is_chosen, other, drawn[name])
+
     return drawn
 
 
@@ -193,6 +196,7 @@ def parse_encoding(encoding: str) -> tuple[np.dtype, tuple[int, ...]]:
     found = _ENCODING.fullmatch(encoding)
     if found is None:
         raise ValueError(f"{encoding!r} has no fixed size, or does not hold numbers")
+
     array, shape, scalar = found.groups()
     return np.dtype(array or scalar), tuple(map(int, shape.split(","))) if shape else ()
 

@@ -35,6 +35,7 @@ class Pair:
         self.of_tokens = _built(tokens, "tokens")
         if self.of_tokens.token_shape is None:
             raise ValueError(f"tokens: {tokens['name']!r} makes no tokens; set its param 'store' or 'max_tokens'")
+
         self.size = self.of_vector.size
         self.token_shape = self.of_tokens.token_shape
         self.packages = tuple(dict.fromkeys((*self.of_vector.packages, *self.of_tokens.packages)))

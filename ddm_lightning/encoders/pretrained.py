@@ -89,6 +89,7 @@ class Pretrained:
         self.compute_dtype = None
         if given.compute_dtype is not None:
             self.compute_dtype = _DTYPES[given.compute_dtype]
+
         self.device = torch.device(given.device)
         require(self.place, *self.packages, extra=EXTRA)
         self._path = path
@@ -101,6 +102,7 @@ class Pretrained:
                 f"{self.folder / 'config.json'}: {self.kind_key} is {kind!r}, but {self.place} takes "
                 f"{' or '.join(self.kinds)}; set its parameters 'path' and 'subfolder'"
             )
+
         self.model_class = self.kinds[str(kind)]
         self._networks = dict[tuple[torch.device, torch.dtype], Any]()
 
@@ -114,6 +116,7 @@ class Pretrained:
             weights = next(iter(hashes.values()))
         else:
             weights = sha256_json(hashes)
+
         config = {path.name: sha256_file(path) for path in self._config_files()}
         # The hub's cache has one folder per commit.
         commit = re.search(r"/snapshots/([0-9a-f]{40})(?:/|$)", self.folder.as_posix())
@@ -138,18 +141,22 @@ class Pretrained:
         on_hub = not local.exists() and _HUB_NAME.fullmatch(self._path) is not None
         if not on_hub and not local.is_dir():
             raise UserError(f"{self._path}: is no folder, needed by {self.place}; set its parameter 'path'")
+
         for only_cached in (True, False) if on_hub else (False,):
             with suppress(UserError) if only_cached else nullcontext():
                 if on_hub:
                     root = self._snapshot(subfolder, names, only_cached)
                 else:
                     root = local
+
                 if subfolder:
                     folder = inside(root, subfolder, root)
                 else:
                     folder = root
+
                 check(folder)
                 return folder
+
         raise AssertionError("the last attempt returns or raises")
 
     def _snapshot(self, subfolder: str | None, names: Sequence[str], only_cached: bool) -> Path:
@@ -159,6 +166,7 @@ class Pretrained:
             prefix = f"{subfolder.strip('/')}/"
         else:
             prefix = ""
+
         name = self._path
         try:
             found = snapshot_download(
@@ -174,6 +182,7 @@ class Pretrained:
                 f"({first_line(error.__cause__ or error)}), needed by {self.place}; "
                 f"set its parameter 'path' to a folder, or download it with a network: hf download {name}"
             ) from None
+
         return Path(found)
 
     def _read(self, folder: Path) -> None:
@@ -197,6 +206,7 @@ class Pretrained:
             )
             if missing := info["missing_keys"]:  # libraries fill them with random numbers
                 raise ValueError(f"{len(missing)} weights are missing, among them {min(missing)}")
+
         return network.eval().requires_grad_(False)
 
     def _network(self, device: torch.device, dtype: torch.dtype | None = None) -> Any:
@@ -204,12 +214,14 @@ class Pretrained:
         place = (device, dtype or self.dtype_on(device))
         if place not in self._networks:
             self._networks[place] = on_device(self._load(dtype=place[1]), device)
+
         return self._networks[place]
 
     def dtype_on(self, device: torch.device) -> torch.dtype:
         """Return the given ``compute_dtype``; else bfloat16 where it is safe and the GPU has it, or float32."""
         if self.compute_dtype is not None:
             return self.compute_dtype
+
         is_fast = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)  # from Ampere on
         if is_fast and self.is_safe_in_bfloat16:
             return torch.bfloat16
@@ -239,12 +251,14 @@ def _weight_files(folder: Path, stem: str) -> list[Path]:
         paths = []
         for number in range(1, num_parts + 1):
             paths.append(folder / f"{stem}-{number:05}-of-{num_parts:05}.safetensors")
+
     for path in paths:
         if not path.is_file():
             raise UserError(
                 f"{path}: the weights are missing (pickled ones in *.bin are not loaded, because they can run code); "
                 f"{_REMEDY}, in a version with safetensors or by save_pretrained(safe_serialization=True)"
             )
+
     return paths
 
 
@@ -282,4 +296,5 @@ def encode_in_batches(
         pixels = torch.from_numpy(block).permute(0, 3, 1, 2).to(device).float()
         with np.errstate(over="ignore"):  # prepare refuses infinite numbers
             out[start : start + len(block)] = encode(pixels).float().cpu().numpy()
+
     return out

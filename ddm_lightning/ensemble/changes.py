@@ -32,8 +32,10 @@ def removed(ensemble: EnsembleManifest, name: str) -> EnsembleManifest:
         _require(ensemble, name)
         own = ensemble.places
         counts = {other: images for other, images in counts.items() if own[other] != own[name]}
+
     if not counts:
         raise UserError(f"{name}: is the only expert; an ensemble needs one")
+
     return _changed(ensemble, {key: path for key, path in ensemble.folders.items() if key in (*counts, ROUTER)}, counts)
 
 
@@ -55,10 +57,12 @@ def added(ensemble: EnsembleManifest, folder: Path, num_images: int, router: Pat
     meta = read_meta(folder)
     if present := [name for name in ensemble.experts if ensemble.metas.get(name) == meta]:
         raise UserError(f"{folder}: is already in the ensemble as {present[0]}; add another expert")
+
     name = meta.member
     num_clusters = max(meta.num_clusters for meta in ensemble.metas.values())
     if meta.partition_sha256 != ensemble.partition_sha256 or name in ensemble.folders:
         name = expert_name(max(num_clusters, *(expert_number(name) + 1 for name in ensemble.experts)))
+
     return _with_artifact(ensemble, name, folder, num_images, router)
 
 
@@ -84,6 +88,7 @@ def _with_artifact(
     meta = read_meta(folder)
     if meta.role != EXPERT:
         raise UserError(f"{folder / MEMBER_FILE}: is the {meta.role}; give the artifact of an expert")
+
     # Refuses weights that no sampling could load.
     load_network(folder, mapped=True, bases=Bases([folder, *ensemble.folders.values()]))
     own = ensemble.places
@@ -93,9 +98,11 @@ def _with_artifact(
     folders = {}
     for key in order:
         folders[key] = folder if key == name else ensemble.folders[key]
+
     router = router or ensemble.folders.get(ROUTER)
     if router is not None and knows(read_meta(router), name, meta):
         folders[ROUTER] = router
+
     return _changed(ensemble, folders, {key: counts[key] for key in order})
 
 
@@ -107,6 +114,7 @@ def _changed(ensemble: EnsembleManifest, folders: dict[str, Path], counts: dict[
     sample = about.sample
     if ROUTER not in folders and STRATEGIES.get(sample.strategy).needs_router:  # type: ignore[attr-defined]
         sample = replace(sample, strategy="bayes", strategy_params={}, solver="ancestral", solver_params={})
+
     clusters = [[*images].index(own.get(name, name)) for name in counts]
     priors = [n / total for n in images.values()]
     manifest = checked(Path(ENSEMBLE_FILE), folders, priors, list(counts), expert_clusters=clusters)

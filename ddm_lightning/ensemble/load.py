@@ -37,6 +37,7 @@ def load_ensemble(
     networks = []
     for name in names:
         networks.append(load_network(manifest.folders[name], mapped=takes_turns, bases=bases)[1])
+
     router: nn.Module | None = None
     of_router: dict[str, Any] = {}
     if ROUTER in manifest.folders:
@@ -46,6 +47,7 @@ def load_ensemble(
             "router_conditional": meta.condition.kind != "none",
             "temperatures": temperatures_of(meta),
         }
+
     return Ensemble(
         ResidentExperts(networks, torch.device(device), num_resident)
         if takes_turns

@@ -134,6 +134,7 @@ class EnsembleManifest:
         """Which of the router's logits stands for each cluster, [K]; empty for a single monolith or student."""
         if self.meta.role != EXPERT:
             return []
+
         return [logit_of(name, self.metas[name]) for name in self.one_per_cluster]
 
     @property
@@ -158,6 +159,7 @@ def single(folder: Path) -> EnsembleManifest:
         raise UserError(f"{folder / MEMBER_FILE}: is a router; give an expert or the monolith")
     if checks.uncovered([meta.interval]):
         raise UserError(f"{folder / MEMBER_FILE}: knows only t in {meta.interval}; sample from the whole ensemble")
+
     return EnsembleManifest((1.0,), meta.partition_sha256, {meta.member: folder}, {meta.member: meta})
 
 
@@ -206,6 +208,7 @@ def write_manifest(root: Path, manifest: EnsembleManifest) -> None:
         members.append(
             _Entry(name, folder.absolute().relative_to(root.absolute()).as_posix(), sha256_file(folder / MEMBER_FILE))
         )
+
     document = Document(
         num_clusters=len(manifest.priors),
         priors=manifest.priors,
@@ -245,6 +248,7 @@ def read_ensemble(path: Path, *, partial: bool = False) -> EnsembleManifest:
     order = None
     if document.changed:
         order = [name for name in folders if name != ROUTER]
+
     present = folders
     lost = set[str]()
     if partial:
@@ -252,19 +256,24 @@ def read_ensemble(path: Path, *, partial: bool = False) -> EnsembleManifest:
         for name, folder in folders.items():
             if (folder / MEMBER_FILE).exists():
                 present[name] = folder
+
         if order:
             all_names = {*folders}
         else:
             all_names = _of_partition(clusters)
+
         lost = all_names - {*present}
+
     manifest = checked(path, present, priors, order, lost, clusters)
     for entry in document.members:
         file = folders[entry.member] / MEMBER_FILE
         if entry.member in present and sha256_file(file) != entry.member_json_sha256:
             raise UserError(f"{file}: is not the {entry.member} that {path} lists; {REMEDY}")
+
     is_other = not document.changed and manifest.partition_sha256 != document.partition_sha256
     if is_other or len(priors) != document.num_clusters:
         raise UserError(f"{path}: key 'partition_sha256' or 'num_clusters' differs from its members'; {_REMEDY}")
+
     return replace(manifest, about=document.about)
 
 
@@ -274,6 +283,7 @@ def _artifact_folder(entry: _Entry, path: Path, *, is_run: bool) -> Path:
     if is_run and folder == path.parent / entry.path:
         inside(folder.parent, folder.name, path)
         return folder
+
     return inside(path.parent, entry.path, path)
 
 
@@ -310,12 +320,14 @@ def checked(
     ):
         listed = ", ".join(sorted({*folders, *lost}))
         raise UserError(f"{path}: {len(priors)} priors of {', '.join(experts)}, but lists {listed}; {_REMEDY}")
+
     of_expert = dict(zip(experts, clusters, strict=True))
     incomplete = {k for name, k in of_expert.items() if name not in folders}
     kept = {name: k for name, k in of_expert.items() if k not in incomplete}
     shares = {k: priors[k] for k in sorted({*kept.values()})}
     if not shares:
         raise UserError(f"{path}: every expert is missing; fetch their artifact folders")
+
     names = [*kept, *([ROUTER] if ROUTER in folders else [])]
     metas = {name: read_meta(folders[name]) for name in names}
     first = metas[names[0]]
@@ -327,6 +339,7 @@ def checked(
             is_own = knows(router, name, meta)
         if meta.role != role_of(name).name or not is_own:
             raise UserError(f"{file}: is not the {name} that {path} lists; {REMEDY}")
+
         shared = _SHARED_BY_ALL if name == ROUTER else (*_SHARED_BY_ALL, *_SHARED_BY_EXPERTS)
         for key in shared if changed else (*_SHARED_BY_PARTITION, *shared):
             if getattr(meta, key) != getattr(first, key):
@@ -334,6 +347,7 @@ def checked(
                     f"{file}: was trained on another {key} than {folders[names[0]] / MEMBER_FILE}; "
                     "take members of one run, or fit one of the two again"
                 )
+
     adapters = {name: meta.base_sha256 for name, meta in metas.items() if meta.base_sha256 is not None}
     for name, base in adapters.items():
         if base != next(iter(adapters.values())):
@@ -341,23 +355,29 @@ def checked(
                 f"{folders[name] / MEMBER_FILE}: is an adapter for another base than that of {next(iter(adapters))}; "
                 "take adapters of one base"
             )
+
     if not changed and first.num_clusters != len(priors):
         raise UserError(f"{path}: {len(priors)} priors, but the members know {first.num_clusters} clusters; {_REMEDY}")
+
     for k in shares:
         own = [name for name in kept if kept[name] == k]
         problem = checks.uncovered([metas[name].interval for name in own])
         if len({cluster_of(metas[name]) for name in own}) > 1:
             problem = "experts of several clusters"
+
         if problem:
             if changed:
                 remedy = "give an expert of their cluster for these noise levels"
             else:
                 remedy = _REMEDY
+
             raise UserError(f"{path}: {', '.join(own)}: {problem}; {remedy}")
+
     if lost:
         total = sum(shares.values())
     else:
         total = 1
+
     missing = [of_expert[name] for name in lost if name in of_expert]
     return EnsembleManifest(
         priors=tuple(share / total for share in shares.values()),
@@ -414,16 +434,19 @@ def assemble(run: Run, *, partial: bool = False) -> bool:
     folders = {name: run.folder.artifact(name) for name in run.names if not partial or run.is_finished(name)}
     for name, folder in folders.items():
         accept(name, folder, run)
+
     try:
         listed = read_ensemble(run.folder.ensemble, partial=partial).metas
     except UserError:  # none yet, or its artifacts have changed
         listed = {}
+
     for folder in folders.values():
         meta = read_meta(folder)
         if listed.get(meta.member) != meta:  # hash only new weights: they are gigabytes
             check_recorded(folder / WEIGHTS_FILE, meta.model_sha256, REMEDY)
         if meta.base_sha256 is not None:
             Bases([folder]).file(meta, str(folder / MEMBER_FILE))
+
     clusters = expert_clusters(run.experiment)
     all_folders = [*folders.values()]
     root = run.folder.root

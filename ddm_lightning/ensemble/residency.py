@@ -37,9 +37,11 @@ class ResidentExperts(Sequence[Any]):
         if device.type == "cuda" and sum(tensor.nbytes for tensor in tensors) < free_bytes() / 2:
             for tensor in tensors:
                 tensor.data = tensor.data.pin_memory()
+
         self._stream = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
+
         self._loader = ThreadPoolExecutor(1, "load-expert")
         # Least recently used first.
         self._resident: OrderedDict[int, Future[dict[str, Tensor]]] = OrderedDict()
@@ -57,6 +59,7 @@ class ResidentExperts(Sequence[Any]):
         weights = self._resident[k].result()
         if self._stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(self._stream)
+
         self._request(next((later for later in self.turns if later > k), self.turns[0]))
         return lambda *inputs: functional_call(self._hosts[k], weights, inputs)
 
@@ -68,7 +71,9 @@ class ResidentExperts(Sequence[Any]):
                 old = self._resident.popitem(last=False)[1].result()
             if self._stream is not None:
                 self._stream.wait_stream(torch.cuda.current_stream(self.device))
+
             self._resident[k] = self._loader.submit(self._load, self._hosts[k], old)
+
         self._resident.move_to_end(k)
 
     @torch.no_grad()
@@ -80,5 +85,7 @@ class ResidentExperts(Sequence[Any]):
                 place = old.pop(name, None)
                 if place is None or (place.shape, place.dtype) != (new.shape, new.dtype):
                     place = torch.empty_like(new, device=self.device)
+
                 weights[name] = place.copy_(new, non_blocking=True)
+
         return weights

@@ -63,6 +63,7 @@ class Trace:
         """Find the evaluation at each of ``times``; that at the last one is the finished ``x_0``."""
         if not self._evaluations:
             return
+
         t, weights, x_t, estimates = (torch.stack(parts) for parts in zip(*self._evaluations, strict=True))
         # Solvers also evaluate between steps, and some choose their own steps. Take the closest; of equals, the last.
         distances = (t.flip(0) - times[:-1, None, None].to(t)).abs()
@@ -75,6 +76,7 @@ class Trace:
         for row, key in enumerate(self._batch):
             if self._keys is None or key in self._keys:
                 self.weights[key] = weights[:, row]
+
         for column, row in enumerate(self._rows.tolist()):
             key = self._batch[row]
             last = x_0[row, None].float()
@@ -108,20 +110,24 @@ class Batch:
     def __post_init__(self) -> None:
         if self.condition is not None:
             self.condition = self.condition.to(self.ensemble.device)
+
         self._is_guided = self.condition is not None and self.settings.guidance_scale != 1
         if self._is_guided and self.settings.guidance == "mixture":
             self.num_branches = 2
         else:
             self.num_branches = 1
+
         """2 if the mixture is guided: rows with the condition, then as many without. Otherwise 1."""
         if self.trace is not None:
             self.trace.begin(self.keys, self.ensemble.device)
+
         self.x_1 = self._normal("x_1")
 
     def guidance_scale(self, t: Times) -> float | Times:
         """Scale of each row's guidance: 1 is none, as outside ``guidance_interval``."""
         if not self._is_guided:
             return 1.0
+
         low, high = self.settings.guidance_interval
         return torch.where((t >= low) & (t <= high), self.settings.guidance_scale, 1.0).to(t)
 
@@ -134,6 +140,7 @@ class Batch:
         drawn = []
         for own in self.keys:
             drawn.append(torch.rand((), generator=keyed_generator(self.seed, "expert", step, *own)))
+
         return torch.stack(drawn).to(self.ensemble.device, non_blocking=True)
 
     def branches(
@@ -142,6 +149,7 @@ class Batch:
         """``x_t``, ``t`` and conditions of all ``num_branches``."""
         if self.condition is None or self.num_branches == 1:
             return x_t, t, self.condition
+
         return both_branches(x_t, t, self.condition)
 
     def probabilities(self, x_t: Samples, t: Times) -> Float[Tensor, "r K"]:
@@ -162,6 +170,7 @@ class Batch:
         ones = time_rows(1.0, self.x_1)
         if use_router and self.ensemble.router is not None:
             return finite(self.probabilities(self.x_1, ones))
+
         x_1, _, condition = self.branches(self.x_1, ones)
         return self.ensemble.prior_weights(condition, len(x_1))
 
@@ -173,6 +182,7 @@ class Batch:
             own = [weights]
             if route is not None:
                 own = [route(part) for part in self.probabilities(x_t, t).split(len(x_t))]
+
             found = self.ensemble.velocity(
                 x_t,
                 t,
@@ -212,6 +222,7 @@ class Batch:
         self.on_evaluation(t)
         if self.condition is None or self.num_branches == 2 or not self._is_guided:
             return self.ensemble.expert_velocities(*self.branches(x_t, t), active)
+
         scale = self.guidance_scale(t)
         assert isinstance(scale, Tensor)
         active = torch.cat([active, active & (scale != 1)[:, None]])
@@ -224,6 +235,7 @@ class Batch:
         drawn = []
         for own in self.keys:
             drawn.append(torch.randn(self.x_shape, generator=keyed_generator(self.seed, *key, *own)))
+
         return torch.stack(drawn).to(self.ensemble.device, non_blocking=True)
 
 

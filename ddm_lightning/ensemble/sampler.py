@@ -67,9 +67,11 @@ def sample(
     strategy.check_solver(settings.solver)
     if keys is None:
         keys = [(i,) for i in range(num)]
+
     ensemble.precision = settings.precision
     if settings.compile:
         ensemble.compile()
+
     times = sampling_times(settings.num_steps, shift)
     batches: list[Tensor] = [torch.empty(0, *x_shape)]
     for first in range(0, num, batch_size):
@@ -95,14 +97,17 @@ def sample(
             x_0 = strategy.generate(batch, times, solver).cpu()
             if trace is not None:
                 trace.end(times, x_0)
+
             return x_0
 
         x_0 = generate(ensemble, list(indices))
         if not x_0.isfinite().all():  # on the CPU anyway, so that no step costs more
             x_0 = _without_failed(ensemble, generate, list(indices), x_0)
+
         batches.append(x_0)
         if progress is not None:
             progress(indices.stop)
+
     ensemble.work.images += num
     return torch.cat(batches)
 
@@ -139,6 +144,8 @@ def _without_failed(
                 raise UserError(f"{name}: returns NaN, and the strategy has no other expert; fit it again") from None
             if cluster not in ensemble.failed:
                 note(f"{name} returns NaN on {len(broken)} images; they are made without it, with renormalised weights")
+
             ensemble.failed.add(cluster)
             excluded.add(cluster)
+
     return x_0

@@ -98,6 +98,7 @@ class Ensemble:
         self.router = None
         if router is not None:
             self.router = router.eval()
+
         self.priors = torch.tensor(priors, dtype=torch.float64)
         self.router_conditional = router_conditional
         self.predictions = [str(expert.prediction) for expert in self.experts]
@@ -113,6 +114,7 @@ class Ensemble:
         if class_counts and all(class_counts):
             counts = torch.tensor(class_counts, dtype=torch.float64)
             self._class_shares = (counts / counts.sum(1, keepdim=True)).T.to(self.device)
+
         self.names = list(names) or [f"expert-{k}" for k in range(len(experts))]
         self.precision = "auto"
         """As ``sample.precision``: what the networks compute in; times, weights and velocities stay float32."""
@@ -142,6 +144,7 @@ class Ensemble:
         """Device of the experts; the CPU if they have no parameters."""
         if isinstance(self.experts, ResidentExperts):
             return self.experts.device
+
         first = next(self.experts[0].parameters(), None)
         if first is None:
             return torch.device("cpu")
@@ -159,12 +162,15 @@ class Ensemble:
         members = []
         for expert, rows in zip(self.experts, work.expert_rows, strict=True):
             members.append((expert, rows, condition))
+
         if self.router is not None:
             if self.router_conditional:
                 spec = condition
             else:
                 spec = ConditionSpec("none", 0)
+
             members.append((self.router, work.router_rows, spec))
+
         flops = sum(
             rows * flops_per_sample(network, x_shape, spec, backward=False) for network, rows, spec in members if rows
         )
@@ -178,17 +184,20 @@ class Ensemble:
         """
         if len(factors) != self.num_clusters or not all(0 <= factor < float("inf") for factor in factors):
             raise UserError(f"factors = {list(factors)}: give {self.num_clusters} numbers from 0 up, one per cluster")
+
         changed = copy(self)
         own = torch.tensor(factors, dtype=torch.float64)
         kept = self.priors * own
         if not kept.any():
             raise UserError("every expert is switched off; leave one on")
+
         changed.priors = kept / kept.sum()
         log_factors = own.log().to(self.device, torch.float32)
         if self._log_factors is None:
             changed._log_factors = log_factors
         else:
             changed._log_factors = self._log_factors + log_factors
+
         return changed
 
     def watched(self, excluded: Collection[int]) -> Ensemble:
@@ -208,10 +217,12 @@ class Ensemble:
         """
         if isinstance(self.experts, ResidentExperts):
             raise UserError("sample.compile = true: does not go with sample.resident_experts; remove one of them")
+
         if not self._is_compiled:
             check_compiler("sample.compile", self.device, backend)
             for network in (*self.experts, *(() if self.router is None else (self.router,))):
                 compile_blocks(network, backend, any_size=True)
+
         self._is_compiled = True
 
     @torch.no_grad()
@@ -235,6 +246,7 @@ class Ensemble:
             raise UserError("no router in this ensemble; train one (fit member=router) or set sample.strategy=bayes")
         if not self.router_conditional:
             condition = None
+
         self.work.router_rows += len(x_t)
         logits = _output(self.router, self.precision, x_t, t, condition)[:, self._logits]
         null, conditional = (temperature_at(t, one) if one else torch.ones_like(t) for one in self.temperatures)
@@ -242,6 +254,7 @@ class Ensemble:
             calibrated = null
         else:
             calibrated = torch.where(condition.keep, conditional, null)
+
         logits = logits / (temperature * calibrated[:, None])
         probabilities = (logits if self._log_factors is None else logits + self._log_factors).softmax(dim=1)
         if self._is_watched:
@@ -258,6 +271,7 @@ class Ensemble:
         priors = self.priors.to(self.device).expand(num, -1)
         if condition is None or self._class_shares is None:
             return priors
+
         weights = priors * self._class_shares[condition.values]
         known = condition.keep & weights.any(1)
         return torch.where(known[:, None], weights / weights.sum(1, keepdim=True), priors)
@@ -270,6 +284,7 @@ class Ensemble:
         velocities = x_t.new_zeros(len(x_t), self.num_clusters, *x_t.shape[1:])
         for k, rows, of_expert in self._of_active(x_t, t, condition, active):
             velocities[rows, k] = of_expert.to(velocities.dtype)
+
         return velocities
 
     @torch.no_grad()
@@ -306,10 +321,12 @@ class Ensemble:
             weights = route(self.probabilities(x_t, t, condition))
         if condition is None or (isinstance(guidance_scale, float) and guidance_scale == 1):
             return self._sum(x_t, t, condition, weights)
+
         if isinstance(guidance_scale, Tensor):
             scale = guidance_scale
         else:
             scale = torch.full_like(t, guidance_scale)
+
         null_weights = (weights if null_weights is None else null_weights) * (scale != 1)[:, None]
         both = torch.cat([weights, null_weights])
         conditional, unconditional = self._sum(*both_branches(x_t, t, condition), both).chunk(2)
@@ -320,6 +337,7 @@ class Ensemble:
         for k, rows, of_expert in self._of_active(x_t, t, condition, weights != 0):
             share = expand_time(weights[rows, k], of_expert)
             velocity.index_add_(0, rows, (share * of_expert).to(velocity.dtype))
+
         return velocity
 
     def _of_active(
@@ -331,12 +349,14 @@ class Ensemble:
             # Half-open, so that each t has one expert of a cluster; the last one has t = 1, too.
             places = zip(self.expert_clusters, self.intervals, strict=True)
             held = torch.stack([active[:, k] & (t >= low) & ((t < high) | (high == 1)) for k, (low, high) in places], 1)
+
         groups, num_rows = rows_by_expert(held)
         self.work.rows += num_rows
         self.work.active += sum(map(len, groups))
         used = [number for number, rows in enumerate(groups) if len(rows)]
         if isinstance(self.experts, ResidentExperts):
             self.experts.turns = used
+
         for number in used:
             rows = groups[number]
             self.work.expert_rows[number] += len(rows)
@@ -345,6 +365,7 @@ class Ensemble:
             velocity = velocity_of(network, x_t[rows], t[rows], own, self.predictions[number], self.paths[number])
             if self._is_watched and not velocity.isfinite().all():
                 raise NotFiniteError(self.expert_clusters[number], self.names[number])
+
             yield self.expert_clusters[number], rows, velocity
 
 
@@ -354,6 +375,7 @@ def _output(
     """Evaluate a network in ``precision``; its output is float32, or float64 if the network's is."""
     with autocast(precision, x_t.device):
         output = network(x_t, t, condition)
+
     return output.to(torch.promote_types(output.dtype, torch.float32))
 
 
@@ -368,6 +390,7 @@ def finite(probabilities: Float[Tensor, "b K"]) -> Float[Tensor, "b K"]:
             "router: returns NaN; fit it again, or sample with sample.strategy=bayes "
             "sample.strategy_params.router_prior=false"
         )
+
     return probabilities
 
 

@@ -107,6 +107,7 @@ def diagnose(
     for text in overrides:
         if strategies and text.startswith("sample.strategy_params."):
             params.append(text)
+
     chosen = {name: resolve(experiment, params, f"--strategy {name}", strategy=name) for name in names}
     device = device_of(experiment.island.accelerator)
     whole = DecentralizedEnsemble(manifest_with_about(run.folder.root, experiment), experiment, device)
@@ -115,6 +116,7 @@ def diagnose(
     ensemble.precision = experiment.sample.precision
     if ensemble.router is None and ensemble.num_clusters > 1 and not strategies:
         chosen = {name: own for name, own in chosen.items() if not strategy_of(own.sample).needs_router}
+
     train = _read(run, TRAIN, MAX_TRAIN, device)
     held_out = _read(run, HELD_OUT, MAX_HELD_OUT, device)
     with Bars(show=show_progress) as bars:
@@ -142,6 +144,7 @@ def diagnose(
             shares = given.clusters.bincount(minlength=len(priors)) / num
         else:
             shares = priors
+
         found = {}
         for name, settings in chosen.items():
             task = bars.add_task(name, total=num)
@@ -158,6 +161,7 @@ def diagnose(
                 "shares": own.tolist(),
                 "total_variation": total_variation(own, shares),
             }
+
     by_chance = classifier.by_chance(num, experiment.seed)
     figures["shares"] = {
         "expected": shares.tolist(),
@@ -204,8 +208,10 @@ def expert_figures(
                 mean = (weights * found.flatten(2)).sum(0)
                 variance += float((weights * (found.flatten(2) - mean).square()).sum())
                 square += float(mean.square().sum())
+
         disagreement += [variance / square] if square else []
         advance()
+
     losses = (losses / counts).cpu()
     loss = losses.mean(0)
     others = counts.cpu() * (1 - torch.eye(num_clusters))
@@ -231,6 +237,7 @@ def router_figures(ensemble: Ensemble, held_out: Samples, seed: int) -> Figures:
     """
     if ensemble.router is None:
         return {}
+
     plain = copy(ensemble)
     plain.temperatures = ((), ())
     is_conditional = ensemble.router_conditional and held_out.condition is not None
@@ -252,15 +259,18 @@ def router_figures(ensemble: Ensemble, held_out: Samples, seed: int) -> Figures:
                     probabilities.append(
                         of.probabilities(x_t[part], t[part], None if condition is None else condition.rows(part))
                     )
+
                 found[suffix] = torch.cat(probabilities).clamp_min(1e-30).log()
                 half = found[suffix][judged].double()
                 own[f"nll{suffix}"].append(-float(half.gather(1, clusters[:, None]).mean()))
                 own[f"calibration_error{suffix}"].append(float(calibration_error(reliability(half, clusters))))
+
             own["nll_of_priors"].append(-float(ensemble.priors.to(clusters.device)[clusters].log().mean()))
             own["accuracy"].append(float((found[""].argmax(1) == held_out.clusters).double().mean()))
             perfect = found["_calibrated"][judged]
             sums = reliability(perfect.double(), choose(perfect.exp(), uniform[first][judged]))
             own["calibration_error_by_chance"].append(float(calibration_error(sums)))
+
     return {branch: dict(own) for branch, own in figures.items()}
 
 
@@ -289,6 +299,7 @@ def _read(run: Run, side: str, most: int, device: torch.device) -> Samples:
     names = None
     if side == TRAIN:
         names = ("x_0", "cluster", "sample_id")
+
     batch = shards.take(np.arange(num) * len(shards) // num, names)
     objective = build_objective(run.member(MONOLITH), run, nn.Identity())
     condition = None
@@ -298,6 +309,7 @@ def _read(run: Run, side: str, most: int, device: torch.device) -> Samples:
             for rows in torch.arange(num).split(BATCH_SIZE)
         )
         condition = Condition.cat(list(filter(None, parts))).to("cpu")
+
     return Samples(objective.x_0(batch), batch["cluster"], batch["sample_id"], condition)
 
 
@@ -306,6 +318,7 @@ def write_figures(folder: Path, figures: Mapping[str, Any]) -> None:
     charts = {"experts": _experts(figures), "shares": _shares(figures)}
     if figures["router"]:
         charts["router"] = _router(figures)
+
     for name, figure in charts.items():
         atomic_write(folder / f"{name}.png", partial(figure.savefig, format="png", dpi=120))
 
@@ -318,6 +331,7 @@ def diagnosis_table(figures: Mapping[str, Any]) -> Table:
     rows = []
     for name, losses, own, others in parts:
         rows.append([name, *(f"{loss:.4f}" for loss in (*losses, own)), f"{others:.4f}" if num > 1 else "–"])
+
     return table(["", *map(str, range(num)), "own", "others"], rows, "held-out loss by cluster")
 
 
@@ -339,6 +353,7 @@ def diagnosis_lines(figures: Mapping[str, Any]) -> list[str]:
                 "clusters differ there, rare ones lose images under every strategy that asks it there; train it "
                 "longer, or at more noise (router.timesteps)"
             )
+
     shares = figures["shares"]
     expected = ", ".join(f"{share:.3f}" for share in shares["expected"])
     lines.append(f"shares by a classifier of accuracy {shares['classifier_accuracy']:.3f}; expected {expected}:")
@@ -348,7 +363,9 @@ def diagnosis_lines(figures: Mapping[str, Any]) -> list[str]:
             verdict = "within chance"
         else:
             verdict = "more than chance"
+
         lines.append(f"{name} ({found['solver']}): {own}; total variation {found['total_variation']:.3f}, {verdict}")
+
     return [
         *lines,
         f"{figures['num_images']:,} real images have a total variation of {shares['by_chance']:.3f} by chance, below "
@@ -370,11 +387,13 @@ def _experts(figures: Mapping[str, Any]) -> Figure:
     curves = {"own cluster": by_time[:, own].mean(1)}
     if len(loss) > 1:
         curves["other clusters"] = by_time[:, ~own].mean(1)
+
     _curves(by_cluster, "held-out loss by time", times, curves)
     if experts["disagreement"]:
         curves = {"variance / mean²": experts["disagreement"]}
     else:
         curves = {}
+
     _curves(disagreement, "disagreement of routed experts", times, curves)
     return figure
 
@@ -389,16 +408,20 @@ def _router(figures: Mapping[str, Any]) -> Figure:
         for title, name in (("held-out NLL (nats)", "nll"), ("calibration error (ECE)", "calibration_error")):
             charts.setdefault(title, {})[branch] = scores[name]
             charts[title][f"{branch}, calibrated"] = scores[f"{name}_calibrated"]
+
         charts["calibration error (ECE)"][f"{branch}, by chance"] = scores["calibration_error_by_chance"]
+
     figure = Figure(figsize=(4 * len(charts), 5), layout="constrained")
     for axis, (title, curves) in zip(figure.subplots(1, len(charts)), charts.items(), strict=True):
         _curves(axis, title, times, curves)
+
     return figure
 
 
 def _curves(axis: Axes, title: str, times: Sequence[float], curves: Mapping[str, Sequence[float]]) -> None:
     for label, values in curves.items():
         axis.plot(times, values, "o-", label=label)
+
     axis.set(title=title, xlabel="t (1 is noise)")
     axis.set_ylim(0, 1.05 * axis.get_ylim()[1])
     axis.grid(alpha=0.3)
@@ -411,6 +434,7 @@ def _shares(figures: Mapping[str, Any]) -> Figure:
     rows = {"expected": shares["expected"]}
     for name, found in shares["strategies"].items():
         rows[f"{name} (TV {found['total_variation']:.3f})"] = found["shares"]
+
     values = np.array(list(rows.values()))
     figure = Figure(figsize=(4 + len(values[0]), 1 + len(rows) / 2), layout="constrained")
     axis = figure.subplots()

@@ -82,12 +82,14 @@ class Evaluation:
                 f"key 'evaluate.reference' = {wanted!r}: its images and the generated ones have {sizes} pixels; "
                 "give a reference of the generated images' size"
             )
+
         for name, metric in self.metrics:
             if isinstance(metric, FeatureMetric):
                 metric.check_nums(name, self.generated.num, self.reference.num)
                 _ = metric.provenance  # looks for the weights
             elif hasattr(metric, "captioned") and (images or experiment.condition.kind in ("class", "none")):
                 raise UserError(f"metric {name!r} needs captions, and these images have none; use kid")
+
         self.by_features = [metric for _, metric in self.metrics if isinstance(metric, FeatureMetric)]
         self.known: list[ShardImages] = []
         """Training and held-out images, for the check of memorised samples."""
@@ -95,6 +97,7 @@ class Evaluation:
             has_held_out = any(cluster.held_out for cluster in manifest.clusters)
             if has_held_out and self.generated.shape == image_sets.decoded_shape(encoder, manifest.x_shape):
                 self.known = [of_shards(TRAIN, self.settings.max_train_images), of_shards(HELD_OUT)]
+
         self.folder = self._open(out)
 
     def _open(self, out: Path | None) -> Path:
@@ -105,6 +108,7 @@ class Evaluation:
             own = generated.settings
         else:
             own = {"images_sha256": generated.sha256}
+
         root = Path(__file__).parents[1]
         code = sha256_json({str(path.relative_to(root)): sha256_file(path) for path in root.rglob("*.py")})
         self.origin = {"version": version("ddm_lightning"), "commit": _commit(), "code_sha256": code, **own}
@@ -112,6 +116,7 @@ class Evaluation:
             name = sample.member or sample.strategy
         else:
             name = "images"
+
         folder = out or self.run.folder.root / "evaluation" / f"{name}-{sha256_json(self.origin)[:8]}"
         path = folder / SETTINGS_FILE
         remedy = "give another folder with --out"
@@ -123,10 +128,12 @@ class Evaluation:
                 raise UserError(f"{path}: results of other settings: {was}; {remedy}")
         elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise UserError(f"--out {folder}: is not empty and holds no {SETTINGS_FILE}; {remedy}")
+
         atomic_write_json(path, self.origin)
         if isinstance(generated, Generated):
             generated.folder = folder
             generated.sha256 = sha256_json(self.origin)
+
         return folder
 
     def features(self, metric: FeatureMetric, images: ImageSet, rows: range) -> Float[np.ndarray, "n d"]:
@@ -137,6 +144,7 @@ class Evaluation:
         if not path.exists():
             found = metric.network.encode(images.images(rows))
             atomic_write(path, lambda temporary: np.save(temporary, found))
+
         return np.load(path, allow_pickle=False)
 
     def all_features(self, metric: FeatureMetric, images: ImageSet) -> Float[Tensor, "n d"]:
@@ -168,20 +176,25 @@ class Evaluation:
                         more = {}
                         if hasattr(metric, "captioned") and isinstance(images, Generated):
                             more["captions"] = images.given(rows, "caption")
+
                         metric.update(images.images(rows), **more, real=real)
+
                 if hasattr(metric, "scores"):
                     values = metric.scores()
                 else:
                     values = metric.compute()
+
             for key, one in (values if isinstance(values, dict) else {name: values}).items():
                 if key in found:
                     own = f"{key} {json.dumps(plugin.params)}"
                 else:
                     own = key
+
                 if isinstance(one, Score):
                     found[own] = one
                 else:
                     found[own] = Score(float(one))
+
         return found
 
     def memorisation(self) -> dict[str, Any] | None:
@@ -194,6 +207,7 @@ class Evaluation:
         """
         if not self.known:
             return None
+
         metric = self.by_features[0]
         (train_images, held_out) = self.known
         train = self.all_features(metric, train_images)
@@ -208,6 +222,7 @@ class Evaluation:
                     [_image(self.generated, row), *(_image(train_images, other) for other in neighbours[row].tolist())],
                 )
             )
+
         title = "Closest samples, each beside its nearest training images"
         footer = f"Trained on: {credit}" if (credit := self.run.manifest.attribution) else ""
         save_png(self.folder / "neighbours.png", labelled_grid(grid, scale_of(grid[0][1][0]), title, footer=footer))
@@ -244,6 +259,7 @@ class Evaluation:
             before = read_json(path, "earlier scores", "delete it")
             if any(before.get(key) != document[key] for key in compared):
                 path = path.with_stem(f"{path.stem}-{sha256_json([document[key] for key in compared])[:8]}")
+
         atomic_write_json(path, document)
         return path, _table(f"{generated.num:,} images against {real.num:,} of {real.name}", scores, memorised)
 
@@ -257,9 +273,11 @@ def _table(title: str, scores: Mapping[str, Score], memorised: Mapping[str, Any]
     rows = []
     for name, score in scores.items():
         rows.append((name, f"{score.value:.4g}", "" if score.low is None else f"{score.low:.4g} to {score.high:.4g}"))
+
     if memorised is not None:
         expected = f"held-out images: {memorised['expected_share']:.0%}"
         rows.append(("samples near a training image", f"{memorised['share_nearer']:.1%}", expected))
+
     return table(("score", "value", "95 % interval"), rows, title, ["score"])
 
 
@@ -268,6 +286,7 @@ def _commit() -> str:
     root = Path(__file__).parents[2]
     if not (root / ".git").exists() or shutil.which("git") is None:
         return "unknown"
+
     told = subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     return told.stdout.strip() or "unknown"
 
@@ -281,18 +300,22 @@ def evaluate(
         evaluation = Evaluation(run, images, out)
         evaluation.compute_parts(0, 1, show_progress)
         return evaluation.write()
+
     # On CPUs, because ranks only wait for each other's files.
     distributed.init_process_group("gloo", timeout=timedelta(days=7))
     try:
         if mine.rank:
             distributed.barrier()  # rank zero makes the folder, or says why not
+
         evaluation = Evaluation(run, images, out)
         if not mine.rank:
             distributed.barrier()
+
         evaluation.compute_parts(mine.rank, mine.world_size, show_progress and not mine.rank)
         distributed.barrier()
     finally:
         distributed.destroy_process_group()
+
     # After leaving the group: within it, metrics would synchronise with the other ranks.
     if not mine.rank:
         return evaluation.write()

@@ -71,6 +71,7 @@ class ShardImages:
         """Return a column of some samples, such as ``caption`` or ``label``."""
         if any(name == column.name for column in self._shards.layout.texts):
             return self._shards.texts(self._places(rows), name)
+
         return self._shards.take(self._places(rows), (name,))[name].tolist()
 
     def images(self, rows: range) -> Images:
@@ -91,21 +92,26 @@ def open_side(shards: Path, manifest: Manifest | None, side: str) -> tuple[Shard
         clusters = manifest.clusters
     else:
         clusters = ()
+
     counts = []
     for cluster in clusters:
         counts.append(cluster.held_out if side == HELD_OUT else cluster.train)
+
     names = []
     for k, count in enumerate(counts):
         if count:
             names.append(shard_name(k, side))
+
     if manifest is None or not names:
         raise UserError(
             f"{shards}: no {side} samples here; "
             "copy or prepare some (prepare.held_out_fraction); evaluate.reference=FOLDER compares with other images"
         )
+
     hashes = [manifest.index_sha256[name] for name in names]
     for name, index_sha256 in zip(names, hashes, strict=True):
         verify_shards(shards / name, hashes=side == HELD_OUT, index_sha256=index_sha256)
+
     return open_shards([shards / name for name in names]), hashes
 
 
@@ -132,18 +138,22 @@ class FileImages:
         self._files = None
         if path.is_dir():
             self._files = Files(str(path), "images", follow_links=True)
+
         self._source: Sequence[str] | Images = self._files.images if self._files else _read_npz(path)
         self.num = len(self._source)
         if not self.num:
             raise UserError(f"{path}: holds no images; give a folder or an .npz file with some")
+
         if self._files is None:
             self.sha256 = sha256_file(path)
         else:
             hashes = {}
             for name, data in self._contents(self._files.images):
                 hashes[name] = hashlib.sha256(data).hexdigest()
+
             # With the decoder's, because features are kept under this hash.
             self.sha256 = sha256_json([sha256_file(Path(decode.__file__)), hashes])
+
         self.shape = self.images(range(1)).shape[1:]
 
     def _contents(self, names: Sequence[str]) -> Iterator[tuple[str, bytes]]:
@@ -151,6 +161,7 @@ class FileImages:
         for name, data in zip(names, self._files.contents(names), strict=True):
             if isinstance(data, Exception):
                 raise UserError(f"{self._path / name}: cannot be read ({first_line(data)}); remove or replace it")
+
             yield name, data
 
     def images(self, rows: range) -> Images:
@@ -162,18 +173,22 @@ class FileImages:
         chosen = self._source[rows.start : rows.stop]
         if isinstance(chosen, np.ndarray):
             return chosen
+
         images = list[UInt8[np.ndarray, "h w 3"]]()
         for name, data in self._contents(chosen):
             image = decode.decode(data, name)
             if isinstance(image, BrokenSample):
                 raise UserError(f"{self._path / name}: {image.cause} ({image.detail}); remove or replace it")
+
             first = getattr(self, "shape", (images or [image])[0].shape)
             if image.shape != first:
                 raise UserError(
                     f"{self._path / name}: has {image.shape[0]} × {image.shape[1]} pixels, and the first image has "
                     f"{first[0]} × {first[1]}; resize them to one size"
                 )
+
             images.append(image)
+
         return np.stack(images)
 
 
@@ -182,12 +197,14 @@ def _read_npz(path: Path) -> Images:
         # Opened here, because NumPy leaves a damaged file open.
         with path.open("rb") as stream, np.load(stream, allow_pickle=False) as stored:
             array = stored["images" if "images" in stored.files else stored.files[0]]
+
         if array.dtype != np.uint8 or array.ndim != 4 or array.shape[3] != 3:
             raise ValueError(f"holds {array.dtype} {list(array.shape)}, not uint8 [n, h, w, 3]")
     except (OSError, ValueError, IndexError, TypeError, AttributeError, EOFError, BadZipFile, zlib.error) as error:
         raise UserError(
             f"{path}: is neither a folder nor an .npz file of images ({first_line(error)}); give one of these"
         ) from None
+
     return array
 
 
@@ -221,16 +238,19 @@ class Generated:
         self._own = experiment.sample.prompts
         if self._kind == "class":
             self._own = [*range(self._ensemble.meta.condition.size)]
+
         if self._kind != "none" and manifest is not None:
             if any(cluster.held_out for cluster in manifest.clusters):
                 side = HELD_OUT
             else:
                 side = TRAIN
+
             self._given = ShardImages(run.folder.shards, manifest, encoder, side)
         elif self._kind != "none" and not self._own:
             raise UserError(
                 f"{run.folder.shards}: no shards with captions; copy them to this folder, or set sample.prompts"
             )
+
         settings = asdict(experiment.sample)
         settings["precision"] = resolve_precision(settings["precision"], self._ensemble.device)
         self.settings = {
@@ -246,6 +266,7 @@ class Generated:
         """Return a column, such as ``caption``, of the samples whose conditions are used."""
         if self._given is None:
             return [self._own[row % len(self._own)] for row in rows]
+
         order = torch.randperm(self._given.num, generator=keyed_generator(self._ensemble.experiment.seed, "conditions"))
         return self._given.column(order[torch.tensor(rows) % len(order)].tolist(), column)
 
@@ -254,6 +275,7 @@ class Generated:
             return None
         if self._kind == "class":
             return Condition.of(torch.tensor([int(label) for label in self.given(rows, "label")]))
+
         return text_condition(self.given(rows, "caption"), self._ensemble.experiment)
 
     def images(self, rows: range) -> Images:
@@ -275,7 +297,9 @@ class Generated:
             if settings.image_format == "png":
                 for row, image in zip(rows, images, strict=True):
                     save_png(self.folder / "images" / f"{row:06d}.png", Image.fromarray(image))
+
             atomic_write(path, lambda temporary: np.savez(temporary, images=images))
+
         return _read_npz(path)
 
 

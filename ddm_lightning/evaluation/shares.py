@@ -45,6 +45,7 @@ class ClusterShares:
         losses = []
         for fit in fits:
             losses.append(float(F.cross_entropy(self._inputs(held_out) @ fit, held_out_clusters)))
+
         self._weights = fits[int(np.argmin(losses))]
         self._held_out = self._probabilities(held_out)
         self._clusters = held_out_clusters
@@ -69,6 +70,7 @@ class ClusterShares:
             known = torch.randint(held_out, (held_out,), generator=generator)
             estimated = _solved(self._held_out[drawn], self._held_out[known], self._clusters[known])
             found.append(total_variation(estimated, true))
+
         return torch.tensor(found)
 
     def _fit(

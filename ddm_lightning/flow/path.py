@@ -155,6 +155,7 @@ def to_velocity(prediction: Samples, x_t: Samples, t: Times, kind: str, path: st
     """
     if kind == "velocity" and path == "linear":
         return prediction
+
     own = PATHS[path]
     tau = t
     x_t, t = own.to_linear(x_t, tau)
@@ -162,11 +163,14 @@ def to_velocity(prediction: Samples, x_t: Samples, t: Times, kind: str, path: st
     if kind == "velocity":
         _, _, d_alpha, d_sigma = own.scales(tau)
         return (prediction - expand_time(d_alpha + d_sigma, x_t) * x_t) * expand_time(own.velocity_scale(tau), x_t)
+
     if kind == "epsilon":
         x_0 = (x_t - time * prediction) / (1 - time).clamp(min=MIN_DATA_SCALE)
         return prediction - x_0.clamp(-MAX_DATA, MAX_DATA)
+
     if kind == "x_0":
         return (x_t - prediction) / time.clamp(min=MIN_NOISE_SCALE)
+
     raise ValueError(f"prediction {kind!r} is none of {', '.join(PREDICTIONS)}")
 
 
@@ -191,10 +195,12 @@ def training_target(x_0: Samples, noise: Samples, t: Times, kind: str, path: str
     if kind == "velocity":
         _, _, d_alpha, d_sigma = PATHS[path].scales(t)
         return expand_time(d_alpha, x_0) * x_0 + expand_time(d_sigma, x_0) * noise
+
     if kind == "epsilon":
         return noise
     if kind == "x_0":
         return x_0
+
     raise ValueError(f"prediction {kind!r} is none of {', '.join(PREDICTIONS)}")
 
 

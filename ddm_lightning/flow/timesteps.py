@@ -61,9 +61,11 @@ def sample_timesteps(
             sign = -1
         else:
             sign = 1
+
         first, last = torch.special.log_ndtr(sign * ends).exp().tolist()  # ndtr loses the tail
         uniform = torch.rand(num, generator=generator, device=generator.device, dtype=torch.float64)
         t = torch.sigmoid(mean + sign * std * torch.special.ndtri(first + (last - first) * uniform))
+
     return shift_timesteps(t, shift).clamp(max(low, _MARGIN), min(high, 1 - _MARGIN)).to(device, torch.float32)
 
 

@@ -149,9 +149,11 @@ def ask(*command: str, prefix: str, remedy: str, nothing: str | None = None, sec
         raise UserError(f"{prefix}: {error}; {remedy}") from error
     except subprocess.TimeoutExpired:
         raise UserError(f"{prefix}: no answer within {seconds:g} s; {remedy}") from None
+
     if nothing is not None and nothing in done.stdout + done.stderr:
         return ""
     if not done.returncode:
         return done.stdout
+
     lines = (done.stderr.strip() or done.stdout.strip()).splitlines()
     raise UserError(f"{prefix}: {lines[-1] if lines else f'exit code {done.returncode}'}; {remedy}")

@@ -36,6 +36,7 @@ def jobs_of(run: Run, members: Sequence[str], config: str, overrides: Sequence[s
     """
     if run.url is None:
         raise UserError(f"{config}: key 'remote' is null: islands share nothing else; set remote=s3://… or a folder")
+
     return [
         Job(
             member=name,
@@ -70,10 +71,12 @@ def launch(run: Run, jobs: Sequence[Job], launcher: Launcher, on: str) -> dict[s
                     states[name] = "queued"
             except UnreachableError as error:  # a dead machine can be replaced
                 note(f"{error}; its member is taken for ended")
+
     to_start = [job for job in jobs if states[job.member] is None]
     for job, handle in zip(to_start, launcher.submit_all(to_start), strict=True):
         handles[job.member] = [on, handle]
         atomic_write_json(run.folder.root / _FILE, handles)
+
     return {name: state or f"started ({handles[name][1]})" for name, state in states.items()}
 
 
@@ -95,16 +98,20 @@ def cancel(run: Run, members: Sequence[str]) -> Iterator[tuple[str, str]]:
         for name, (other, handle) in handles.items():
             if other != on:
                 continue
+
             try:
                 is_active = _is_active(launcher, handle)
             except UnreachableError as error:
                 unknown.append(f"{name} may still run: {error}")
                 del done[name]
                 continue
+
             done[name] = f"{'stopped' if is_active else 'not running'} ({handle})"
             if is_active:
                 active.append(handle)
+
         launcher.cancel_all(active)
+
     yield from done.items()
     if unknown:
         raise UserError("; ".join(unknown))
@@ -123,6 +130,7 @@ def build_launcher(name: str, run: Run, jobs: Sequence[Job] = ()) -> Launcher:
                 f"key 'island.nodes' = {job.island.nodes} of {job.member}: --on {name} gives a member one node; "
                 "use --on slurm, or start fit on each node"
             )
+
     return launcher
 
 
@@ -141,6 +149,7 @@ def _state(seen: Seen | None, run: Run) -> str | None:
 def _is_active(launcher: Launcher, handle: str) -> bool:
     if not re.fullmatch(launcher.handles, handle):
         raise UserError(f"{_FILE}: {handle!r} is no job of this launcher; {_REMEDY}")
+
     return launcher.is_active(handle)
 
 
@@ -148,4 +157,5 @@ def _handles(run: Run) -> dict[str, list[str]]:
     path = run.folder.root / _FILE
     if not path.exists():
         return {}
+
     return checks.read_record(path, dict[str, _Handle], "the list of launched jobs", _REMEDY)

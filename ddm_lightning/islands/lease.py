@@ -99,6 +99,7 @@ class Lease:
             other = read_lease(self.url, self.generation + 1)  # not from a listing, which may be older
         except FileNotFoundError:
             return
+
         if other.key or newest_generation(self.url) > self.generation:
             raise LostLeaseError(f"a process on {other.host or 'another machine'} has taken it over")
 
@@ -128,8 +129,10 @@ def claim(member: str, url: str, say: Callable[[str], object]) -> Lease:
             raise UserError(
                 f"{member}: is in use by process {other.pid} on {other.host}, which is alive; wait for it or stop it"
             )
+
         if remote.create(_file(url, generation + 1), _encoded(own)):
             return Lease(url, generation + 1, own)
+
         taken = generation + 1
 
 
@@ -160,6 +163,7 @@ def runs_here(content: Claim) -> bool | None:
     """Whether the process of a claim is alive; None if it is not of this start of this machine."""
     if not content.machine or content.machine != _machine():
         return None
+
     return start_time(content.pid) == content.began
 
 
@@ -169,6 +173,7 @@ def _is_alive(url: str, generation: int, member: str, say: Callable[[str], objec
         return False
     if (runs := runs_here(first)) is not None:
         return runs
+
     say(f"{member}: waits {STALE_SECONDS:g} s to see whether its process on {first.host or 'a machine'} is alive")
     end = time.monotonic() + STALE_SECONDS
     while time.monotonic() < end:
@@ -179,7 +184,9 @@ def _is_alive(url: str, generation: int, member: str, say: Callable[[str], objec
             return False
         if newest > generation or (first.key and now.key and now != first):
             return True
+
         first = first if first.key else now  # a store that answers garbage says nothing about the process
+
     return False
 
 

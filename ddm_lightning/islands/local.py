@@ -74,6 +74,7 @@ def default_jobs(members: Sequence[str], experiment: Experiment) -> int:
     islands = [island_of(member, experiment) for member in members]
     if resolve_accelerator(experiment.island.accelerator) == "gpu":
         return max(1, torch.cuda.device_count() // max(island.devices for island in islands))
+
     return max(1, num_cores() // max(island.num_threads * island.devices for island in islands))
 
 
@@ -81,6 +82,7 @@ def gpu_variables(slot: int, island: IslandConfig) -> dict[str, str]:
     """Variables that give the member in ``slot`` GPUs of its own; none without GPUs."""
     if resolve_accelerator(island.accelerator) != "gpu":
         return {}
+
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     count = torch.cuda.device_count()
     return {"CUDA_VISIBLE_DEVICES": gpus_of_slot(slot, island.devices, visible, count)}
@@ -99,6 +101,7 @@ def gpus_of_slot(slot: int, devices: int, visible: str | None, count: int) -> st
         names = [name.strip() for name in visible.split(",")][:count]
     else:
         names = [str(i) for i in range(count)]
+
     first = slot % max(1, count // devices) * devices
     return ",".join(names[first : first + devices])
 
@@ -134,6 +137,7 @@ def fit_alone(member: str, run: Run) -> str:
         end_imports()
         with ranks.recorded():
             state = fit_member(member, run).state
+
     ranks.tell_state(state)
     is_told = not ranks.is_rank_zero() or (state == "stopped" and ranks.has_agent())
     if is_told:
@@ -174,18 +178,22 @@ def fit_members(members: Sequence[str], run: Run, jobs: int, console: Console) -
                         completed=status.step,
                         note=status.state if run.is_finished(member) else "waiting",
                     )
+
                 while (waiting or running) and not requests:
                     with suppress(OSError, UserError):  # island.lease_file is being written
                         if waiting and seconds_left(run.experiment.island) < LEAVING_SECONDS:
                             failures |= {name: Failure(STOPPED, "not started: the slot is over") for name in waiting}
                             waiting.clear()
+
                     free = [slot for slot in range(jobs) if slot not in {child.slot for child in running}]
                     for slot in free[: len(waiting)]:
                         if requests:
                             break
+
                         member = waiting.pop(0)
                         progress.start_task(tasks[member])
                         running.append(_start(member, slot, run, widest))
+
                     _wait_for_any(running)
                     for child in list(running):
                         code = child.process.poll()
@@ -194,16 +202,19 @@ def fit_members(members: Sequence[str], run: Run, jobs: int, console: Console) -
                             note = status.note()
                         else:
                             note = status.state
+
                         progress.update(tasks[child.member], completed=status.step, note=note)
                         if code is not None:
                             running.remove(child)
                             if not run.is_finished(child.member):
                                 failures[child.member] = Failure(code, _failure(child, code))
+
             if requests:
                 raise KeyboardInterrupt
         finally:
             if running:
                 _stop(running, requests, console)
+
     return failures
 
 
@@ -223,6 +234,7 @@ def _start(member: str, slot: int, run: Run, widest: int) -> _Child:
     if island.max_minutes is not None:  # from the start of this process, not of the child's
         left = max(0.01, island.max_minutes - (time.monotonic() - STARTED) / 60)
         islands = {**islands, member: {**islands.get(member, {}), "max_minutes": left}}
+
     atomic_write_text(settings, to_yaml(replace(run.experiment, islands=islands)))
     command = [sys.executable, "-m", "ddm_lightning", "fit", "-c", str(settings), f"member={member}"]
     log = folder / "log.txt"
@@ -236,6 +248,7 @@ def _start(member: str, slot: int, run: Run, widest: int) -> _Child:
             env=environment,
             start_new_session=True,
         )
+
     return _Child(member, process, slot, log)
 
 
@@ -251,11 +264,13 @@ def _failure(child: _Child, code: int) -> str:
         return f"ended by {signal.Signals(-code).name}; the same command resumes it"
     if code == STOPPED:
         return "stopped on request; the same command resumes it"
+
     lines = child.log.read_text(encoding="utf-8", errors="replace").splitlines()
     errors = []
     for line in lines:
         if line.startswith("error: "):
             errors.append(line.removeprefix("error: "))
+
     if errors and code == 2:
         return errors[-1]
 
@@ -268,12 +283,15 @@ def _stop(running: list[_Child], requests: list[float], console: Console) -> Non
     console.print("stopping: each member finishes its step and writes a checkpoint; press Ctrl-C again to kill them")
     for child in running:
         child.process.terminate()
+
     left = list(running)
     while left and len(requests) == num_before:
         _wait_for_any(left)
         left = [child for child in left if child.process.poll() is None]
+
     for child in left:
         child.process.kill()
+
     for child in left:
         if child.process.wait() == -signal.SIGKILL:
             console.print(f"{child.member}: killed before it wrote a checkpoint; it resumes at the previous one")

@@ -77,8 +77,10 @@ def read_curves(name: str, run: Run) -> Curves:
             with remote.reaching():
                 for file in remote.files(url):
                     remote.get(f"{url}/{file}", inside(folder, file, Path(url)))
+
         if not folder.is_dir():
             return {}
+
         parts: defaultdict[str, list[dict[int, float]]] = defaultdict(list)
         for path in sorted(folder.glob("*tfevents*")):
             events = EventAccumulator(str(path), size_guidance={"scalars": _MAX_POINTS})
@@ -88,13 +90,16 @@ def read_curves(name: str, run: Run) -> Curves:
                         parts[tag].append({one.step: one.value for one in events.Scalars(tag)})
             except Exception as error:  # noqa: BLE001  # damaged or a stranger's; TensorBoard raises its own
                 note(f"{name}: its curves cannot be read ({first_line(error)})")
+
     curves = {}
     for tag, found in parts.items():
         values: dict[int, float] = {}
         # By first step, not by name, which holds the time: the clock of the island before may have been ahead.
         for part in sorted(found, key=min):
             values |= part
+
         curves[tag] = sorted(values), [values[step] for step in sorted(values)]
+
     return curves
 
 
@@ -116,16 +121,21 @@ def _chart(figure: str, curves: Mapping[str, Curves], colours: Mapping[str, str]
                         line = "o-"
                     else:
                         line = "-"
+
                     if len(points[0]) < _FEW_POINTS:  # a line would pretend to a curve
                         line = "o"
+
                     if is_faint:
                         alpha = 0.4
                     else:
                         alpha = 1.0
+
                     axes.plot(*points, line, color=colours[name], alpha=alpha, linewidth=1.0, markersize=2.5)
+
         axes.grid(axis="y", color="0.9")
         axes.set_xlabel("optimizer step")
         stream = io.StringIO()
         drawing.savefig(stream, format="svg", metadata={"Date": None})
+
     text = stream.getvalue()
     return text[text.index("<svg") :]

@@ -68,6 +68,7 @@ def data_of(experiment: Experiment, num_samples: int | None = None) -> Data:
         manifest = Manifest.read(run_dir)
         samples = [cluster.train for cluster in manifest.clusters]
         return Data(manifest, bytes_per_sample(manifest.columns), samples, "counted in the manifest")
+
     from ddm_lightning.prepare.reading import Plugins
     from ddm_lightning.prepare.records import count_samples
 
@@ -91,14 +92,17 @@ def data_of(experiment: Experiment, num_samples: int | None = None) -> Data:
             params = prepare.caption_encoder.params
         else:
             params = {}
+
         text = {"ids": 4 * 77, "tokens": 2 * 77 * 768}.get(params.get("store", ""), 2 * 768)
         sample_bytes = copies * 4 * prod(sizes.x_shape) + num_captions * text
         source = f"assumed: Stable Diffusion's latents, CLIP ViT-L/14's text, 1000 classes ({first_line(error)})"
+
     num = num_samples or found
     clusters = prepare.partition.num_clusters
     each = None
     if num is not None:
         each = [round(num * (1 - prepare.held_out_fraction) / clusters)] * clusters
+
     return Data(sizes, sample_bytes, each, source + (", --samples" if num_samples else ""))
 
 
@@ -136,19 +140,24 @@ def rates_of(mfu: str | None, files: Sequence[str]) -> Rates:
                 figures = found.get("figures", {})
             else:
                 figures = {}
+
             value = max((figure for name, figure in figures.items() if name.startswith("mfu_")), default=0.0)
             source = f"measured in {mfu}"
+
         if not 0 < value <= 1:
             raise UserError(f"--mfu {mfu}: gives no share of the peak, above 0 and at most 1")
+
     prices = {}
     for file in files:
         for name, price in OmegaConf.to_container(read_yaml(Path(file), "write lines such as 'H100: 2.50'")).items():  # type: ignore[union-attr]
             if not is_number(price) or price < 0:
                 raise UserError(f"{file}: key {name!r} = {price!r}: give dollars per hour, a number of at least 0")
+
             try:
                 prices[known_device(str(name))[0]] = float(price)
             except UserError as error:
                 raise UserError(f"{file}: {error}") from None
+
     return Rates(value, source, prices, ", ".join(files) or "none given; add --prices FILE")
 
 
@@ -168,6 +177,7 @@ class Setting:
             again = " activation_checkpointing=true"
         else:
             again = ""
+
         return (
             f"devices={self.devices} strategy={self.strategy} micro_batch_size={self.micro_batch_size}{again} "
             f"takes {format_bytes(self.peak)}"
@@ -273,7 +283,9 @@ class Planner:
                 cost = MemberCost(member)
             except UserError as error:  # a size that was assumed may be to blame
                 raise UserError(f"{error} (sizes of the data: {self.data.source})") from None
+
             self._costs[key] = cost, cost.flops(backward=False), cost.flops()
+
         return self._costs[key]
 
     def on(self, device: str | None) -> Plan:
@@ -289,6 +301,7 @@ class Planner:
         """Look for the fewest devices of one node that hold each member; takes some seconds for a large network."""
         if plan.device_bytes is None:
             return plan
+
         settings = (
             smallest(self._cost(member)[0], island_of(member.name, self.experiment), plan.device_bytes)
             for member in self.members
@@ -309,8 +322,10 @@ class Planner:
                 recomputed = forward
             else:
                 recomputed = 0.0
+
             device_hours = num_samples * (per_sample + recomputed) / (self.rates.mfu * peak * 1e12) / 3600
             hours = device_hours / island.num_ranks
+
         price = self.rates.prices.get(device or "")
         counts = self.data.num_samples
         return MemberPlan(
@@ -355,6 +370,7 @@ def smallest(cost: MemberCost, island: IslandConfig, num_bytes: int) -> Setting 
                 shares = devices
             else:
                 shares = 1
+
             if cost.member.batch_size % devices or cost.state.training / shares > room:
                 continue
 
@@ -368,8 +384,10 @@ def smallest(cost: MemberCost, island: IslandConfig, num_bytes: int) -> Setting 
                 each = (most - least) / (size - 1)
                 size = 1 << (1 + int((room - least) / each)).bit_length() - 1
                 most = least + int(each * (size - 1))
+
             if most <= room:
                 return Setting(devices, strategy, size, checkpointing, most)
+
     return None
 
 
@@ -383,6 +401,7 @@ def devices_of(experiment: Experiment, asked: Sequence[str] | None, rates: Rates
         return [*rates.prices], rates.price_source
     if resolve_accelerator("auto") == "gpu":
         return [torch.cuda.get_device_name()], "this machine's"
+
     return [ASSUMED_DEVICE], "assumed, as this machine has no GPU; give --device NAME, or island.accelerator=cpu"
 
 
@@ -399,4 +418,5 @@ def shortages(experiment: Experiment, members: Sequence[str], devices: Sequence[
             with suppress(UserError):
                 plan = planner.on(device)
                 found += [] if plan.fits else planner.with_suggestions(plan).warnings()
+
     return found

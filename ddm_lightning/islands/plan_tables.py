@@ -51,10 +51,12 @@ def tables(plan: Plan) -> list[Table]:
                 "–" if one.shards_in is None else format_number(one.shards_in / 1e6),
             )
         )
+
     fits = {True: "yes", False: "NO", None: "–"}
     memory = []
     for one in plan.members:
         memory.append((one.member, *(f"{value / 1e9:.3f}" for value in asdict(one.memory).values()), fits[one.fits]))
+
     training = []
     for one in plan.members:
         training.append(
@@ -66,6 +68,7 @@ def tables(plan: Plan) -> list[Table]:
                 *_times(one.hours, one.device_hours, one.dollars),
             )
         )
+
     training.append(("all at once", "", "", "", *_times(*plan.totals.values())))
     heads = ("M\nparams", "GFLOP\na sample", "FLOP", "check-\npoint", "out,\nMB/s", "shards", "in,\nMB/s")
     parts = ["weights", "grads", "opti-\nmizer", "EMA", "activ-\nations", "tem-\nporary", "peak", "fits"]
@@ -84,6 +87,7 @@ def comparison(plans: Sequence[Plan]) -> Table:
     rows = []
     for plan in plans:
         rows.append((plan.device or "CPU", "yes" if plan.fits else "NO", *_times(*plan.totals.values())))
+
     return table(["", "fits", *_TIMES], rows, "devices")
 
 
@@ -93,6 +97,7 @@ def suggestions(plan: Plan) -> list[str]:
     for one in plan.members:
         if one.suggestion:
             named.append((one.member, str(one.suggestion)))
+
     return [f"{row[0]}: {row[1]}" for row in _merged(named)]
 
 
@@ -101,6 +106,7 @@ def _times(hours: float | None, device_hours: float | None, dollars: float | Non
         device_time = "–"
     else:
         device_time = f"{device_hours:,.1f}"
+
     return (
         "–" if hours is None else format_duration(3600 * hours),
         "< 0.1" if device_time == "0.0" else device_time,

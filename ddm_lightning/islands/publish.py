@@ -54,18 +54,22 @@ def published(name: str, run: Run) -> Iterator[Publisher | None]:
     """
     if run.url is not None and ranks.is_rank() and not ranks.is_own_rank():
         raise UserError("with remote, start fit without torchrun: it starts one process per device itself")
+
     if run.url is None or ranks.is_rank() or place_of(run.experiment.island.nodes).node > 0:
         yield None
         return
+
     url = f"{run.url}/members/{name}"
     with remote.reaching():
         held = lease.claim(name, f"{url}/lease", _say)
+
     break_mark(run.folder.member(name))
     publisher = Publisher(name, run, held)
     publisher.start()  # before a long download, during which the lease must not become stale
     try:
         with remote.reaching():
             publisher.pull()
+
         yield publisher
     finally:
         publisher.finish()
@@ -112,19 +116,23 @@ class Publisher:
         newest = None
         with suppress(UserError):  # all are damaged
             newest, _ = find_resumable(self.folder / "checkpoints")
+
         if newest is None:
             own = -1
         else:
             own = step_of(newest)
+
         for step, _, stem in reversed(self._checkpoints()):
             if step == own:
                 self._published_step = own
             if step <= own or self.run.is_finished(self.name):
                 break
+
             if self._pull_checkpoint(stem):
                 _say(f"{self.name}: takes over the checkpoint of step {step} from {self.url}")
                 self._pull_rest(there)
                 break
+
         for path, stamp in self._changed():
             # Averages are large, and a machine that is taken back often must not send all of them each time.
             if path.suffix == ".safetensors" and there.get(path.relative_to(self.folder).as_posix()) == stamp[0]:
@@ -137,10 +145,12 @@ class Publisher:
         for path in paths:
             if path.name == FILES or not whole:
                 names.add(path.parts[0])
+
         found = []
         for name in names:
             if match := _CHECKPOINT.fullmatch(name):
                 found.append((match, name))
+
         return sorted((int(match[2]), int(match[3]), name) for match, name in found)
 
     def _pull_checkpoint(self, stem: str) -> bool:
@@ -153,14 +163,17 @@ class Publisher:
             for name in parse_json((temporary / FILES).read_bytes()):
                 inside(temporary, name, temporary / FILES)
                 remote.get(f"{source}/{name}", temporary / name)
+
             if problem := damage_of(temporary):
                 raise ValueError(problem)
+
             move_folder(temporary, path)
         except (ValueError, TypeError, FileNotFoundError, UserError) as error:
             _say(f"{source}: damaged checkpoint ({first_line(error)}); looks for the one before it")
             return False
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
+
         return True
 
     def _pull_rest(self, there: Iterable[str]) -> None:
@@ -201,6 +214,7 @@ class Publisher:
         """Say once that the store is down."""
         if not self._is_down:
             _say(f"{self.name}: cannot publish: {first_line(error)}; goes on and tries again")
+
         self._is_down = True
 
     def _beat(self, *, released: bool = False) -> None:
@@ -222,6 +236,7 @@ class Publisher:
                 with suppress(FileNotFoundError):  # removed meanwhile
                     remote.put(path, f"{self.url}/{path.relative_to(self.folder).as_posix()}")
                     self._sent[path] = stamp
+
             if newest is not None:
                 began = time.monotonic()
                 self._send(copy, f"{self.url}/checkpoints/{newest.name}.{self.held.generation}", FILES)
@@ -230,6 +245,7 @@ class Publisher:
                 self._remove_old_checkpoints()
         finally:
             shutil.rmtree(copy, ignore_errors=True)
+
         if self.run.is_finished(self.name) and not is_published(self.name, self.run):
             self._send(self.run.folder.artifact(self.name), f"{self.url}/artifact", MEMBER_FILE)
             mark_published(self.name, self.run)
@@ -240,6 +256,7 @@ class Publisher:
         newest = newest_checkpoint(self.folder / "checkpoints")
         if newest is None or step_of(newest) <= self._published_step:
             return None
+
         copy.mkdir()
         with suppress(FileNotFoundError):  # removed meanwhile; the next one will be newer
             for path in newest.iterdir():
@@ -247,7 +264,9 @@ class Publisher:
                     os.link(path, copy / path.name)
                 except OSError:  # a disk without hard links
                     shutil.copyfile(path, copy / path.name)
+
             return newest
+
         return None
 
     def _remove_old_checkpoints(self) -> None:
@@ -263,6 +282,7 @@ class Publisher:
             relative = path.relative_to(self.folder).as_posix()
             if not (_is_shared(relative) and path.is_file()):
                 continue
+
             state = path.stat()
             if self._sent.get(path) != (stamp := (state.st_size, state.st_mtime_ns)):
                 yield path, stamp
@@ -301,17 +321,21 @@ class Publisher:
                         problem = "is finished, but its artifact"
                     else:
                         problem = "stopped, but its last checkpoint"
+
                     line = (
                         f"{self.name}: {problem} cannot be published: {first_line(error)}; repeat the command when "
                         f"{self.url} can be written"
                     )
                     if is_finished:
                         raise UserError(line) from error
+
                     _say(line)
                     return
+
                 time.sleep(1)
             else:
                 return
+
         self._stop_beating()
         raise UserError(f"{self.name}: {self._lost}, so it stopped here; nothing is lost")
 

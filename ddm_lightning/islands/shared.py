@@ -45,6 +45,7 @@ def check_free(run: Run, parts: bool = False) -> None:
     """
     if run.url is None:
         return
+
     probe = f"{run.url}/probe-{uuid.uuid4().hex}"
     root = f"{run.url}/{run.folder.prepared.name}"
     with remote.reaching():
@@ -66,6 +67,7 @@ def _refuse_other_experiment(run: Run) -> None:
         remote.get(f"{run.url}/{name}", Path(scratch) / name)
         DOWNLOADS[scratch] = str(run.url)
         recorded: Any = OmegaConf.to_container(read_yaml(Path(scratch) / name))
+
     refuse_changes(f"{run.url}/{name}", recorded, asdict(run.experiment))
 
 
@@ -81,6 +83,7 @@ def publish_prepared(run: Run, tick: Callable[[int, int], None]) -> None:
     """
     if run.url is None:
         return
+
     manifest = manifest_path(run.folder.root)
     folder = run.folder
     target = f"{run.url}/{_MANIFEST}"
@@ -91,13 +94,16 @@ def publish_prepared(run: Run, tick: Callable[[int, int], None]) -> None:
             is_there = remote.read(target) == manifest.read_bytes()
             if not is_there:
                 raise UserError(f"key 'remote': {run.url}: holds a run prepared from other data; set another address")
+
         if not (is_there or remote.create(f"{root}/{_CLAIM}", manifest.read_bytes())):
             raise UserError(
                 f"{root}/{_CLAIM}: other data are being published here, or were in part; set another address, or "
                 "remove this file if that was given up"
             )
+
         if signature_of(manifest).exists():
             remote.put(signature_of(manifest), f"{target}.sig")
+
         if not is_there:
             _publish_initial(run)
             published = Published(root, run.manifest.versions)
@@ -124,6 +130,7 @@ def pull_manifest(run: Run) -> None:
     if run.url is None:
         check_manifest(run.experiment, path)
         return
+
     with TemporaryDirectory() as scratch, remote.reaching():
         manifest = manifest_path(Path(scratch))
         DOWNLOADS[scratch] = run.url
@@ -134,13 +141,16 @@ def pull_manifest(run: Run) -> None:
                 f"key 'remote': {run.url}: holds no prepared run; start with prepare and the same remote, or set "
                 "remote=null to use what is here"
             ) from None
+
         with suppress(FileNotFoundError):
             remote.get(f"{run.url}/{_MANIFEST}.sig", signature_of(manifest))
+
         check_manifest(run.experiment, manifest)
         Manifest.read(Path(scratch))
         _refuse_other_experiment(run)
         if signature_of(manifest).exists():
             remote.get(str(signature_of(manifest)), signature_of(path))
+
         if not path.exists():
             remote.get(str(manifest), path)
         elif sha256_file(path) != sha256_file(manifest):
@@ -158,11 +168,13 @@ def is_shared(run: Run) -> bool:
     """
     if run.url is None or (run.folder.prepared / "parts.json").exists():
         return False
+
     with remote.reaching():
         try:
             remote.read(f"{run.url}/{_MANIFEST}")
         except FileNotFoundError:
             return False
+
     pull_ensemble(run)
     return True
 
@@ -176,6 +188,7 @@ def is_published(name: str, run: Run) -> bool:
     """Whether a member's artifact has been published at the run's URL or fetched, and not changed since."""
     with suppress(FileNotFoundError):
         return (run.folder.member(name) / _MARK).read_text(encoding="utf-8") == _mark_of(name, run)
+
     return False
 
 
@@ -196,16 +209,20 @@ def pull_artifact(name: str, run: Run) -> None:
         own = (folder / MEMBER_FILE).read_bytes()
     else:
         own = b""
+
     try:
         description = remote.read(f"{url}/{MEMBER_FILE}")
     except FileNotFoundError:
         (folder.parent / _MARK).unlink(missing_ok=True)  # perhaps removed there, so it is sent again
         return
+
     if own == description:
         mark_published(name, run)
         return
+
     if own and not is_published(name, run) and _step_of(own) >= _step_of(description):
         return
+
     with suppress(FileNotFoundError):
         with atomic_folder(folder) as temporary:
             DOWNLOADS[str(temporary)] = url
@@ -213,6 +230,7 @@ def pull_artifact(name: str, run: Run) -> None:
             for file in (STATEMENT, SIGNATURE):
                 with suppress(FileNotFoundError):
                     remote.get(f"{url}/{file}", temporary / file)
+
             remote.get(f"{url}/{WEIGHTS_FILE}", temporary / WEIGHTS_FILE)
             accept(name, temporary, run)
             meta = read_meta(temporary)
@@ -220,12 +238,14 @@ def pull_artifact(name: str, run: Run) -> None:
             base = base_file(run.folder.root, meta)
             if meta.base_sha256 is not None and not base.exists():
                 remote.get(f"{run.url}/{base.relative_to(run.folder.root).as_posix()}", base)
+
         mark_published(name, run)
 
 
 def _step_of(description: bytes) -> int:
     with suppress(ValueError, KeyError, TypeError, OverflowError):
         return int(parse_json(description)["step"])
+
     return -1
 
 
@@ -237,10 +257,12 @@ def pull_ensemble(run: Run, member: str | None = None) -> None:
     """
     if run.url is None:
         return
+
     pull_manifest(run)
     with remote.reaching():
         for name in run.names if member is None else [member]:
             pull_artifact(name, run)
+
     Run.open(run.experiment, create=True)
     if any(run.is_finished(name) for name in run.names if name != ROUTER):
         assemble(run, partial=True)

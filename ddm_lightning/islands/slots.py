@@ -43,6 +43,7 @@ def seconds_left(island: IslandConfig) -> float:
         own = math.inf
     else:
         own = 60 * island.max_minutes - (time.monotonic() - STARTED)
+
     if island.lease_file is None:
         return own
 
@@ -55,13 +56,16 @@ def _lent_until(path: Path) -> float:
         text = path.expanduser().read_text(encoding="utf-8", errors="replace").strip()
     except FileNotFoundError:
         return math.inf
+
     with suppress(ValueError, OverflowError):
         if "-" in text:
             end = datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
         else:
             end = float(text)
+
         if math.isfinite(end):
             return end
+
     raise UserError(
         f"key 'island.lease_file': {path}: holds {text[:40]!r}, which is no time; write the end of the slot as "
         "2026-11-25T18:30:00+01:00, or in seconds since 1970"
@@ -103,7 +107,9 @@ class Slot:
             self._end = time.monotonic() + seconds_left(self.island)
             if self._end - time.monotonic() <= LEAVING_SECONDS:
                 raise self._too_short()
+
             threading.Thread(target=self._watch, name="slot", daemon=True).start()
+
         return self
 
     def begin(self) -> None:
@@ -134,16 +140,19 @@ class Slot:
             with suppress(OSError, UserError):
                 self._end = time.monotonic() + seconds_left(self.island)
                 self._needed = self._leaving_seconds()
+
             now = time.monotonic()
             left = self._end - now
             is_leaving = self._grace_end or (self.publisher is not None and self.publisher.training_over.is_set())
             if is_leaving and left <= 0 and now >= self._grace_end:
                 print(f"{self.name}: its slot is over: ends at once", file=sys.stderr, flush=True)
                 os._exit(STOPPED)
+
             if left <= self._needed and not is_leaving:
                 self._grace_end = now + LEAVING_SECONDS
                 print(f"{self.name}: its slot ends in {left:.0f} s: stops", file=sys.stderr, flush=True)
                 os.kill(os.getpid(), signal.SIGTERM)
+
             wait = min(_POLL_SECONDS, max(left, 0.1))
 
     def _leaving_seconds(self) -> float:
@@ -155,16 +164,20 @@ class Slot:
             times = [path.stat().st_mtime for path in newest.iterdir()]
         else:
             times = [0.0]
+
         if self.publisher:
             publication = self.publisher.publication_seconds
         else:
             publication = 0.0
+
         if self.island.num_ranks > 1:
             steps = ranks.POLL_STEPS
         else:
             steps = 1
+
         if speed:
             step = self.run.member(self.name).batch_size / speed
         else:
             step = 0.0
+
         return LEAVING_SECONDS + _SAFETY * (steps * step + max(times) - min(times) + publication)

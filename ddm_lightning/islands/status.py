@@ -79,8 +79,10 @@ class Watch:
         if self.run.url is None:
             statuses = [self.run.status(name) for name in self.run.started]
             return [self._seen(status, status.shown_state()) for status in statuses]
+
         with remote.reaching():
             found = [self._look_at(name) for name in all_members(self.run.experiment)]
+
         return [seen for seen in found if seen is not None]
 
     def _look_at(self, name: str) -> Seen | None:
@@ -92,14 +94,17 @@ class Watch:
                 return waiting
 
             return None
+
         content = lease.read_lease(url, generation)
         status = MemberStatus(name, self.run.max_steps(name), host=content.host)
         with suppress(UserError):
             found = checks.record(content.status, MemberStatus, url, "wait for its next heartbeat")
             if found.member == name:
                 status = found
+
         if status.state == "waiting":  # before its first own status
             status.state = "starting"
+
         age = self._age(name, (generation, content.beat), content.time)
         runs = lease.runs_here(content)
         rules = (
@@ -118,6 +123,7 @@ class Watch:
         if beat != last:
             self._beats[name] = (beat, now, True)
             return 0.0
+
         watched = now - since
         by_clocks = time.time() - written
         if has_changed:
@@ -135,6 +141,7 @@ class Watch:
             left = None
             if math.isfinite(seconds):
                 left = seconds
+
         return Seen(status, health, age, starts, left)
 
 
@@ -146,14 +153,17 @@ def preparing_line(run: Run) -> str | None:
         root = f"{run.url}/{run.folder.prepared.name}"
     else:
         root = str(run.folder.prepared)
+
     with remote.reaching():
         top = remote.files(root, recursive=False)
         if "manifest.json" in top or "parts.json" not in top:
             return None
+
         try:
             num_parts = len(json.loads(remote.read(f"{root}/parts.json")))
         except (ValueError, TypeError, RecursionError):
             return f"prepare: {root}/parts.json is damaged"
+
         parts, groups = (
             sum(
                 name.endswith(".json") and size > 0
@@ -161,6 +171,7 @@ def preparing_line(run: Run) -> str | None:
             )
             for kind in ("parts", "groups")
         )
+
     num_groups = math.ceil(num_parts / GROUP_SIZE)
     return f"prepare: {parts:,} of {num_parts:,} parts encoded, {groups:,} of {num_groups:,} groups of shards written"
 
@@ -216,10 +227,12 @@ def status_table(title: str, members: Sequence[Seen], width: int = 80) -> Table:
         headings = [*rows[0]]
     else:
         headings = []
+
     while True:
         found = table(headings, [[row[heading] for heading in headings] for row in rows], title, _TEXTS)
         if len(headings) <= 2 or Console(width=10_000).measure(found).maximum <= width:
             return found
+
         headings.pop()
 
 

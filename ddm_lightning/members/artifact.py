@@ -161,6 +161,7 @@ def write_artifact(
         atomic_write_json(temporary / MEMBER_FILE, document)
         if sign is not None:
             sign(temporary)
+
     return meta
 
 
@@ -199,7 +200,9 @@ def temperatures_of(meta: ArtifactMeta) -> tuple[list[float], list[float]]:
         for key, value in meta.metrics.items():
             if re.fullmatch(rf"{prefix}_t[\d.]+", key):
                 by_time[key] = value
+
         found.append([by_time[key] for key in sorted(by_time)])
+
     return found[0], found[1]
 
 
@@ -255,10 +258,12 @@ def hand_over(
         validated = {HELD_OUT_STEP: float(status.validated_step)}
     else:
         validated = {}
+
     class_counts: list[int] = []
     if member.condition.kind == "class" and manifest.class_counts:
         counts = (manifest.class_counts[k] for k in member.clusters)
         class_counts = [sum(of_class) for of_class in zip(*counts, strict=True)]
+
     meta = ArtifactMeta(
         **described(member, manifest),
         prediction=None if member.role.classifies else prediction,

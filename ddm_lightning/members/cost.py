@@ -44,6 +44,7 @@ def flops_per_sample(
         output = meta(*inputs)
         if backward:
             output.sum().backward()
+
     return counter.get_total_flops() / num
 
 
@@ -57,10 +58,13 @@ def _example(
             dtype = torch.int64
         else:
             dtype = torch.float32
+
         vectors = None
         if condition.vector_size:
             vectors = torch.zeros(num, condition.vector_size, device=device)
+
         rows = Condition.of(torch.zeros(num, *condition.row_shape, dtype=dtype, device=device), vectors)
+
     return torch.zeros(num, *x_shape, device=device), torch.zeros(num, device=device), rows
 
 
@@ -116,14 +120,17 @@ def step_cost(member: Member, island: IslandConfig, network: nn.Module) -> StepC
         whole = flops_per_sample(network, member.x_shape, member.condition, backward=True)
     except (RuntimeError, NotImplementedError) as error:  # operations of a plug-in that the counter does not know
         return StepCost(0.0, 0.0, None, f"its FLOPs cannot be counted ({first_line(error)}), so no MFU is shown")
+
     if island.activation_checkpointing:
         recomputed = forward
     else:
         recomputed = 0.0
+
     name, peak = peak_of_this_device(island.accelerator, island.precision)
     line = f"{whole / 1e9:.4g} GFLOP per sample"
     if peak is None:
         return StepCost(whole, recomputed, None, f"{line}; the peak of {name} is not known, so no MFU is shown")
+
     line += f"; MFU against {island.num_ranks} x {peak:g} TFLOP/s of {name} in {island.precision}"
     return StepCost(whole, recomputed, island.num_ranks * peak * 1e12, line)
 
@@ -180,9 +187,11 @@ def chosen_strategy(island: IslandConfig, state: State, num_bytes: int) -> str:
         return "single"
     if island.strategy != "auto":
         return island.strategy
+
     room = 0.5 * num_bytes  # the other half is left to activations
     if state.training < room:
         return "ddp"
+
     # Gathered weights come on top of the shards. A block's whole gradients do, too, but are far smaller.
     gathered = _gathered_bytes(state, island) + state.training / island.devices
     if gathered < room:
@@ -268,26 +277,32 @@ class MemberCost:
             num_shards = island.devices
         else:
             num_shards = 1
+
         is_sharded = num_shards > 1
         num, parts = micro_batch_of(self.member, island)
         half = is_sharded and island.precision in HALF
         key = (num, parts > 1, is_sharded, half, island.precision, island.activation_checkpointing, island.compile)
         if key not in self._held:
             self._held[key] = self._count(island, num, accumulates=parts > 1, sharded=is_sharded, half=half)
+
         activations, most = self._held[key]
         if is_sharded:
             gathered = _gathered_bytes(state, island)
         else:
             gathered = 0
+
         if strategy == "fsdp":  # two blocks at a time: one in use, one on its way
             gathered = min(gathered, 2 * gathered // max(1, len(blocks_of(self.network))))
+
         shares = {}
         for name in ("weights", "gradients", "optimizer", "ema"):
             shares[name] = getattr(state, name) // num_shards
+
         if is_sharded or parts > 1:
             kept = activations + shares["gradients"]
         else:
             kept = max(activations, shares["gradients"])
+
         # Muon keeps its matrices in case that a step is skipped.
         most = max(most + shares["gradients"] * is_sharded, shares["gradients"] + 4 * self.num_muon)
         shares["weights"] += gathered + sum(buffer.nbytes for buffer in self.network.buffers())
@@ -303,8 +318,10 @@ class MemberCost:
             if sharded:
                 for parameter in network.parameters():
                     parameter.register_post_accumulate_grad_hook(_free_gradient)
+
             if island.activation_checkpointing:
                 checkpoint_blocks(network)
+
             inputs = _example(self.member.x_shape, self.member.condition, num, "cpu")
 
             def loss() -> Tensor:
@@ -316,6 +333,7 @@ class MemberCost:
                 compile_blocks(network, "aot_eager_decomp_partition")
                 loss().backward()
                 network.zero_grad()
+
             kept = 0
             with _Held(_tensors([*network.parameters(), *network.buffers(), *inputs])) as held:
                 for _ in range(1 + accumulates):
@@ -324,6 +342,7 @@ class MemberCost:
                     kept = held.now - before
                     value.backward()
                     del value
+
         return kept, held.most
 
 
@@ -361,6 +380,7 @@ class _Held(TorchDispatchMode):
         output = function(*args, **(kwargs or {}))
         for tensor in _tensors(output):
             self._add(tensor.untyped_storage())
+
         return output
 
     def _add(self, storage: torch.UntypedStorage) -> None:

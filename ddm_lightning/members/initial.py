@@ -66,6 +66,7 @@ class Initial:
             self._of_run = ROUTER
         else:
             self._of_run = MONOLITH
+
         self._remedy = f"remove {self.root} to fetch the weights again"
         self._record = self.root / f"{sha256_json([self.source, self._of_run])[:16]}.json"
 
@@ -81,6 +82,7 @@ class Initial:
         else:
             found = self._fetch()
             atomic_write_json(self._record, asdict(_Recorded(self.source, found)))
+
         self._require(self.config.sha256 or found, found)
         return found
 
@@ -96,6 +98,7 @@ class Initial:
             self._pull(*self._described(path.parent), path)
         if not path.exists():
             self._require(self.sha256, self._fetch())
+
         return path
 
     def configured(self) -> Member:
@@ -110,6 +113,7 @@ class Initial:
         params_of = None if self.member.role.classifies else getattr(EXPERTS.get(network.name), "params_of", None)
         if network.params or params_of is None:
             return self.member
+
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch)
             if self.is_recorded():
@@ -119,6 +123,7 @@ class Initial:
                 DOWNLOADS[scratch] = self.source
                 with remote.reaching(f"{self.source} cannot be read"):
                     self._describe(folder)
+
             member_file, config_file = self._described(folder)
             if member_file.exists():
                 params = read_meta(folder).params
@@ -130,6 +135,7 @@ class Initial:
                     params = params_of(config)
                 except (ValueError, AttributeError) as error:  # the latter for JSON of another form
                     raise self._error(f"{config_file.name}: {first_line(error)}; give another model") from None
+
         return replace(self.member, network=replace(network, params=params))
 
     @staticmethod
@@ -141,6 +147,7 @@ class Initial:
         """Whether this folder, or the run's URL, says which hash the source had."""
         if not self._record.exists():
             self._pull(self._record)
+
         return self._record.exists()
 
     def check(self, network: nn.Module) -> list[str]:
@@ -162,6 +169,7 @@ class Initial:
                 shutil.rmtree(self.root / self.sha256)
                 self._record.unlink()
                 self._remove_if_empty()
+
             raise
 
     def load(self, network: nn.Module) -> list[str]:
@@ -193,25 +201,31 @@ class Initial:
             weights = read_header(path, remedy)
         else:
             weights = load_weights(path, self.sha256, remedy)
+
         notes = self._check_description(getattr(network, "prediction", None))
         needs = network.state_dict()
         named = prefixed(weights, network)
         if named is not weights:  # of the model within, which lacks the rest
             needs = {name: value for name, value in needs.items() if name.startswith(str(network.wraps))}
+
         odd = misfits(named, needs)
         fitting = {}
         for name, value in named.items():
             if name not in odd:
                 fitting[name] = value
+
         if odd and not (self.config.partial and fitting):
             if self.config.partial:
                 more = ""
             else:
                 more = ", or let these start anew: init_from: {source: …, partial: true}"
+
             raise self._error(f"the weights do not fit: {in_short(odd)}; take weights of this network{more}")
+
         fates = []
         for name, text in odd.items():
             fates.append(f"{text}: {'starts anew' if name in needs else 'left out'}")
+
         return fitting, [*fates, *notes]
 
     def _check_description(self, prediction: str | None) -> list[str]:
@@ -222,10 +236,12 @@ class Initial:
         """
         if not self.path.with_name(MEMBER_FILE).exists():
             return []
+
         meta = read_meta(self.path.parent)
         own = self.member.network
         if meta.lora is not None:
             raise self._error("is an adapter; give its base, or the weights of another whole network")
+
         for what, was, now, may_differ in (
             ("network", meta.network, own.name, False),
             ("prediction", meta.prediction, None if self.member.role.classifies else prediction, self.config.partial),
@@ -233,6 +249,7 @@ class Initial:
         ):
             if was != now and not may_differ:
                 raise self._error(f"its {what} is {was!r}, the experiment's {now!r}; take weights of this {what}")
+
         params = own.params
         return [
             f"the network's {key} is {params.get(key)!r}, and was {meta.params.get(key)!r}"
@@ -252,16 +269,19 @@ class Initial:
         temporary = Path(tempfile.mkdtemp(prefix=".tmp-", dir=self.root))
         if self.source.endswith(".safetensors"):  # a file, not a folder of one
             DOWNLOADS[str(temporary / WEIGHTS_FILE)] = self.source
+
         DOWNLOADS[str(temporary)] = self.source
         try:
             with remote.reaching(f"{self.source} cannot be read"):
                 self._bring(temporary)
+
             weights = temporary / WEIGHTS_FILE
             is_artifact = (temporary / MEMBER_FILE).exists()
             if is_artifact:
                 found = read_meta(temporary).model_sha256
             else:
                 found = sha256_file(weights)
+
             load_weights(
                 weights, found, "give other weights; they are never unpickled"
             )  # refuses some for their values
@@ -272,6 +292,7 @@ class Initial:
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
             self._remove_if_empty()
+
         return found
 
     def _remove_if_empty(self) -> None:
@@ -289,13 +310,16 @@ class Initial:
         source = self.config.source.rstrip("/")
         if source.endswith(".safetensors") or Path(source).expanduser().is_file():
             return ""
+
         member_file, config_file = self._described(folder)
         for place in (source, f"{source}/members/{self._of_run}/artifact"):
             with suppress(FileNotFoundError):
                 remote.get(f"{place}/{member_file.name}", member_file)
                 return f"{place}/{WEIGHTS_FILE}"
+
         with suppress(FileNotFoundError):
             remote.get(f"{source}/{config_file.name}", config_file)
+
         return ""
 
     def _bring(self, folder: Path) -> None:
@@ -312,6 +336,7 @@ class Initial:
             parts = []
         else:
             parts = sorted(filter(_OF_DIFFUSERS.fullmatch, remote.files(source)))
+
         if is_weights or found or len(parts) == 1:
             remote.get(source if is_weights else found or f"{source}/{parts[0]}", target)
         elif parts:
@@ -320,6 +345,7 @@ class Initial:
                 remote.get(f"{source}/{name}", folder / name)
                 state |= load_weights(folder / name, sha256_file(folder / name), "copy the model again")
                 (folder / name).unlink()
+
             save_weights(target, state, self.source)
         else:
             raise self._error(

@@ -46,6 +46,7 @@ def load_network(folder: Path, *, mapped: bool = False, bases: Bases | None = No
         network = _fitting_network(meta, header, {}, source)
     else:
         network = (bases or Bases([folder])).network(meta, header, source)
+
     network.load_state_dict(load_weights(path, meta.model_sha256, REMEDY), assign=mapped)
     return meta, network.eval()
 
@@ -74,6 +75,7 @@ class Bases:
             for place in (folder, *folder.parents):
                 if (place / name).exists():
                     return place / name
+
         raise UserError(
             f"{source}: is an adapter for another base: there is no {name} in {self.folders[0]} or above it; fetch it "
             "from the run that trained the adapter"
@@ -95,6 +97,7 @@ class Bases:
         if key not in self._built:
             base = load_weights(self.file(meta, source), str(meta.base_sha256), f"fetch the base of {source} again")
             self._built[key] = _fitting_network(meta, weights, base, source).to(self.device)
+
         first = self._built[key]
         _refuse_misfits(meta, weights, first, source)
         return copy.deepcopy(first, {id(shared): shared for shared in first.buffers()})
@@ -127,17 +130,20 @@ def _fitting_network(
         network = _build_bounded(meta, weights, base)
         # Positional embeddings may take more memory than weights, and are computed from parts, in float64.
         planned = [*network.parameters(), *5 * [buffer for buffer in network.buffers() if buffer.is_meta]]
+
     check_memory(planned, source)
     try:
         network = _build_bounded(meta, weights, base)
     except (UserError, RuntimeError, ArithmeticError) as error:  # torch raises the others for sizes such as 0
         raise UserError(f"{source}: cannot be built: {first_line(error)}; {remedy}") from None
+
     _refuse_misfits(meta, weights, network, source)
     declared = getattr(network, "prediction", None)
     if declared != meta.prediction:
         raise UserError(f"{source}: the weights predict {meta.prediction!r}, the code {declared!r}; {remedy}")
     if (path := declared_path(network)) not in (None, meta.path):
         raise UserError(f"{source}: key 'path' is {meta.path!r}, but the code's is {path!r}; {remedy}")
+
     return network
 
 
@@ -162,6 +168,7 @@ def _build_bounded(meta: ArtifactMeta, weights: Mapping[str, Tensor], base: Mapp
 
     if "path" in meta.params:
         raise UserError("its params name a file outside the artifact")
+
     hook = register_module_parameter_registration_hook(count)
     try:
         plugin = PluginConfig(meta.network, meta.params)
@@ -174,7 +181,9 @@ def _build_bounded(meta: ArtifactMeta, weights: Mapping[str, Tensor], base: Mapp
             for name, value in named.items():
                 if name in own and name not in trained:
                     frozen[name] = value
+
             adapt(network, meta.lora, frozen)
+
         return network
     finally:
         hook.remove()

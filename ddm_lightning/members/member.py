@@ -94,6 +94,7 @@ class Role:
         context: dict[str, Any] = {"x_shape": tuple(x_shape), "condition": condition}
         if self.classifies:
             return ROUTERS.build(network.name, network.params, **context, num_clusters=num_clusters)
+
         return EXPERTS.build(network.name, network.params, **context)
 
 
@@ -141,6 +142,7 @@ class Router(Role):
             spec = condition_spec(experiment, sizes)
         else:
             spec = ConditionSpec("none", 0)
+
         return spec, router.condition_dropout
 
 
@@ -202,11 +204,13 @@ def parse_members(text: str, experiment: Experiment, key: str = "member") -> lis
     """
     if text == "all":
         return ensemble_members(experiment)
+
     known = all_members(experiment)
     names = [name.strip() for name in text.split(",")]
     for name in names:
         if name not in known:
             raise UserError(f"{key}={text}: unknown member {name!r}; known: {', '.join(known)}, all")
+
     return list(dict.fromkeys(names))
 
 
@@ -223,8 +227,10 @@ def condition_spec(experiment: Experiment, sizes: Manifest | DataSizes) -> Condi
                 f"key 'condition.kind' = {kind!r}: the caption encoder makes no tokens; set its param 'store' or "
                 "'max_tokens', or take one that has such a param (docs/data.md)"
             )
+
         length, size = sizes.token_shape
         return ConditionSpec(kind, size, length, sizes.text_size if "text" in kind else 0)
+
     return ConditionSpec(kind, {"text": sizes.text_size, "class": sizes.num_classes, "none": 0}[kind])
 
 
@@ -279,11 +285,13 @@ class Member:
                 f"key 'prepare.partition.num_clusters' = {num_clusters}: the manifest has {sizes.num_clusters}; "
                 f"copy this run's prepared/manifest.json, or set it to {sizes.num_clusters}"
             )
+
         role = role_of(name)
         config = role.config(name, experiment)
         expert = None
         if isinstance(config, ExpertConfig):
             expert = config
+
         condition, condition_dropout = role.condition(experiment, sizes)
         return cls(
             name=name,
@@ -317,10 +325,12 @@ class Member:
         """
         with self._seeded("initial weights"):
             network = self.role.build(self.network, self.x_shape, self.condition, self.num_clusters)
+
         if (path := declared_path(network)) not in (None, self.path):
             raise UserError(
                 f"expert {self.network.name!r} works on the path {path!r}, not {self.path!r}; set expert.path={path}"
             )
+
         return network
 
     def adapted(self, network: nn.Module, base: Mapping[str, Tensor] | None = None) -> nn.Module:
@@ -336,6 +346,7 @@ class Member:
         if self.lora is not None:
             with self._seeded("adapters"):
                 adapt(network, self.lora, network.state_dict() if base is None else base)
+
         return network
 
     @contextmanager

@@ -44,6 +44,7 @@ def check_plugins(experiment: Experiment, source: str, overrides: Sequence[str] 
         if plugin is not None:
             with _blaming(key, source, overrides):
                 plugins.check(plugin.name, plugin.params, **dict.fromkeys(context))
+
     check_strategy(experiment, source, overrides)
 
 
@@ -74,6 +75,7 @@ def check_strategy(experiment: Experiment, source: str, overrides: Sequence[str]
     with _blaming("sample.strategy", source, overrides, f" = {sample.strategy!r}"):
         strategy = registry.STRATEGIES.build(sample.strategy, sample.strategy_params)
         strategy.check_solver(sample.solver)
+
     with _blaming("sample.solver", source, overrides, f" = {sample.solver!r}"):
         registry.SOLVERS.build(sample.solver, sample.solver_params)
 
@@ -104,15 +106,19 @@ def check_networks(
     run = Run(experiment)
     if isinstance(sizes, Manifest):
         _check_samples(experiment, sizes)
+
     for key, name in (*_expert_networks(experiment), ("router.network", ROUTER)):
         member = run.resolve(name, sizes)
         with _blaming(key, source, overrides):
             network = member.plan_network()
+
         if initial and (start := run.initial(member)) is not None:
             with _blaming(f"{key.removesuffix('network')}init_from", source, overrides):
                 start.check(network)
+
         with _blaming(key, source, overrides):
             member.adapted(network)
+
         train = f"{key.removesuffix('.network')}.train.optimizer"
         has_matrices = any(is_muon_matrix(name, parameter) for name, parameter in network.named_parameters())
         if member.train.optimizer == "muon" and not has_matrices:
@@ -129,6 +135,7 @@ def _check_samples(experiment: Experiment, manifest: Manifest) -> None:
         is_missing = sum(map(any, zip(*manifest.class_counts, strict=True))) == 1
     if kind != "none" and is_missing:
         raise missing_condition(kind, manifest.num_samples)
+
     for name in ensemble_members(experiment):
         member = Run(experiment).resolve(name, manifest)
         num = sum(manifest.clusters[cluster].train for cluster in member.clusters)
@@ -147,6 +154,7 @@ def missing_condition(kind: str, num: int) -> UserError:
     if kind == "class":
         found = f"all of {num:,} samples have one label"
         remedy = "label_column, or one folder for each class"
+
     return UserError(
         f"key 'condition.kind' = {kind!r}: {found}; tell the source where it is (prepare.source.params.{remedy}; "
         "docs/data.md), or set condition.kind=none"
@@ -162,11 +170,13 @@ def is_collected(members: Sequence[str], run: Run) -> bool:
     manifest = run.folder.prepared / "manifest.json"
     if not manifest.exists() or manifest.with_name("parts.json").exists():
         return False
+
     if missing := [name for name in members if not run.folder.has_artifact(name)]:
         raise UserError(
             f"{manifest}: was prepared elsewhere, and the artifacts of {', '.join(missing)} are not here; copy them to "
             f"{run.folder.root / 'members'}/NAME/artifact, or train one with member={missing[0]}"
         )
+
     return True
 
 
@@ -190,6 +200,7 @@ def refuse_stale(members: Sequence[str], run: Run) -> None:
         for key, value in wanted.items():
             if getattr(meta, key) != value:
                 differing.append(key)
+
         start = run.initial(member)
         has_other_start = start is not None and start.is_recorded() and meta.init_sha256 not in (None, start.sha256)
         for is_wrong, problem in (

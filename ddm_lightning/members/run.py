@@ -53,10 +53,13 @@ class Run:
             problem = "no run here; start it with fit and the same FILE and settings"
             if folder.ensemble.exists():
                 problem = "is a saved ensemble, which has no shards or checkpoints; give the run folder with -c"
+
             raise UserError(f"{folder.root}: {problem}")
+
         refuse_changed(experiment)
         if create and recorded(folder) != asdict(experiment):
             atomic_write_text(folder.experiment, to_yaml(experiment))
+
         return run
 
     @contextmanager
@@ -78,6 +81,7 @@ class Run:
         except UserError:
             if is_new and set(checkpoints.glob("*")) == before:
                 self.folder.experiment.unlink(missing_ok=True)
+
             raise
 
     @cached_property
@@ -104,8 +108,10 @@ class Run:
                 return own
 
             return str(Path(own).expanduser())
+
         if self.url is not None and not here.is_dir():
             return f"{self.url}/{here.relative_to(self.folder.root).as_posix()}"
+
         return str(here)
 
     @property
@@ -130,6 +136,7 @@ class Run:
         """
         if name not in self._members:
             self._members[name] = self.resolve(name, self.manifest)
+
         return self._members[name]
 
     def resolve(self, name: str, sizes: Manifest | DataSizes) -> Member:
@@ -172,6 +179,7 @@ class Run:
         """
         if not self.folder.has_artifact(name):
             return False
+
         return read_meta(self.folder.artifact(name)).step >= self.max_steps(name)
 
     def status(self, name: str) -> MemberStatus:
@@ -186,4 +194,5 @@ class Run:
             status.state = "done"
             status.step = meta.step
             status.metrics |= meta.metrics
+
         return status

@@ -115,6 +115,7 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> Experiment:
     if run.experiment.exists() and run.experiment.resolve() != path.resolve():
         recorded = load_experiment(path, overrides, record=run.experiment)
         experiment = replace(recorded, run_dir=experiment.run_dir)  # the folder may have moved
+
     return experiment
 
 
@@ -168,10 +169,12 @@ def changes(old: dict[str, Any], new: dict[str, Any]) -> str:
         inherited = None
         if key.endswith(".train.max_steps"):
             inherited = before.get("expert.train.max_steps")
+
         was = before.get(key, defaults.get(key, inherited))
         now = after.get(key)
         if was == now or f"{key}.".startswith(allowed):
             continue
+
         section = key.removesuffix("train.max_steps")
         # Of the section and its overrides; an expert without its own has the schedule of all.
         own = [value for name, value in after.items() if name.startswith(section) and name.endswith("train.schedule")]
@@ -179,9 +182,12 @@ def changes(old: dict[str, Any], new: dict[str, Any]) -> str:
         is_raised = key.endswith(".train.max_steps") and isinstance(was, int) and isinstance(now, int) and was < now
         if is_raised and ends is None:
             continue
+
         if key in before:
             value = f"was {json.dumps(was)}"
         else:
             value = "was not set"
+
         described.append(f"{key} ({value}{f', where the {ends} schedule ends' if is_raised else ''})")
+
     return ", ".join(described)

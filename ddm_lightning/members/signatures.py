@@ -89,6 +89,7 @@ def sign_artifact(folder: Path, name: str, run: Run) -> None:
             version = _statement(earlier).version
         else:
             version = 0
+
         atomic_write_json(folder / STATEMENT, asdict(_Statement(fingerprint(run.experiment), version + 1)))
         config.sign(folder, folder / SIGNATURE)
 
@@ -123,14 +124,17 @@ def accept(name: str, folder: Path, run: Run) -> None:
     """
     if not (keys := _trusted(name, run.experiment)):
         return
+
     record = run.folder.member(name) / ACCEPTED_FILE
     last = _Accepted()
     if record.exists():
         last = checks.read_record(record, _Accepted, "the record of accepted artifacts", "remove it")
+
     parts = (folder / SIGNATURE, folder / MEMBER_FILE, *keys)
     content = sha256_json([sha256_file(part) for part in parts if part.exists()])
     if content == last.content:
         return  # weights, which are gigabytes, are hashed again when they are loaded
+
     verify(folder, folder / SIGNATURE, keys)
     meta = read_meta(folder)
     statement = _statement(folder)
@@ -145,6 +149,7 @@ def accept(name: str, folder: Path, run: Run) -> None:
     ):
         if is_wrong:
             raise UserError(f"{folder}: {problem}; {REMEDY}")
+
     atomic_write_json(record, asdict(_Accepted(meta.step, statement.version, content)))
 
 
@@ -176,12 +181,14 @@ def verify(path: Path, signature: Path, keys: Sequence[Path]) -> None:
 
     if not signature.is_file():
         raise UserError(f"{path}: is not signed ({signature.name} is missing); {_REMEDY}")
+
     problems = []
     for key in keys:
         try:
             return Config().use_elliptic_key_verifier(public_key=key).verify(path, signature)
         except Exception as error:  # noqa: BLE001  # a forged bundle makes the library raise anything
             problems.append(f"{key}: {first_line(error)}")
+
     raise UserError(f"{path}: its signature is refused ({'; '.join(problems)}); {_REMEDY}")
 
 
@@ -196,10 +203,12 @@ def _trusted(name: str, experiment: Experiment) -> list[Path]:
     paths = []
     for path in found if isinstance(found, list) else [found]:
         paths.append(Path(str(path)).expanduser())
+
     if keys and not paths:
         raise UserError(f"key 'island.trusted_keys' has no key for {name}; add {name}: FILE or all: FILE")
     if missing := [path for path in paths if not path.is_file()]:
         raise UserError(f"key 'island.trusted_keys': {missing[0]}: there is no such file; copy the public key there")
+
     return paths
 
 
@@ -209,8 +218,10 @@ def _signer(name: str, run: Run) -> Any:
         island = run.experiment.island
     else:
         island = island_of(name, run.experiment)
+
     if island.signing_key is None:
         return None
+
     require("key 'island.signing_key'", "model_signing", extra="signing")
     from model_signing import hashing, signing
 
@@ -225,6 +236,7 @@ def _signer(name: str, run: Run) -> Any:
     ):
         if is_wrong:
             raise UserError(f"key 'island.signing_key': {path}: {problem}")
+
     try:
         config = signing.Config().use_elliptic_key_signer(private_key=path)
     except Exception as error:
@@ -232,4 +244,5 @@ def _signer(name: str, run: Run) -> Any:
             f"key 'island.signing_key': {path}: is not an unencrypted private key of the curve P-256, P-384 or P-521 "
             f"({first_line(error)}); make one with openssl genpkey"
         ) from error
+
     return config.set_hashing_config(hashing.Config().set_ignored_paths(paths=[SIGNATURE]))

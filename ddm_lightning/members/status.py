@@ -67,6 +67,7 @@ class MemberStatus:
         """Write ``status.json`` in the member's folder; of several ranks, the first does."""
         if Ranks.read().rank > 0:
             return
+
         self.updated = time.time()
         self.pid = os.getpid()
         self.began = start_time(self.pid)
@@ -86,6 +87,7 @@ class MemberStatus:
         path = folder / "status.json"
         if not path.exists():
             return cls(member, max_steps)
+
         return checks.read_record(path, cls, "the member's status", "delete it; training rewrites it")
 
     def shown_state(self) -> str:
@@ -111,12 +113,14 @@ class MemberStatus:
         """Whether the process that wrote the status is alive on this machine."""
         if self.pid <= 0 or self._is_elsewhere():  # os.kill takes 0 and less for process groups
             return False
+
         try:
             os.kill(self.pid, 0)
         except (ProcessLookupError, OverflowError):
             return False
         except PermissionError:  # another user's
             pass
+
         return self.began in ("", start_time(self.pid))  # process ids are reused
 
     def _is_elsewhere(self) -> bool:

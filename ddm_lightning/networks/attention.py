@@ -45,10 +45,12 @@ def attention(
     if backend in _KERNELS:
         with sdpa_kernel(_KERNELS[backend]):
             return attention(q, k, v, "sdpa")
+
     if backend in ("auto", "sdpa"):
         return functional.scaled_dot_product_attention(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         ).transpose(1, 2)
+
     return _xformers(q, k, v)
 
 
@@ -77,6 +79,7 @@ def set_attention(module: nn.Module, backend: str) -> None:
     """
     if backend == "xformers":
         _load_xformers()  # now, because compiled code cannot import
+
     for part in module.modules():
         if hasattr(part, "attention_backend"):
             part.attention_backend = backend  # type: ignore[assignment]  # torch expects tensors and modules
@@ -93,6 +96,7 @@ def chosen_kernel(network: nn.Module, device: torch.device) -> str | None:
             size = qkv.in_features // int(part.num_heads)  # type: ignore[arg-type]  # torch expects tensors and modules
             q = torch.ones(1, 1, 256, size, dtype=(one @ one).dtype, device=device, requires_grad=True)
             return SDPBackend(torch._fused_sdp_choice(q, q, q)).name.lower()
+
     return None
 
 
@@ -104,6 +108,7 @@ def check_attention(backend: str, device: torch.device) -> None:
     """
     if backend in ("auto", "sdpa"):
         return
+
     square = torch.ones(64, 64, device=device, requires_grad=True)
     q = (square @ square).view(1, 64, 1, 64)  # in the dtype of a linear layer's output
     try:
@@ -121,6 +126,7 @@ def _load_xformers() -> Any:
         _xformers_ops = importlib.import_module("xformers.ops")
     except ImportError as error:
         raise UserError(f"attention back end 'xformers' cannot be imported ({error}); {_REMEDY}") from error
+
     return _xformers_ops
 
 
@@ -129,6 +135,7 @@ def _xformers(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         ops = _xformers_ops
     else:
         ops = _load_xformers()
+
     try:
         return ops.memory_efficient_attention(q, k, v)
     except NotImplementedError as error:

@@ -83,11 +83,13 @@ class Architecture(Recipe):
         for number in (self.depth, self.width, self.num_heads):
             if number is not None:
                 given.append(number)
+
         if self.size not in (None, *SIZES) or len(given) != (3 if self.size is None else 0):
             raise ValueError(
                 f"needs either size ({', '.join(SIZES)}) or all of width, depth and num_heads; given are size = "
                 f"{self.size}, width = {self.width}, depth = {self.depth}, num_heads = {self.num_heads}"
             )
+
         if self.size is None:
             return Size(*given)
 
@@ -151,6 +153,7 @@ class SelfAttention(nn.Module):
         if rotation is not None:
             q = rotate(q, rotation)
             k = rotate(k, rotation)
+
         return self.out(attention(q, k, v, self.attention_backend).flatten(2))
 
 
@@ -188,6 +191,7 @@ class SwiGLU(nn.Module):
             multiple = 64
         else:
             multiple = 8
+
         gated = multiple * -(-2 * hidden // (3 * multiple))
         # One product for both, as for queries, keys and values.
         self.gate_up = nn.Linear(width, 2 * gated)
@@ -234,6 +238,7 @@ class DiTBlock(nn.Module):
         self.cross_attention = None
         if cross_attention:
             self.cross_attention = CrossAttention(width, num_heads, recipe.qk_norm)
+
         self.mlp = SwiGLU(width, hidden) if recipe.mlp == "swiglu" else plain_mlp(width, hidden)
 
     def forward(
@@ -255,6 +260,7 @@ class DiTBlock(nn.Module):
         x = torch.addcmul(x, gate, self.attention(modulate(x, shift, scale, self.norm), rotation))
         if self.cross_attention is not None:
             x = x + self.cross_attention(x, context)
+
         return torch.addcmul(x, mlp_gate, self.mlp(modulate(x, mlp_shift, mlp_scale, self.norm)))
 
 
@@ -283,9 +289,11 @@ def initialise(network: nn.Module) -> None:
         if isinstance(part, nn.Linear):
             nn.init.xavier_uniform_(part.weight)
             nn.init.zeros_(part.bias)
+
         if name.endswith(("modulation", "cross_attention.out", "final.out")):
             for parameter in part.parameters():
                 nn.init.zeros_(parameter)
+
     for part in network.modules():
         if hasattr(part, "initialise"):
             part.initialise()  # type: ignore[operator]  # torch expects tensors and modules

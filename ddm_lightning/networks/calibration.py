@@ -86,7 +86,9 @@ class Calibration:
             if 0 < best < len(loss) - 1:
                 below, lowest, above = loss[best - 1 : best + 2].tolist()
                 exponent += 0.05 * (below - above) / max(below - 2 * lowest + above, 1e-12)
+
             fitted.append(2.0**exponent if loss.any() else 1.0)
+
         return fitted
 
     def errors(self) -> tuple[list[float], list[float]]:

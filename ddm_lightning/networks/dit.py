@@ -50,8 +50,10 @@ class PatchTransformer(embeddings.Conditioned):
             raise ValueError(
                 f"patch_size = {patch_size} must divide the {height_cells}x{width_cells} cells of a sample"
             )
+
         if width < 1 or width % num_heads:
             raise ValueError(f"width = {width} must be at least 1, and num_heads = {num_heads} must divide it")
+
         self.x_shape = x_shape
         self.patch_size = patch_size
         self.patch_embedding = nn.Linear(channels * patch_size**2, width)
@@ -68,6 +70,7 @@ class PatchTransformer(embeddings.Conditioned):
         embedded: Tensor = self.patch_embedding(patches)
         if self.positions is not None:
             return embedded + self.positions
+
         # Keep float32 under autocast, so that blocks do not sum in half precision.
         assert self.rotation is not None
         return embedded.to(self.rotation.dtype)
@@ -102,6 +105,7 @@ class Trunk(PatchTransformer):
         self.shared_modulation = None
         if options.modulation == "single":
             self.shared_modulation = nn.Linear(width, 6 * width)
+
         self.blocks = nn.ModuleList(DiTBlock(width, num_heads, options, reads_tokens) for _ in range(depth))
         self.final = FinalLayer(width, out_features, options.norm)
 
@@ -125,8 +129,10 @@ class Trunk(PatchTransformer):
             context = self.token_embedding(condition, len(tokens))
         if self.shared_modulation is not None:
             conditioning = self.shared_modulation(conditioning)
+
         for block in self.blocks:
             tokens = block(tokens, conditioning, rotation, context)
+
         return tokens
 
 
@@ -206,6 +212,7 @@ class RouterDiT(Trunk):
             raise ValueError(f"dropout = {dropout} and text_dropout = {text_dropout} must be at least 0 and below 1")
         if text_dropout and condition.kind != "text":
             raise ValueError(f"text_dropout = {text_dropout} needs a text condition, not {condition.kind!r}")
+
         options = Architecture(**params)
         super().__init__(x_shape=x_shape, condition=condition, options=options, out_features=num_clusters)
         self.dropout = dropout
@@ -220,6 +227,7 @@ class RouterDiT(Trunk):
         """Logits of the clusters; ``condition=None`` is the learned null in every row."""
         if condition is not None and self.training and self.text_dropout:
             condition = replace(condition, values=functional.dropout(condition.values, self.text_dropout))
+
         conditioning = self.conditioning(t, condition)
         patches = self.tokens(x_t)
         rotation = self.rotation
@@ -227,12 +235,14 @@ class RouterDiT(Trunk):
             kept = sample_kept(patches, self.dropout)
             patches = patches.gather(1, kept[:, :, None].expand(-1, -1, patches.shape[2]))
             rotation = None if rotation is None else rotation[0, kept]
+
         class_token = self.class_token.to(patches.dtype).expand(len(patches), 1, -1)
         tokens = torch.cat([class_token, patches], dim=1)
         if rotation is not None:
             first = rotation[:, :1, 0]
             still = torch.stack([torch.ones_like(first), torch.zeros_like(first)], dim=2)  # cosines 1, sines 0
             rotation = torch.cat([still, rotation], dim=1)
+
         tokens = self.run(tokens, conditioning, rotation, condition)
         # A copy, because FSDP2 warns about views, which it cannot track.
         return self.final(tokens[:, :1], conditioning)[:, 0].clone()

@@ -41,6 +41,7 @@ def sincos_positions(width: int, rows: int, columns: int) -> Float[Tensor, "n wi
     """
     if width % 4:
         raise ValueError(f"width = {width} must be divisible by 4, for sines and cosines of two coordinates")
+
     angles = _angles(width // 4, rows, columns)
     return torch.cat([wave(angle) for angle in angles for wave in (torch.sin, torch.cos)], dim=1).float()
 
@@ -56,6 +57,7 @@ def axial_rotation(head_size: int, rows: int, columns: int) -> Float[Tensor, "1 
     """
     if head_size % 4:
         raise ValueError(f"rope needs width / num_heads = {head_size} to be divisible by 4, for pairs on two axes")
+
     angles = torch.cat(_angles(head_size // 4, rows, columns), dim=1)
     return torch.stack([angles.cos(), angles.sin()], dim=1).float()[None]
 
@@ -133,6 +135,7 @@ class ConditionEmbedding(nn.Module):
         self.embed: nn.Module = (nn.Embedding if spec.kind == "class" else nn.Linear)(spec.size, width)
         if spec.kind != "class" and not keep_tokens:
             self.embed = nn.Sequential(UnitNorm(), self.embed)
+
         self.null = nn.Parameter(torch.zeros(width))
         self.tokens = (spec.length,) if keep_tokens else ()
 
@@ -143,6 +146,7 @@ class ConditionEmbedding(nn.Module):
             scale = math.sqrt(weight.shape[1])
         else:
             scale = 1.0
+
         nn.init.normal_(weight, std=0.02 * scale)
         nn.init.normal_(self.null, std=0.02)
 
@@ -151,11 +155,13 @@ class ConditionEmbedding(nn.Module):
         null = self.null.expand(num_rows, *self.tokens, -1)
         if condition is None:
             return null
+
         values = condition.values
         if not isinstance(self.embed, nn.Embedding):
             # Text may be stored in float16.
             values = values.to(self.null.dtype)
             values = values if self.tokens or values.ndim == 2 else values.mean(1)  # the mean: in plug-ins
+
         return torch.where(condition.keep.view(-1, *(1 for _ in null.shape[1:])), self.embed(values), null)
 
 
@@ -170,6 +176,7 @@ class Conditioned(nn.Module):
         self.condition_embedding = None
         if is_vector:
             self.condition_embedding = ConditionEmbedding(spec.pooled, width)
+
         self.token_embedding = None
         if spec.length:
             self.token_embedding = ConditionEmbedding(spec, width, keep_tokens=True)
@@ -179,4 +186,5 @@ class Conditioned(nn.Module):
         summed: Tensor = self.time_embedding(t)
         if self.condition_embedding is not None:
             summed = summed + self.condition_embedding(condition and condition.pooled, len(t))
+
         return functional.silu(summed)

@@ -59,6 +59,7 @@ def adapt(network: nn.Module, lora: LoraConfig, base: Mapping[str, Tensor]) -> N
     for name, value in base.items():
         if name not in own or own[name].shape != value.shape:
             raise UserError(f"the frozen base does not fit the network at {name!r}; take the base of this network")
+
     chosen: list[str] = []
     for target in lora.target_modules or [""]:
         found = [name for name in layers if f".{name}".endswith(f".{target}")]
@@ -67,7 +68,9 @@ def adapt(network: nn.Module, lora: LoraConfig, base: Mapping[str, Tensor]) -> N
             raise UserError(
                 f"lora.target_modules: no layer that takes adapters ends in {target!r}; such layers are {known}"
             )
+
         chosen += map(re.escape, found)
+
     config.target_modules = "|".join(chosen)
     # In eval mode, the fused path of nn.TransformerEncoderLayer reads weights past their layers.
     torch.backends.mha.set_fastpath_enabled(False)
@@ -77,6 +80,7 @@ def adapt(network: nn.Module, lora: LoraConfig, base: Mapping[str, Tensor]) -> N
         layer, leaf = _place(network, name)
         delattr(layer, leaf)
         layer.register_buffer(leaf, own[name].detach().copy_(value), persistent=False)
+
     vars(network)[_FROZEN] = list(base)
 
 
@@ -94,6 +98,7 @@ def merged(network: nn.Module) -> dict[str, Tensor]:
     for name, layer in network.named_modules():
         if isinstance(layer, LoraLayer):
             weights[f"{name}.weight"] = weights[f"{name}.weight"] + layer.get_delta_weight(_NAME)
+
     return weights
 
 
@@ -110,9 +115,11 @@ def write_peft(folder: Path, lora: LoraConfig, state: Mapping[str, Tensor], inne
     for name, value in state.items():
         if ".lora_" in name:
             adapters[name.removeprefix(inner)] = value
+
     named = {}
     for name, value in adapters.items():
         named[f"base_model.model.{name.replace(f'.{_NAME}.', '.')}"] = value
+
     save_weights(folder / "adapter_model.safetensors", named, str(folder))
     _of_peft(lora).save_pretrained(str(folder))
 

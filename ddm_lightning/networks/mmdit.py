@@ -148,6 +148,7 @@ class MMDiT(PatchTransformer):
     ) -> None:
         if not condition.length:
             raise ValueError(f"the text stream needs condition.kind=tokens or tokens+text, not {condition.kind}")
+
         options = Architecture(
             width=width, depth=depth, num_heads=num_heads, patch_size=patch_size, mlp_ratio=mlp_ratio
         )
@@ -156,6 +157,7 @@ class MMDiT(PatchTransformer):
         self.vector_embedding = None
         if condition.vector_size:
             self.vector_embedding = ConditionEmbedding(condition.pooled, width)
+
         self.pooled_text = TwoLayers(width, width)
         self.blocks = nn.ModuleList(
             JointBlock(width, num_heads, mlp_ratio, qk_norm, is_last=index == depth - 1) for index in range(depth)
@@ -173,7 +175,9 @@ class MMDiT(PatchTransformer):
             pooled = text.mean(1)
         else:
             pooled = embed(condition and condition.pooled, len(x_t)).to(x.dtype)
+
         conditioning = functional.silu(self.time_embedding(t) + self.pooled_text(pooled))
         for block in self.blocks:
             x, text = block(x, text, conditioning)
+
         return unpatchify(self.final(x, conditioning), self.x_shape, self.patch_size).to(x_t.dtype)

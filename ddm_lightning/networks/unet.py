@@ -54,6 +54,7 @@ class UNetBlock(nn.Module):
             stride = 2
         else:
             stride = 1
+
         self.resample = nn.Conv2d(channels, channels, 3, stride, padding=1) if resample else nn.Identity()
         self.norms = nn.ModuleList([_norm(joined), _norm(out_channels)])
         self.first = nn.Conv2d(joined, out_channels, 3, padding=1)
@@ -63,12 +64,15 @@ class UNetBlock(nn.Module):
         self.attention_norm = None
         if num_heads:
             self.attention_norm = _norm(out_channels)
+
         self.attention = None
         if num_heads:
             self.attention = SelfAttention(out_channels, num_heads, qk_norm=False)
+
         self.context = None
         if reads_tokens:
             self.context = nn.Linear(features, out_channels)
+
         self.cross_attention = None
         if reads_tokens:
             self.cross_attention = CrossAttention(out_channels, num_heads, qk_norm=False)
@@ -84,16 +88,19 @@ class UNetBlock(nn.Module):
         x = self.resample(self.upsample(x))
         if skip is not None:
             x = torch.cat([x, skip], dim=1)
+
         hidden = self.first(functional.silu(self.norms[0](x)))
         shift, scale = self.modulation(conditioning)[:, :, None, None].chunk(2, dim=1)
         hidden = torch.addcmul(shift, self.norms[1](hidden), 1 + scale)
         x = self.shortcut(x) + self.second(functional.silu(hidden))
         if self.attention is None or self.attention_norm is None:
             return x
+
         tokens = self.attention_norm(x).flatten(2).transpose(1, 2)
         attended = self.attention(tokens)
         if self.cross_attention is not None and self.context is not None:
             attended = attended + self.cross_attention(tokens, self.context(context))
+
         return x + attended.transpose(1, 2).unflatten(2, x.shape[2:])
 
 
@@ -134,19 +141,23 @@ class UNet(Conditioned):
         super().__init__()
         if width % 2 or min(width, num_blocks, num_heads, *multipliers) < 1 or not multipliers:
             raise ValueError("width must be even, and num_blocks, num_heads and all multipliers at least 1")
+
         sizes = [width * multiplier for multiplier in multipliers]
         if not set(attention) <= set(range(len(sizes))) or any(sizes[level] % num_heads for level in (*attention, -1)):
             raise ValueError(
                 f"attention = {list(attention)} names levels from 0 to {len(sizes) - 1}, whose channels "
                 f"(and those of the last level) num_heads = {num_heads} must divide"
             )
+
         if any(cells % 2 ** (len(multipliers) - 1) for cells in x_shape[1:]):
             raise ValueError(
                 f"{len(multipliers)} levels need sizes divisible by {2 ** (len(multipliers) - 1)}, "
                 f"not {x_shape[1]}x{x_shape[2]}"
             )
+
         if prediction not in PREDICTIONS:
             raise ValueError(f"prediction = {prediction!r} is none of {', '.join(PREDICTIONS)}")
+
         self.prediction = prediction
         features = 4 * width
         self.time_embedding = TimestepEmbedding(features)
@@ -163,16 +174,20 @@ class UNet(Conditioned):
                 resample = "up"
             else:
                 resample = ""
+
             if level in attention or 0 <= index - self.num_down < 2:
                 heads = num_heads
             else:
                 heads = 0
+
             if index >= self.num_down + 2:
                 skip = sizes[level]
             else:
                 skip = 0
+
             reads_tokens = condition.length > 0 and heads > 0
             blocks.append(UNetBlock(sizes[before], skip, sizes[level], features, resample, heads, reads_tokens))
+
         self.blocks = nn.ModuleList(blocks)
         self.stem = nn.Conv2d(x_shape[0], sizes[0], 3, padding=1)
         self.final_norm = _norm(sizes[0])
@@ -180,6 +195,7 @@ class UNet(Conditioned):
         for name, part in self.named_modules():
             if isinstance(part, (TwoLayers, ConditionEmbedding)):
                 part.initialise()
+
             if name.endswith((".second", ".attention.out")) or part is self.final:
                 for parameter in part.parameters():  # each residual branch, and the output, is 0 at the start
                     nn.init.zeros_(parameter)
@@ -190,10 +206,12 @@ class UNet(Conditioned):
         context = None
         if self.token_embedding is not None:
             context = self.token_embedding(condition, len(t))
+
         x = self.stem(x_t.to(self.stem.weight.dtype))
         skips: list[Tensor] = []
         for index, block in enumerate(self.blocks):
             x = block(x, conditioning, context, skips.pop() if index >= self.num_down + 2 else None)
             if index < self.num_down:
                 skips.append(x)
+
         return self.final(functional.silu(self.final_norm(x))).to(x_t.dtype)

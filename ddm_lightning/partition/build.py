@@ -72,12 +72,14 @@ def check_partition(config: PartitionConfig, num_samples: int | None) -> None:
         raise _refusal(config, "device", f"must be {' or '.join(devices)} on this machine")
     if num_samples is None:
         return
+
     num_fitted = max(1, round(config.fit_fraction * num_samples))
     for key in ("num_clusters", "num_fine_centroids") if config.kind == "kmeans" else ("num_clusters",):
         number = getattr(config, key)
         name = key.removeprefix("num_").replace("_", " ")
         if number > num_samples:
             raise _refusal(config, key, f"the source has only {num_samples} samples; use fewer")
+
         if number > num_fitted:
             problem = f"leaves {num_fitted} of {num_samples} samples for {number} {name}; raise it"
             raise _refusal(config, "fit_fraction", problem)
@@ -120,6 +122,7 @@ def fit_partition(
         samples = Samples(rows, labels, keys)
         rule = _rule(samples, config, seed, features)
         clusters = rule.assign(samples, config.device, on_progress)
+
     counts = torch.from_numpy(np.bincount(clusters, minlength=config.num_clusters))
     check_balance(counts, config)
     return Partition(rule, counts), clusters.astype(np.int32)
@@ -130,12 +133,14 @@ def _in_memory(rows: Rows, config: PartitionConfig) -> Shaped[np.ndarray, "n d"]
     row_bytes = rows.row_shape[0] * rows.dtype.itemsize
     if config.kind == "flat":  # four copies in float32, and twice the distances from all centroids
         row_bytes = 16 * rows.row_shape[0] + 8 * config.num_clusters
+
     needed = len(rows) * row_bytes
     free = free_bytes()
     if needed > 0.7 * free:
         size = format_bytes(needed)
         most = format_bytes(free)
         raise _refusal(config, "fit_fraction", f"takes {size} of memory, and {most} are free; lower it")
+
     return rows[:]
 
 
@@ -151,11 +156,13 @@ def displaced_fractions(
     rule = partition.rule
     if not isinstance(rule, NearestCentroid | PricedCentroid):
         return None
+
     some = np.arange(0, len(rows), max(1, len(rows) // _MOST_COMPARED))
     x = rows.take(some)
     displaced = nearest(x, rule.centroids, rule.metric, device).numpy() != clusters[some]
     if isinstance(rule, PricedCentroid):
         return float(displaced.mean()), float(displaced.mean())
+
     moved = nearest(rule.fine_centroids.numpy(), rule.centroids, rule.metric, device) != rule.cluster_of_fine
     by_balance = displaced & moved[nearest(x, rule.fine_centroids, rule.metric, device)].numpy()
     return float(displaced.mean()), float(by_balance.mean())
@@ -175,6 +182,7 @@ def fit_fine(
     with _refusing(config, "num_fine_centroids", "use fewer, or remove duplicates from the source"):
         if not is_small:
             return lloyd_kmeans(rows, config, generator, on_progress)
+
         torch.randperm(len(rows), generator=generator)  # unused; keeps the clusters of earlier versions
         with one_thread():
             x = prepared(rows[:], config.metric)
@@ -212,6 +220,7 @@ def group_fine(
             weights,
             _CLUSTER_RESTARTS,
         )
+
     cluster_of_fine = largest_first(cluster_of_fine, per_fine, config.num_clusters)
     centroids = weighted_means(x, weights, cluster_of_fine, x.new_zeros(config.num_clusters, x.shape[1]))
     return NearestCentroid(fine, cluster_of_fine, centroids.float(), config.metric, features)
@@ -234,6 +243,7 @@ def fit_flat(rows: Rows, config: PartitionConfig, generator: torch.Generator, fe
         room = 3 * (config.num_clusters / len(rows)) ** 0.5
     else:
         room = 0.0
+
     largest_over_mean = max(1.0, config.max_largest_over_mean - room)
     with one_thread(), _refusing(config, "num_clusters", "use fewer, or remove duplicates from the source"):
         x = prepared(_in_memory(rows, config), config.metric)
@@ -247,6 +257,7 @@ def fit_flat(rows: Rows, config: PartitionConfig, generator: torch.Generator, fe
             largest_over_mean,
             num_restarts=_CLUSTER_RESTARTS,
         )
+
     limit = capacity(len(rows), config.num_clusters, largest_over_mean)
     prices = balanced_prices(squared_distances(x, centroids), limit)
     order = clusters.bincount(minlength=config.num_clusters).argsort(descending=True, stable=True)
@@ -290,6 +301,7 @@ def _two_stages(
         found = fit()
     else:
         found = _cached(*kept_fine, fit)
+
     generator.set_state(found["generator"])
     fine = found["fine"]
     nearest_fine = found["nearest"].long()
@@ -302,6 +314,7 @@ def _cached(path: Path, key: str, make: Callable[[], dict[str, Tensor]]) -> dict
     with suppress(FileNotFoundError, SafetensorError), safe_open(path, framework="pt") as stored:
         if (stored.metadata() or {}).get("key") == key:
             return {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+
     tensors = make()
     atomic_write(path, lambda temporary: save_file(tensors, temporary, {"key": key}))
     return tensors
@@ -314,6 +327,7 @@ def _rule(samples: Samples, config: PartitionConfig, seed: int, features: str) -
         return fit_flat(samples.features, config, torch.Generator().manual_seed(seed), features)
     if config.kind == "existing":
         return _existing(config, samples.features, features)
+
     limit = capacity(float(len(samples.labels)), config.num_clusters, config.max_largest_over_mean)
     with _refusing(config, "num_clusters", "use fewer clusters or prepare.partition.kind = kmeans"):
         return ClusterOfLabel.packed(samples.labels, config.num_clusters, limit)
@@ -325,6 +339,7 @@ def _existing(config: PartitionConfig, rows: Rows, features: str) -> Rule:
     found = Partition.load(Path(config.path).expanduser())
     if found.num_clusters != config.num_clusters:
         raise _refusal(config, "path", f"has {found.num_clusters} clusters; set prepare.partition.num_clusters to that")
+
     if isinstance(found.rule, NearestCentroid | PricedCentroid):
         theirs = found.rule.features
         size = found.rule.centroids.shape[1]
@@ -335,6 +350,7 @@ def _existing(config: PartitionConfig, rows: Rows, features: str) -> Rule:
                 f"was made from features {theirs!r} with {size} entries, these are {features!r} with "
                 f"{rows.row_shape[0]}; set prepare.features to those of the other run",
             )
+
     return found.rule
 
 
@@ -361,6 +377,7 @@ def check_balance(counts: Int64[Tensor, "k"], config: PartitionConfig, num_fitte
     }[config.kind]
     if int(counts.min()) == 0:
         raise _refusal(config, "num_clusters", f"a cluster stays empty; use fewer clusters, or {remedy}")
+
     # ``capacity`` allows the mean rounded up: whole samples cannot be split more evenly.
     limit = capacity(total, config.num_clusters, config.max_largest_over_mean)
     limit *= 1 + 4 * math.sqrt(config.num_clusters / num_fitted)

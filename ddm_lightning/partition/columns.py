@@ -43,6 +43,7 @@ class GrowingArray(AbstractContextManager["GrowingArray"]):
         """
         if rows.shape[1:] != self.row_shape:
             raise ValueError(f"rows of shape {rows.shape[1:]} for a column of {self.row_shape}")
+
         self._file.write(np.ascontiguousarray(rows, self.dtype).data)
         self.num_rows += len(rows)
 
@@ -173,11 +174,13 @@ class Rows(Sequence[Any]):
     ) -> None:
         if not arrays or len({(array.dtype, array.shape[1:]) for array in arrays}) != 1:
             raise ValueError("rows need at least one array, all of one dtype and row shape")
+
         self.arrays = list(arrays)
         self.kept = [None] * len(self.arrays) if kept is None else list(kept)
         sizes = []
         for a, k in zip(self.arrays, self.kept, strict=True):
             sizes.append(len(a if k is None else k))
+
         self.starts = np.concatenate([[0], np.cumsum(sizes)])
         self.dtype: np.dtype = self.arrays[0].dtype
         self.row_shape = tuple(self.arrays[0].shape[1:])
@@ -194,6 +197,7 @@ class Rows(Sequence[Any]):
         rows = np.asarray(rows, dtype=np.int64)
         if len(rows) and not 0 <= rows.min() <= rows.max() < len(self):
             raise IndexError(f"rows {rows.min()} to {rows.max()} of {len(self)}")
+
         out = np.empty((len(rows), *self.row_shape), self.dtype)
         # In ascending order, so that a disk is read forwards.
         order = rows.argsort(kind="stable")
@@ -202,6 +206,7 @@ class Rows(Sequence[Any]):
             kept = self.kept[index]
             local = rows[chosen] - self.starts[index]
             out[chosen] = self.arrays[index][local if kept is None else kept[local]]
+
         return out
 
     def __getitem__(self, which: Any) -> Any:

@@ -54,6 +54,7 @@ def balanced_kmeans(
         weights = x.new_ones(len(x))
     else:
         weights = weights.to(x)
+
     # Centred, because |x|² + |c|² - 2xc loses digits if the mean is large against the spread.
     mean = x.mean(0)
     x = x - mean
@@ -68,10 +69,12 @@ def balanced_kmeans(
             centroids = weighted_means(x, weights, assignment, centroids)
             if torch.equal(assignment, previous):
                 break
+
         cost = float((weights * (x - centroids[assignment]).square().sum(1)).sum())
         # A start within the limit beats a cheaper one beyond it.
         cost += math.inf if float(loads(assignment, weights, num_clusters).max()) > limit else 0.0
         found.append((cost, centroids, assignment))
+
     _, centroids, assignment = min(found, key=itemgetter(0))
     return centroids + mean, assignment
 
@@ -80,6 +83,7 @@ def capacity(total: float, num_clusters: int, max_largest_over_mean: float) -> f
     """Return the largest weight of one cluster: at least the mean, rounded up because samples are whole."""
     if math.isinf(max_largest_over_mean):
         return math.inf
+
     mean = total / num_clusters
     return float(max(math.floor(max_largest_over_mean * mean + 1e-9), math.ceil(mean - 1e-9)))
 
@@ -105,6 +109,7 @@ def balanced_assignment(cost: Float[Tensor, "n k"], weights: Float[Tensor, "n"],
     num_clusters = cost.shape[1]
     if math.isinf(limit) or num_clusters == 1:
         return assignment
+
     prices = cost.new_zeros(num_clusters)
     step = _AUCTION_STEP * float(cost.std())
     load = loads(assignment, weights, num_clusters)
@@ -115,6 +120,7 @@ def balanced_assignment(cost: Float[Tensor, "n k"], weights: Float[Tensor, "n"],
         excess = float(load[crowded]) - limit
         if excess < least_excess:
             break
+
         members = (assignment == crowded).nonzero().squeeze(1)
         offers = cost[members] + prices
         here = offers[:, crowded].clone()
@@ -126,6 +132,7 @@ def balanced_assignment(cost: Float[Tensor, "n k"], weights: Float[Tensor, "n"],
         prices[crowded] += margin[num_leaving - 1] + step
         assignment[members[movers]] = target[movers]
         load = loads(assignment, weights, num_clusters)
+
     return repair(cost, weights, assignment, limit)
 
 
@@ -147,10 +154,12 @@ def balanced_prices(cost: Float[Tensor, "n k"], limit: float) -> Float[Tensor, "
         crowded = int(load.argmax())
         if (excess := int(load[crowded]) - math.floor(limit)) <= 0:
             break
+
         members = offers[assignment == crowded]
         here = members[:, crowded].clone()
         members[:, crowded] = math.inf
         prices[crowded] += torch.kthvalue(members.amin(1) - here, excess).values + step
+
     return prices
 
 
@@ -174,9 +183,12 @@ def repair(
         change = next(filter(None, found), None)
         if change is None:
             break
+
         for sample, cluster in change:
             assignment[sample] = cluster
+
         load = loads(assignment, weights, num_clusters)
+
     return assignment
 
 
@@ -191,6 +203,7 @@ def _cheapest_move(
     flat = int(price.argmin())
     if math.isinf(float(price.flatten()[flat])):
         return None
+
     return [(int(members[flat // len(load)]), flat % len(load))]
 
 
@@ -207,11 +220,13 @@ def _cheapest_swap(
     price[(surplus <= 0) | (load[home] + surplus > limit)] = math.inf
     if price.numel() == 0:
         return None
+
     flat = int((price / surplus.clamp(min=1e-12)).argmin())
     row = flat // len(others)
     column = flat % len(others)
     if math.isinf(float(price[row, column])):
         return None
+
     return [(int(members[row]), int(home[column])), (int(others[column]), crowded)]
 
 
@@ -232,11 +247,13 @@ def plus_plus(
         ladder = odds.cumsum(0)
         if float(ladder[-1]) <= 0:
             raise ValueError(f"only {len(chosen)} distinct samples for {num_clusters} clusters")
+
         dart = torch.rand((), generator=generator, dtype=torch.float64) * ladder[-1]
         index = int(torch.searchsorted(ladder, dart, right=True).clamp(max=len(x) - 1))
         chosen.append(index)
         nearest = torch.minimum(nearest, torch.sub(x, x[index], out=gaps).square_().sum(1))
         odds = weights.double() * nearest.double()
+
     return x[chosen]
 
 

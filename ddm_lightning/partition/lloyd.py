@@ -56,7 +56,9 @@ def lloyd_kmeans(
         centroids = means(sums, counts, centroids)
         if iteration < config.num_iterations - _SETTLING_ITERATIONS:
             centroids = _relocated(centroids, counts, costs, generator)
+
         on_progress()
+
     return (centroids + centre).cpu()
 
 
@@ -72,6 +74,7 @@ def _start(
     centre = sample.mean(0)
     with one_thread():
         start = plus_plus(sample - centre, num_clusters, sample.new_ones(len(sample)), generator)
+
     return start.to(config.device), centre.to(config.device)
 
 
@@ -105,6 +108,7 @@ def _pass(
         counts += block_counts
         sums += block_sums
         costs += block_costs
+
     return counts, sums, costs
 
 
@@ -128,10 +132,12 @@ def _relocated(
         crowded = float(load[heavy]) > LARGEST_OVER_MEAN * mean
         if size > 0 and not (crowded and size < _GIVEN_UP * mean):
             break
+
         offset = torch.randn(centroids.shape[1], generator=generator) * (_SPLIT * radius[heavy])
         offset = (offset / centroids.shape[1] ** 0.5).to(moved)
         moved[light] = moved[heavy] + offset
         moved[heavy] -= offset
         load[heavy] = load[light] = load[heavy] / 2
         radius[light] = radius[heavy]
+
     return moved

@@ -66,6 +66,7 @@ def in_order(work: Callable[[int], T], items: Sequence[int], device: str) -> Ite
     if device != "cpu":
         yield from map(work, items)
         return
+
     num_workers = num_cores()
     at_once = 4 * num_workers  # bounds finished, unused results
     with one_thread(), ThreadPoolExecutor(num_workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
@@ -109,8 +110,10 @@ def nearest(
         least = scores.amin(1, keepdim=True)
         if not bool(torch.isfinite(least).all()):
             raise UserError("features are not finite; check the weights of prepare.features")
+
         ties = scores <= least + 2.0**-44 * (x.norm(dim=1, keepdim=True) + reach).square()
         found.append(ties.view(torch.uint8).argmax(1).cpu())
+
     return torch.cat(found)
 
 
@@ -136,4 +139,5 @@ def nearest_of_rows(
     for start, block in zip(starts, blocks, strict=True):
         found[start : start + len(block)] = block.numpy()
         on_progress(start + len(block), len(rows))
+
     return found

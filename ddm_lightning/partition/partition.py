@@ -132,12 +132,14 @@ class ClusterOfLabel:
         present = sizes.nonzero().squeeze(1)
         if len(present) < num_clusters:
             raise ValueError(f"the source has only {len(present)} classes with samples")
+
         weights = sizes[present].double()
         home = torch.zeros(len(present), dtype=torch.int64)
         load = torch.zeros(num_clusters, dtype=torch.float64)
         for position in weights.argsort(descending=True, stable=True).tolist():
             home[position] = load.argmin()
             load[home[position]] += weights[position]
+
         home = repair(torch.zeros(len(present), num_clusters, dtype=torch.float64), weights, home, limit)
         table = torch.full((len(sizes),), -1)
         table[present] = largest_first(home, sizes[present], num_clusters)
@@ -160,6 +162,7 @@ class ClusterOfLabel:
                 f"sample {key!r}: the partition has no cluster for its class {label}; raise "
                 "prepare.partition.fit_fraction or, with kind = existing, make a new partition"
             )
+
         return clusters
 
 
@@ -191,10 +194,12 @@ class Partition:
         for name, value in vars(self.rule).items():
             if isinstance(value, Tensor):
                 tensors[name] = value
+
         settings = {}
         for name, value in vars(self.rule).items():
             if name not in tensors:
                 settings[name] = value
+
         tensors["counts"] = self.counts
         header = {"kind": "partition", "format_version": FORMAT_VERSION, "rule": self.rule.kind, "settings": settings}
         data = save(
@@ -215,7 +220,9 @@ class Partition:
                 header = json.loads((stored.metadata() or {}).get("ddm_lightning", "{}"))
                 if header.get("kind") != "partition" or header.get("format_version") != FORMAT_VERSION:
                     raise ValueError(f"is not a partition of format {FORMAT_VERSION}")
+
                 values = header["settings"] | {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+
             rule_type = _RULES[header["rule"]]
             return cls(rule_type(**{field.name: values[field.name] for field in fields(rule_type)}), values["counts"])
         except (SafetensorError, ValueError, KeyError, OSError) as error:

@@ -58,6 +58,7 @@ class DryRun:
         """Estimate of the samples to encode; None if unknown before reading."""
         if self.num_samples is None or not self.filtered:
             return self.num_samples
+
         num_lost = self.num_broken + sum(self.filtered.values())
         return round(self.num_samples * (1 - num_lost / self.num_looked_at))
 
@@ -91,6 +92,7 @@ def dry_run(experiment: Experiment, run_dir: Path, check: Callable[[DataSizes], 
             f"source {plugins.config.source.name!r}: no sample can be read ({', '.join(causes)}); fix prepare.source "
             "or prepare.filters"
         )
+
     _, records, images = first
     looked_at = [(bool(record.caption), record.label) for record in records]
     looked_at += [(bool(record.caption), record.label) for _, more, _ in chunks for record in more]
@@ -99,17 +101,20 @@ def dry_run(experiment: Experiment, run_dir: Path, check: Callable[[DataSizes], 
     for record in records:
         for text in record.captions or (record.caption,):
             captions.append(text)
+
     texts = sum(len(text.encode()) for text in [*captions, *(record.key for record in records)])
     estimates = {"keys and captions": (texts // num, seconds / num)}
     work: dict[str, Callable[[], Mapping[str, np.ndarray]]] = {"encoded images": lambda: latent_rows(plugins, images)}
     if (encoder := plugins.caption_encoder) is not None:
         work["encoded captions"] = lambda: encoder.encode(captions)
+
     work["features"] = lambda: {"features": plugins.features.encode(images)}
     for name, encode in work.items():
         encode()  # loads the weights
         start = time.monotonic()
         num_bytes = sum(rows.nbytes for rows in encode().values()) // num
         estimates[name] = num_bytes, (time.monotonic() - start) / num
+
     estimates["shards"] = sum(size for size, _ in estimates.values()) - estimates["features"][0], 0.0
     return DryRun(
         stages,
@@ -138,8 +143,10 @@ def dry_run_table(plan: DryRun, num_processes: int, num_gpus: int = 0) -> Table:
         samples = "unknown before reading"
     else:
         samples = f"{plan.num_samples:,}"
+
     if plan.num_kept != plan.num_samples:
         samples += f", about {plan.num_kept:,} after filters"
+
     unit, plural = ("GPU", "GPUs") if num_gpus else ("process", "processes")
     spread = f"with {shares} {plural if shares > 1 else unit}"
     sizes, times = zip(*plan.estimates.values(), strict=True)
@@ -149,10 +156,13 @@ def dry_run_table(plan: DryRun, num_processes: int, num_gpus: int = 0) -> Table:
             size = "–"
         else:
             size = format_bytes(num_bytes * plan.num_kept)
+
         if plan.num_kept is None or not seconds:
             hours = "–"
         else:
             hours = format_duration(seconds * plan.num_kept / shares)
+
         rows.append((name, f"{num_bytes:,}", format_duration(seconds) if seconds else "–", size, hours))
+
     headings = ("", "bytes per sample", "per sample", "total", spread)
     return table(headings, rows, f"parts: {plan.num_parts:,}, samples: {samples}")

@@ -70,6 +70,7 @@ def inputs_of_columns(plugins: Plugins) -> dict[str, Any]:
         base |= {"filters": plugins.filters.inputs, "keep": config.keep}
     if config.captions:  # not their weights
         base["captions"] = [caption.column for caption in config.captions]
+
     inputs: dict[str, Any] = {
         RECORDS: base,
         LATENTS: [base, asdict(config.image_encoder), config.horizontal_flips],
@@ -81,6 +82,7 @@ def inputs_of_columns(plugins: Plugins) -> dict[str, Any]:
         inputs[CODES] = inputs[FEATURES]
     if config.caption_encoder is not None:
         inputs[CAPTIONS] = [base, asdict(config.caption_encoder)]
+
     return inputs
 
 
@@ -102,6 +104,7 @@ def check_broken(
     num_broken = sum(counts.values())
     if num_read < enough or num_broken <= max_bad_fraction * num_read:
         return
+
     causes = ", ".join(f"{cause}: {count}" for cause, count in sorted(counts.items(), key=lambda item: -item[1]))
     raise UserError(
         f"{listed}: {num_broken} of {num_read} samples cannot be used ({causes}), "
@@ -125,12 +128,15 @@ def encode_part(job: PartJob, plugins: Plugins, on_progress: OnProgress) -> Entr
     for name in (RECORDS, LATENTS, FEATURES):
         if name in wanted:
             of_images.append(name)
+
     try:
         if of_images:
             _encode_images(job, of_images, plugins, on_progress)
+
         if CAPTIONS in wanted:
             # Encoding the images has already reported the number of samples.
             _encode_captions(job, plugins, on_progress if not of_images else lambda _: None)
+
         if SAMPLE in wanted:
             _copy_sample(job, plugins)
         if CODES in wanted:
@@ -140,6 +146,7 @@ def encode_part(job: PartJob, plugins: Plugins, on_progress: OnProgress) -> Entr
             f"part {job.part.name!r}: out of GPU memory ({first_line(error)}); "
             "lower prepare.num_processes (each process loads its own networks), then run the same command again"
         ) from None
+
     ledger.save()
     job.publish()
     return ledger.entries
@@ -154,17 +161,22 @@ def _wanted(job: PartJob, plugins: Plugins) -> set[str]:
         missing = set(keys)
     elif FEATURES in missing:
         missing |= {SAMPLE, CODES} & keys.keys()
+
     made = {name: ledger.entries[name] for name in missing if ledger.is_done(name)}
     alike = {name for name, entry in made.items() if entry["key"].split()[-1] == keys[name].split()[-1]}
     if RECORDS not in alike or job.part.num_samples not in (None, made[RECORDS]["num_read"]):
         return missing
+
     reading = Reading(plugins.read(job.part), plugins)
     for _ in reading.chunks():
         pass
+
     if reading.content.hexdigest() != made[RECORDS]["content"]:
         return missing
+
     for name in alike:
         made[name]["key"] = keys[name]
+
     return missing - alike
 
 
@@ -177,6 +189,7 @@ def is_sampled(key_hash: UInt64[np.ndarray, "n"], fraction: float) -> Bool[np.nd
     """Choose the samples on which the partition is fitted, by their keys alone."""
     if fraction == 1:
         return np.ones(len(key_hash), bool)
+
     # Mixed (Knuth's multiplicative hash), because low hashes are held out.
     return key_hash * np.uint64(0x9E3779B97F4A7C15) < np.uint64(fraction * 2.0**64)
 
@@ -192,13 +205,17 @@ def _encode_images(job: PartJob, names: list[str], plugins: Plugins, on_progress
                 if num_captions(plugins.config) > 1:
                     present = [[*map(bool, record.captions)] for record in records]
                     sets[RECORDS].add("has_caption", np.array(present, np.uint8))
+
                 for number, name in enumerate(plugins.config.keep):
                     sets[RECORDS].add(f"kept-{number}", np.array([record.values[name] for record in records]))
+
             if LATENTS in names:
                 for name, rows in latent_rows(plugins, images).items():
                     sets[LATENTS].add(name, rows, "encoded image is not finite")
+
             if FEATURES in names:
                 sets[FEATURES].add("features", plugins.features.encode(images), "features are not finite")
+
         on_progress(reading.num_read)
         if RECORDS in names:
             sets[RECORDS].paths += texts.write(sets[RECORDS].folder, reading.broken)
@@ -216,6 +233,7 @@ def latent_rows(plugins: Plugins, images: UInt8[np.ndarray, "n h w 3"]) -> dict[
     rows = {"x_0": encoder.encode(images)}
     if plugins.config.horizontal_flips:
         rows["x_0_flipped"] = encoder.encode(np.ascontiguousarray(images[:, :, ::-1]))
+
     return rows
 
 
@@ -237,6 +255,7 @@ def _encode_captions(job: PartJob, plugins: Plugins, on_progress: OnProgress) ->
                 rows = encoder.encode(captions[first : first + _CAPTIONS_AT_ONCE])
                 for name in encoder.columns:
                     sets[CAPTIONS].add(numbered(name, number), rows[name], "encoded caption is not finite")
+
                 on_progress((number * num_rows + min(first + _CAPTIONS_AT_ONCE, num_rows)) // num)
 
 
@@ -247,6 +266,7 @@ def _copy_sample(job: PartJob, plugins: Plugins) -> None:
         if job.ledger.entries[RECORDS]["num_rows"]:
             with np.load(folder / ROWS_FILE) as rows:
                 chosen = is_sampled(rows["key_hash"], plugins.config.partition.fit_fraction)
+
             sets[SAMPLE].add("sample", np.load(folder / "features.npy", mmap_mode="r")[chosen])
 
 
@@ -263,8 +283,10 @@ def _writing(job: PartJob, *names: str) -> Iterator[dict[str, _ColumnSet]]:
     with atomic_files(ledger.folder) as temporary, ExitStack() as stack:
         sets = {name: stack.enter_context(_ColumnSet(temporary)) for name in names}
         yield sets
+
     for name, one in sets.items():
         ledger.add(name, job.keys[name], [ledger.folder / path.name for path in one.paths], **one.facts)
+
     ledger.save()
 
 
@@ -285,10 +307,12 @@ class _ColumnSet(ExitStack):
             self.paths.append(self.folder / f"{name}.npy")
             array = GrowingArray(self.paths[-1], rows.dtype, rows.shape[1:])
             self._arrays[name] = self.enter_context(array)
+
         array = self._arrays[name]
         if cause and rows.dtype.kind == "f":
             bad = ~np.isfinite(rows.reshape(len(rows), -1)).all(1)
             self.facts["unfit"] |= {str(array.num_rows + row): cause for row in np.flatnonzero(bad).tolist()}
+
         array.append(rows)
 
 
@@ -314,6 +338,7 @@ class _Records:
         for number, captions in enumerate(self._captions):
             # A missing caption is replaced by the sample's first one.
             captions += [(record.captions and record.captions[number]) or record.caption for record in records]
+
         new = [(own, first_row + i, images[i]) for i, own in enumerate(hashes)]
         lowest = sorted([*self._thumbnails, *new], key=lambda one: one[:2])[: self._max_thumbnails]
         # Copies, because those of the size of a thumbnail would keep their whole chunk in memory.
@@ -337,6 +362,7 @@ class _Records:
         texts = {}
         for number, captions in enumerate(self._captions):
             texts[numbered("captions", number)] = captions
+
         np.savez(
             paths[1],
             **packed_strings("keys", keys),

@@ -54,11 +54,13 @@ def num_processes_for(config: PrepareConfig, num_jobs: int, num_samples: int | N
     """
     if num_samples is not None and num_samples < WORTH_PROCESSES:
         return 1
+
     num_gpus = num_gpus_for(config)
     if num_gpus:
         default = max(num_gpus, min(num_cores(), PROCESSES_PER_GPU * num_gpus))
     else:
         default = num_cores()
+
     return max(1, min(config.num_processes or default, num_jobs))
 
 
@@ -120,6 +122,7 @@ def run_jobs(
         finished = run_local(work_in_process, jobs, num_processes)
     else:
         finished = ((number, work(job, plugins, advance)) for number, job in enumerate(jobs))
+
     for number, entries in finished:
         job = jobs[number]
         job.ledger.entries = entries
@@ -174,6 +177,7 @@ class _Actor:
         torch.set_num_threads(1)
         with suppress(OSError):  # a machine without it can do jobs whose paths are absolute
             os.chdir(folder)
+
         self.work = work
 
     def run(self, number: int, job: Any) -> tuple[int, Any]:
@@ -205,12 +209,14 @@ def run_ray(
     resources = ray.cluster_resources()  # type: ignore[no-untyped-call]
     if on_gpus and not resources.get("GPU"):
         raise UserError("the Ray cluster has no GPU for the encoders; add one, or set their device to cpu")
+
     room = min(resources["CPU"], PROCESSES_PER_GPU * resources["GPU"] if on_gpus else math.inf)
     num_actors = min(num_actors or len(jobs), len(jobs), max(1, int(room)))
     if on_gpus:
         gpus = 1 / PROCESSES_PER_GPU
     else:
         gpus = 0
+
     actor = ray.remote(num_cpus=1, num_gpus=gpus, max_restarts=-1, max_task_retries=_MOST_DEATHS)(_Actor)
     pool = ActorPool([actor.remote(work, Path.cwd()) for _ in range(num_actors)])
     try:
@@ -229,6 +235,7 @@ def _begin() -> None:
     torch.set_num_threads(1)
     if num_gpus := torch.cuda.device_count():
         torch.cuda.set_device(gpu_of(multiprocessing.current_process()._identity, num_gpus))
+
     parent = multiprocessing.parent_process()
     assert parent is not None and parent.pid is not None
     on_orphaned(parent.pid)  # not os.getppid(): the parent may have died while this process started
@@ -249,6 +256,7 @@ class Reporter:
         """Move the bar of ``stage`` to ``done`` of ``total`` samples; create it at the first call."""
         if stage not in self._bars:
             self._bars[stage] = self._progress.add_task(stage, total=total)
+
         self._progress.update(self._bars[stage], completed=done, total=total)
 
     def say(self, line: str) -> None:

@@ -39,6 +39,7 @@ def extra_columns(config: PrepareConfig) -> dict[str, str]:
     for name, text in config.filters.items():
         if text is not None:
             filtered[name] = f"prepare.filters.{name}"
+
     wanted = dict.fromkeys(config.keep, "prepare.keep") | filtered
     wanted = {name: key for name, key in wanted.items() if name not in PROPERTIES}
     return wanted | {caption.column: CAPTIONS_KEY for caption in config.captions}
@@ -77,6 +78,7 @@ class Filters:
         for name, text in config.filters.items():
             if text is not None:
                 given[name] = text
+
         self.conditions = {name: text if isinstance(text, str) else f">= {text:g}" for name, text in given.items()}
         """Condition by column."""
         self.inputs: list[Any] = [self.conditions]
@@ -88,6 +90,7 @@ class Filters:
                 self._dropped = frozenset(path.read_text(encoding="utf-8-sig").splitlines())
             except (OSError, UnicodeDecodeError) as error:
                 raise UserError(f"key 'prepare.drop_keys': {path} cannot be read ({error}); change the path") from None
+
             self.inputs.append(sha256_file(path))
 
     def __bool__(self) -> bool:
@@ -97,12 +100,14 @@ class Filters:
         """Return the first filter that takes a sample out, in words; None to keep the sample."""
         if key in self._dropped:
             return IN_DROP_KEYS
+
         for name, condition in self.conditions.items():
             if (holds := _holds(condition, values[name])) is not True:
                 if holds is False:
                     return f"not {name} {condition}"
 
                 return f"no {name}"
+
         return None
 
 
@@ -119,12 +124,15 @@ def _holds(condition: str, value: Any) -> bool | None:
             return None
 
         return compare(number, limit)
+
     if value is None:
         return None
+
     if isinstance(value, bytes):
         text = value.decode(errors="replace").strip()
     else:
         text = str(value)
+
     if isinstance(value, bool):
         return compare(*(one.lower() for one in (text, word)))
 

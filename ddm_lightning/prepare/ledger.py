@@ -66,6 +66,7 @@ class Ledger:
         entry = self.entries.get(name)
         if entry is None or key not in (None, entry["key"]):
             return False
+
         files = {self.folder / path: file["bytes"] for path, file in entry["files"].items()}
         return self.is_published or all(path.is_file() and path.stat().st_size == size for path, size in files.items())
 
@@ -75,6 +76,7 @@ class Ledger:
         for name in names:
             if name in self.entries:
                 gone.append(self.entries.pop(name))
+
         if gone:
             self.save()
             for path in _files_of(gone):
@@ -88,6 +90,7 @@ class Ledger:
                 "bytes": path.stat().st_size,
                 "sha256": sha256_file(path),
             }
+
         self.entries[name] = {"key": key, **facts, "files": files}
 
     def save(self) -> None:
@@ -102,6 +105,7 @@ class Ledger:
 def _checked(entries: Any) -> Entries:
     for name, entry in entries.items():
         checks.record(checks.kept(entry, _Entry), _Entry, name, "repeat the work")
+
     return dict(entries)
 
 
@@ -127,6 +131,7 @@ def _patient(method: _Method) -> _Method:
                 except ConnectionError:
                     if time.monotonic() >= end:
                         raise
+
             time.sleep(POLL_SECONDS)
 
     return cast("_Method", call)
@@ -168,6 +173,7 @@ class Published:
         try:
             if not (found := remote.read(address)):
                 return None
+
             content = parse_json(found)
             versions = dict(content["versions"])
             entries = _checked(content["work"])
@@ -177,6 +183,7 @@ class Published:
             raise UserError(
                 f"{address}: is no ledger of prepare ({error}); remove it, then repeat the command"
             ) from None
+
         if versions != self.versions:
             package = min(name for name, _ in versions.items() ^ self.versions.items())
             theirs, ours = (found.get(package, "none") for found in (versions, self.versions))
@@ -184,6 +191,7 @@ class Published:
                 f"{address}: was made with {package} {theirs}, and this machine has {ours}; install the same versions "
                 "on all machines, or set another remote"
             )
+
         return dict(entries)
 
     @_patient
@@ -198,12 +206,14 @@ class Published:
         addresses = {}
         for path, file in _files_of(entries.values()).items():
             addresses[self._address(name, path, file)] = (path, file)
+
         places = sorted({address.rpartition("/")[0] for address in addresses})
         listed = zip(places, remote.in_threads(remote.files, places), strict=True)
         present = {}
         for place, found in listed:
             for file, size in found.items():
                 present[f"{place}/{file}"] = size
+
         absent = [address for address, (_, file) in addresses.items() if present.get(address) != file["bytes"]]
         remote.in_threads(lambda address: remote.put(folder / addresses[address][0], address), absent)
         content = {"versions": dict(self.versions), "work": entries}
@@ -220,6 +230,7 @@ class Published:
             address = self._address(name, path, file)
             if not wanted(path) or _is_there(target, file):
                 continue
+
             self._get(address, target)
             if not _is_there(target, file):
                 target.unlink(missing_ok=True)
@@ -236,6 +247,7 @@ class Published:
     def _address(self, name: str, path: str, file: Mapping[str, Any]) -> str:
         if path.startswith("shards/"):  # read by their names, in folders that are named by content
             return f"{self.url}/{path}"
+
         inner = PurePosixPath(path)
         return f"{self.url}/{name}/{inner.stem}-{file['sha256'][:16]}{inner.suffix}"
 
@@ -291,9 +303,11 @@ def publish_shards(
     ledgers = []
     for path in sorted((prepared / "groups").glob("*.json")):
         ledgers.append(Ledger(path, prepared))
+
     for number, ledger in enumerate(ledgers, 1):
         published.publish(f"groups/{ledger.file.stem}", prepared, ledger.entries)
         tick(number, len(ledgers))
+
     with remote.reaching():
         for name in indices:
             remote.put(prepared / "shards" / name / "index.json", f"{published.url}/shards/{name}/index.json")

@@ -43,6 +43,7 @@ def merge_groups(
     num_fitted = len(prepared.clusters)
     if num_fitted < int(counts.sum()):
         check_balance(counts, config.partition, num_fitted)
+
     partition = replace(Partition.load(prepared.rule_file), counts=counts)
     partition.save(prepared.partition_file)
     num_samples, indices = _merge_folders(prepared.shards, groups)
@@ -57,6 +58,7 @@ def merge_groups(
     for group in groups:
         for entry in group["folders"].values():
             moments.append(entry["moments"])
+
     return Manifest(
         source=asdict(config.source),
         attribution=plugins.source.attribution,
@@ -98,12 +100,15 @@ def _merge_folders(shards: Path, groups: Sequence[Mapping[str, Any]]) -> tuple[C
             folder = shards / name / entry["folder"]
             folders.setdefault(name, []).append(folder)
             kept |= {folder, folder.parent, folder.parents[1]}
+
     for pattern in ("*", "*/*", "*/*/*"):
         for folder in list(shards.glob(pattern)):
             if folder.is_dir() and folder not in kept:
                 shutil.rmtree(folder)
+
     for name, written in folders.items():
         merge_index(written, shards / name)
+
     return num_samples, {name: sha256_file(shards / name / "index.json") for name in sorted(folders)}
 
 

@@ -45,4 +45,5 @@ def find_near_duplicates(codes: UInt64[np.ndarray, "n 4"], similarity: float) ->
                 num_bits = np.bitwise_count(sorted_codes[step:] ^ sorted_codes[:-step]).sum(1)
                 near = num_bits <= most_bits
                 found[np.maximum(rows[step:], rows[:-step])[near]] = True
+
     return found

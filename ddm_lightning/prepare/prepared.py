@@ -132,6 +132,7 @@ class Prepared:
         found = read_json(self.index_file, "the index of the samples", _AGAIN)
         if not isinstance(found, dict) or not found.keys() >= {"dropped", "part_samples"}:
             raise UserError(f"{self.index_file}: is no index of the samples; {_AGAIN}")
+
         return found
 
     @cached_property
@@ -164,6 +165,7 @@ class Prepared:
         arrays = []
         for number in self.filled_parts:
             arrays.append(np.load(self.part_folder(number) / ROWS_FILE)[column])
+
         return Rows(arrays, kept or self.kept)[:]
 
     def texts(self, name: str, kept: Kept | None = None) -> Rows:
@@ -171,6 +173,7 @@ class Prepared:
         paths = []
         for number in self.filled_parts:
             paths.append((self.part_folder(number) / TEXTS_FILE, self._num_rows(number)))
+
         return Rows([PackedStrings(path, name, num_rows) for path, num_rows in paths], kept or self.kept)
 
     def without(self, dropped: Sequence[Collection[int]]) -> Kept:
@@ -183,6 +186,7 @@ class Prepared:
     def _num_rows(self, number: int) -> int:
         if RECORDS not in self.ledgers[number].entries:
             raise UserError(f"{self.ledgers[number].file}: is damaged or missing; {_AGAIN}")
+
         return int(self.ledgers[number].entries[RECORDS]["num_rows"])
 
     def sample(self, fraction: float) -> tuple[Samples, UInt64[np.ndarray, "n"]]:
@@ -197,8 +201,10 @@ class Prepared:
         for number, usable in zip(self.filled_parts, self.kept, strict=True):
             with np.load(self.part_folder(number) / ROWS_FILE) as rows:
                 sampled = is_sampled(rows["key_hash"], fraction)
+
             in_part.append(np.flatnonzero(sampled) if usable is None else usable[sampled[usable]])
             in_file.append((np.cumsum(sampled) - 1)[in_part[-1]])
+
         features = Rows(self._arrays(column_set, column), in_file)
         samples = Samples(features, self.facts("label", in_part), self.texts("keys", in_part))
         return samples, self.facts("split_hash", in_part)
@@ -208,8 +214,10 @@ class Prepared:
         arrays = []
         for number in self.filled_parts:
             arrays.append(StoredArray(self.part_folder(number) / f"{column}.npy"))
+
         if column_set != SAMPLE and [*map(len, arrays)] != [*map(self._num_rows, self.filled_parts)]:
             raise ValueError(f"column {column!r} has another number of rows than its parts; fix the encoder")
+
         return arrays
 
     def thumbnails(self) -> tuple[list[UInt8[np.ndarray, "s s 3"]], Int[np.ndarray, "m"]]:
@@ -220,11 +228,14 @@ class Prepared:
         for number, usable in zip(self.filled_parts, self.kept, strict=True):
             if usable is None:
                 usable = np.arange(self._num_rows(number))
+
             with np.load(self.part_folder(number) / TEXTS_FILE) as texts:
                 _, places, shown = np.intersect1d(usable, texts["thumbnail_rows"], True, return_indices=True)
                 images += [*texts["thumbnails"][shown]]
+
             rows += (start + places).tolist()
             start += len(usable)
+
         return images, np.array(rows, np.int64)
 
     @property
@@ -259,14 +270,17 @@ def write_index(
     if len(sizes) > 1:
         several = ", ".join(f"{size} pixels in {prepared.parts[number].name!r}" for size, number in sizes.items())
         raise UserError(f"the source has images of several sizes ({several}); set prepare.images.size")
+
     dropped: Dropped = {}
     for number, ledger in enumerate(prepared.ledgers):
         unfit = {}
         for name in column_sets:
             for row, cause in ledger.entries[name].get("unfit", {}).items():
                 unfit[row] = cause
+
         if unfit:
             dropped[number] = {int(row): cause for row, cause in unfit.items()}
+
     _drop_duplicates(prepared, dropped)
 
     counts = Counter[str]()
@@ -274,6 +288,7 @@ def write_index(
     for state in states:
         counts.update(state["broken"])
         filtered.update(state.get("filtered", {}))
+
     counts.update(cause for rows in dropped.values() for cause in rows.values())
     num_read = sum(state["num_read"] for state in states)
     broken = "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in _broken(prepared, dropped))
@@ -282,16 +297,19 @@ def write_index(
     lost = {number: sorted(rows) for number, rows in sorted(dropped.items())}
     if near_duplicates is not None and prepared.filled_parts:
         filtered["near-duplicate"] = _drop_near_duplicates(prepared, lost, near_duplicates)
+
     part_samples = [state["num_rows"] - len(lost.get(number, ())) for number, state in enumerate(states)]
     num_samples = sum(part_samples)
     of_filters = _in_words("; taken out by filters", filtered)
     if num_samples == 0:
         raise UserError(f"the source has no usable samples{of_filters}; fix prepare.source or prepare.filters")
+
     usable = prepared.without([lost.get(number, ()) for number in prepared.filled_parts])
     if filtered.get(IN_DROP_KEYS) == 0:
         note(
             f"key 'prepare.drop_keys': no key of the file is a sample's, such as {prepared.texts('keys', usable)[0]!r}"
         )
+
     num_without_caption = int(np.count_nonzero(~prepared.facts("has_caption", usable)))
     index = {
         "num_read": num_read,
@@ -308,6 +326,7 @@ def write_index(
         detail = f", {num_without_caption:,} of them without a caption"
     else:
         detail = ""
+
     skipped = _in_words("; skipped", counts) + (f"; see {prepared.broken_file}" if counts else "")
     return f"{num_samples:,} of {num_read:,} samples{detail}{of_filters}{skipped}"
 
@@ -324,6 +343,7 @@ def _drop_duplicates(prepared: Prepared, dropped: Dropped) -> None:
     """Drop all but the first usable sample of each key, by 64-bit hashes."""
     if not prepared.filled_parts:
         return
+
     hashes = prepared.facts("key_hash", [None] * len(prepared.filled_parts))
     num_rows = [prepared._num_rows(number) for number in prepared.filled_parts]
     starts = np.cumsum([0, *num_rows[:-1]])
@@ -331,6 +351,7 @@ def _drop_duplicates(prepared: Prepared, dropped: Dropped) -> None:
     usable = np.ones(len(hashes), bool)
     for number, unfit in dropped.items():
         usable[start_of[number] + np.array(list(unfit))] = False
+
     order = hashes.argsort(kind="stable")
     order = order[usable[order]]
     again = order[1:][hashes[order[1:]] == hashes[order[:-1]]]
@@ -352,6 +373,7 @@ def _drop_near_duplicates(prepared: Prepared, lost: dict[int, list[int]], simila
             here[:] = array[:]
         else:
             here[:] = array[rows]
+
     found = np.split(find_near_duplicates(codes, similarity), ends[:-1])
     for number, rows, again in zip(prepared.filled_parts, usable, found, strict=True):
         if again.any():
@@ -359,7 +381,9 @@ def _drop_near_duplicates(prepared: Prepared, lost: dict[int, list[int]], simila
                 near = np.flatnonzero(again)
             else:
                 near = rows[again]
+
             lost[number] = sorted([*lost.get(number, ()), *near.tolist()])
+
     return int(sum(map(np.count_nonzero, found)))
 
 
@@ -373,6 +397,7 @@ def _broken(prepared: Prepared, dropped: Dropped) -> Iterator[dict[str, Any]]:
         rows = dropped.get(number, {})
         for line in PackedStrings(path, "broken", sum(states[number]["broken"].values()))[:]:
             yield {"part": part, **json.loads(line)}
+
         keys = PackedStrings(path, "keys", states[number]["num_rows"])[np.array(sorted(rows), np.int64)]
         for row, key in zip(sorted(rows), keys, strict=True):
             yield {"part": part, **asdict(BrokenSample(key, rows[row]))}
@@ -395,13 +420,16 @@ class Thumbnails(NamedTuple):
             with opened(path) as arrays:
                 images += [*arrays["images"]]
                 clusters += arrays["clusters"].tolist()
+
             captions += PackedStrings(path, "captions", len(clusters) - len(captions))[:].tolist()
+
         # More parts than ``MAX_THUMBNAILS`` have one each.
         every = slice(None, None, max(1, math.ceil(len(images) / MAX_THUMBNAILS)))
         if images:
             stacked = np.stack(images[every])
         else:
             stacked = np.empty((0, 1, 1, 3), np.uint8)
+
         return cls(stacked, np.array(clusters[every], np.int32), captions[every])
 
 
@@ -409,5 +437,6 @@ def example_captions(folder: Path, num: int) -> list[str]:
     """About ``num`` captions from all over the data set, each once; none if ``folder`` was prepared elsewhere."""
     if not (files := sorted((folder / "groups").glob("*.npz"))):
         return []
+
     captions = Thumbnails.read(files).captions
     return list(dict.fromkeys(captions[:: max(1, len(captions) // num)]))

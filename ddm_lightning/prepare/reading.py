@@ -64,7 +64,9 @@ class Plugins:
                     f"key {key!r}: source {self.config.source.name!r} has no column {column!r}; "
                     f"of its images there are: {', '.join(PROPERTIES)}"
                 )
+
             source.extra_columns |= wanted
+
         return source
 
     @cached_property
@@ -106,6 +108,7 @@ class Plugins:
         for plugin in (self.source, *self._encoders().values()):
             for name in plugin.packages:
                 packages.add(name)
+
         return {name: version(name) for name in sorted({*_COMMON_PACKAGES, *packages})}
 
     @cached_property
@@ -119,9 +122,11 @@ class Plugins:
         parts = list(self.source.parts())
         if not parts:
             raise UserError(f"source {name!r}: has no samples; fix prepare.source")
+
         part, times = Counter(part.name for part in parts).most_common(1)[0]
         if times > 1:
             raise UserError(f"source {name!r}: has {times} parts named {part!r}; fix the source")
+
         return parts
 
     def sizes(self) -> DataSizes:
@@ -136,7 +141,9 @@ class Plugins:
             first = next((sample for sample in samples if isinstance(sample, Record)), None)
             if first is None:
                 raise UserError(f"source {self.config.source.name!r}: no sample can be read; fix prepare.source")
+
             size = first.image.shape[0]
+
         captions = self.caption_encoder
         return DataSizes(
             self.image_encoder.x_shape(size),
@@ -160,12 +167,15 @@ class Plugins:
         columns = [caption.column for caption in self.config.captions]
         if isinstance(found, BrokenSample) or not columns:
             return found
+
         captions = list[str]()
         for column in columns:
             caption = caption_in(found.values[column], found.key)
             if isinstance(caption, BrokenSample):
                 return caption
+
             captions.append(caption)
+
         return replace(found, captions=tuple(captions), caption=next(filter(None, captions), ""))
 
     def provenance(self) -> dict[str, dict[str, str]]:
@@ -224,25 +234,30 @@ class Reading:
             self.num_read += 1
             if isinstance(found, Record):
                 self._check(found)
+
             found = _with_plain_text(found)
             if isinstance(found, BrokenSample):
                 self.broken.append(found)
                 self.content.update(repr((found.key, found.cause)).encode())
                 continue
+
             values = {**found.values, **properties(found.image, self.plugins.config.images)}
             if cause := self.plugins.filters.cause(found.key, values):
                 self.filtered[cause] += 1
                 self.content.update(repr((found.key, cause)).encode())
                 continue
+
             found, image = self._with_kept(found, values), self._square(found)
             self.content.update(repr((found.key, found.caption, found.label, found.group, image.shape)).encode())
             self.content.update(image.tobytes())
             if found.values or found.captions:
                 self.content.update(repr((found.values, found.captions)).encode())
+
             self.image_size = self.image_size or len(image)
             if len(image) != self.image_size:
                 others = f"{self.image_size} x {self.image_size}"
                 raise self._error(found, f"has {_size(image)} pixels, others have {others}", _SET_SIZE)
+
             yield found, image
 
     def _check(self, record: Record) -> None:
@@ -262,6 +277,7 @@ class Reading:
         words = [name for name, number in kept.items() if math.isnan(number) and not isinstance(values[name], absent)]
         for name in words:
             raise self._error(record, f"has {values[name]!r:.60} in column {name!r}", "remove it from prepare.keep")
+
         return replace(record, values=kept)
 
     def _square(self, record: Record) -> UInt8[np.ndarray, "h w 3"]:
@@ -271,6 +287,7 @@ class Reading:
             return to_square(image, size, self.plugins.config.images.aspect)
         if image.shape[0] != image.shape[1]:
             raise self._error(record, f"has {_size(image)} pixels and is not square", _SET_SIZE)
+
         return image
 
     def _error(self, record: Record, problem: str, remedy: str = _FIX) -> UserError:
@@ -286,12 +303,14 @@ def _with_plain_text(found: Record | BrokenSample) -> Record | BrokenSample:
     texts = [found.key]
     if isinstance(found, Record):
         texts += [found.group or "", found.caption, *found.captions]
+
     try:
         "".join(texts).encode()
     except UnicodeEncodeError as error:
         return BrokenSample(
             found.key.encode(errors="backslashreplace").decode(), "text that UTF-8 cannot hold", str(error)
         )
+
     return found
 
 
@@ -307,12 +326,14 @@ def to_square(image: UInt8[np.ndarray, "h w 3"], size: int, aspect: str) -> UInt
     height, width = image.shape[:2]
     if (height, width) == (size, size):
         return image
+
     whole = Image.fromarray(image)
     lanczos = Image.Resampling.LANCZOS
     if aspect == "crop":
         return np.asarray(ImageOps.fit(whole, (size, size), lanczos))
     if aspect == "stretch":
         return np.asarray(whole.resize((size, size), lanczos))
+
     longer = max(height, width)
     inner = (max(1, round(width * size / longer)), max(1, round(height * size / longer)))
     sheet = Image.new("RGB", (size, size), "white")

@@ -100,6 +100,7 @@ def block_parts(
                 {"start": start, "stop": stop, **where},
             )
         )
+
     return parts
 
 

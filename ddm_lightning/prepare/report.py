@@ -124,6 +124,7 @@ def compute_silhouettes(features: Float[Tensor, "n d"], clusters: Int[Tensor, "n
     sizes = members.sum(0)
     if len(sizes) < 2:
         return torch.full((len(features),), torch.nan, dtype=features.dtype)
+
     total = _distances(features, features, metric).fill_diagonal_(0) @ members
     # Rounding errors must not separate samples with equal features.
     total[total < _ZERO_DISTANCE * sizes] = 0
@@ -207,6 +208,7 @@ def _describe_cluster(
     for k in np.argsort(distances, kind="stable"):
         if k != cluster:
             nearest.append(int(k))
+
     captions = [data.thumbnails.captions[i] for i in indices]
     return {
         "count": int(data.counts[cluster]),
@@ -239,5 +241,6 @@ def cluster_grid(data: ReportData, title: str, attribution: str, seed: int) -> I
         rows.append(
             (f"cluster {k} · {count:,} ({count / data.counts.sum():.1%})", list(data.thumbnails.images[indices]))
         )
+
     scale = max(1, round(_CELL_PIXELS / data.thumbnails.images.shape[1]))
     return labelled_grid(rows, scale, title, footer=attribution)

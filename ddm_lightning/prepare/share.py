@@ -47,6 +47,7 @@ class Share:
         index, slash, count = text.partition("/")
         if not (slash and index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count)):
             raise UserError(f"--parts {text}: give the number of this machine and of all machines, such as 1/8 to 8/8")
+
         return cls(int(index), int(count))
 
 
@@ -87,6 +88,7 @@ class SharedPreparation(Preparation):
                 if waiting != said:
                     self.reporter.say(f"waiting for {waiting}; Ctrl-C leaves")
                     said = waiting
+
                 time.sleep(ledgers.POLL_SECONDS)
                 if time.monotonic() - read_at > RECHECK_SECONDS:
                     read_at = time.monotonic()
@@ -97,22 +99,27 @@ class SharedPreparation(Preparation):
         stages = {stage.name: stage for stage in self._stages()}
         if missing := self._bring("parts", stages["encode"]):
             return missing
+
         reductions = [stages["index"], stages["partition"]]
         found = self.published.read(_PARTITION) or {}
         if not self._has_partition(reductions, found):
             if self.share.index != 1:
                 return f"the partition of machine 1{_OTHER * bool(found)}"
+
             self._fetch_sample()
             for stage in reductions:
                 if not self._is_done(stage):
                     self._run(stage)
+
             made = {stage.name: self.ledger.entries[stage.name] for stage in reductions}
             self.published.publish(_PARTITION, self.folder, made)
+
         missing = self._bring("groups", stages["shards"])
         if self.share.index == 1 and not missing:
             self._fetch_sample()
             remote.in_threads(self._pull_indices, self.group_jobs())
             self._run(stages["merge"])
+
         if self.share.index == 1:
             return missing
 
@@ -125,10 +132,12 @@ class SharedPreparation(Preparation):
             features = "features.npy"
         else:
             features = "sample.npy"
+
         if partition.kind in ("random", "existing"):
             keys = [TEXTS_FILE]
         else:
             keys = []
+
         self.prepared.fetch(range(len(self.parts)), ROWS_FILE, features, "codes.npy", *keys)
 
     def _agree_on_parts(self) -> None:
@@ -136,6 +145,7 @@ class SharedPreparation(Preparation):
         address = f"{self.published.url}/{self.prepared.parts_file.name}"
         with remote.reaching():
             is_same = remote.create(address, json.dumps([part.name for part in self.parts]).encode())
+
         if not is_same:
             raise UserError(
                 f"{address}: lists other parts of the source than this machine finds; give all machines "
@@ -148,6 +158,7 @@ class SharedPreparation(Preparation):
         there = self._look(kind, jobs)
         if self.unfinished(jobs):
             self._run(stage)
+
         missing = [job for job in jobs if not job.ledger.is_published]
         owners = sorted({job.number % self.share.count + 1 for job in missing})
         self.reporter.advance(f"{kind} of all machines", len(jobs) - len(missing), len(jobs))
@@ -170,6 +181,7 @@ class SharedPreparation(Preparation):
                 first = 0
             else:
                 first = -1
+
             theirs = {name: entry["key"].split()[first:] for name, entry in entries.items()}
             if theirs == theirs | {name: key.split()[first:] for name, key in job.keys.items()}:
                 job.ledger.entries = {
@@ -178,6 +190,7 @@ class SharedPreparation(Preparation):
                 job.ledger.is_published = True
             elif self.is_own(job.number):
                 self.published.forget(job.name)
+
         return there
 
     def _has_partition(self, stages: Sequence[Stage], entries: Entries) -> bool:
@@ -187,6 +200,7 @@ class SharedPreparation(Preparation):
         if {name: entry["key"] for name, entry in entries.items()} != {stage.name: stage.key for stage in stages}:
             self.ledger.entries = before
             return False
+
         self.published.pull(_PARTITION, self.folder, entries)
         self._renew()
         return True
@@ -210,6 +224,7 @@ def prepare_share(
     """
     if experiment.remote is None:
         raise UserError("--parts: the machines share their work at a URL; set remote")
+
     SharedPreparation(experiment, run_dir, reporter, share).bring_up_to_date(check)
     if share.index == 1:
         return Manifest.read(run_dir)

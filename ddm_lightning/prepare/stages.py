@@ -150,6 +150,7 @@ class Preparation:
             is_finished = parts_file.exists() and manifest_path(self.run_dir).exists()
             if not is_finished or Manifest.read(self.run_dir).source != source:
                 raise
+
             self.reporter.say(f"the source cannot be listed ({error}); only its prepared parts can be used")
             return Prepared(self.folder).parts
 
@@ -219,11 +220,13 @@ class Preparation:
         if not self.pending():
             self.reporter.say(f"{self.folder}: up to date")
             return
+
         self.check_before_writing(check)
         with self._alone():
             for stage in self._stages():
                 if not self._is_done(stage):
                     self._run(stage)
+
         if self.plugins.source.attribution:
             self.reporter.say(self.plugins.source.attribution)
 
@@ -242,10 +245,12 @@ class Preparation:
                 f"key 'condition.kind' = 'class': source {self.config.source.name!r} has no classes, only "
                 f"{', '.join(names) or 'images'}; use text or none, or give the folder of the classes"
             )
+
         if self.unfinished(self.part_jobs()):
             _ = self.plugins.parts  # refuses a source that is gone, or lacks a column
             if not any(RECORDS in ledger.entries for ledger in self.prepared.ledgers):
                 self._check_condition()
+
         check_partition(self.config.partition, count_samples(self.parts))
         if self.config.partition.path is not None:
             if not (path := Path(self.config.partition.path).expanduser()).is_file():
@@ -253,7 +258,9 @@ class Preparation:
                     f"key 'prepare.partition.path': {path} is no file; give another run's "
                     "prepared/partition.safetensors"
                 )
+
             Partition.load(path)
+
         if check is not None:
             check(self.plugins.sizes())
 
@@ -268,12 +275,14 @@ class Preparation:
         num_read = 0
         if kind == "none":
             return
+
         for found in self.plugins.look():
             num_read += 1
             if isinstance(found, Record):
                 seen.add(found.label if kind == "class" else found.caption)
             if len(seen - {""}) > (kind == "class"):
                 return
+
         # Sorted by class, the first thousand of a larger source may have one.
         if seen and (kind != "class" or num_read == count_samples(self.parts)):
             raise missing_condition(kind, num_read)
@@ -308,6 +317,7 @@ class Preparation:
             features = FEATURES
         else:
             features = SAMPLE
+
         return hash_of_files(self.prepared.ledgers, (RECORDS, features))
 
     def part_jobs(self) -> list[PartJob]:
@@ -319,6 +329,7 @@ class Preparation:
             keys = {name: f"{samples} {digest}" for name, digest in digests.items()}
             name = f"parts/{ledger.folder.name}"
             jobs.append(PartJob(number, name, ledger, keys, self.published, part, len(self.parts)))
+
         return jobs
 
     def group_jobs(self) -> list[GroupJob]:
@@ -335,6 +346,7 @@ class Preparation:
                 files = hash_of_files(prepared.ledgers, self.columns.keys() - {SAMPLE, CODES})
                 keys = {GROUP: sha256_json([STAGES_VERSION, stored, files])}
                 jobs.append(GroupJob(number, name, ledger, keys, self.published, prepared, seed))
+
         return jobs
 
     def _group_keys(self) -> list[str]:
@@ -357,15 +369,18 @@ class Preparation:
                 raise UserError(
                     f"{self.folder}: another process prepares here; give each machine a run_dir of its own"
                 ) from None
+
             self.reporter.say(f"{lock}: another process is preparing this run; waiting for it")
             acquired = locked(lock, -1)
             self._read_ledgers()
+
         with acquired:
             for path in self.folder.rglob(".tmp-*"):  # of a killed process; the lock excludes running ones
                 if path.is_dir():
                     shutil.rmtree(path)
                 else:
                     path.unlink()
+
             yield
 
     def handle_unlisted(self, prune: bool) -> None:
@@ -374,11 +389,13 @@ class Preparation:
         unlisted = [folder for folder in self.folder.glob("parts/*") if folder not in listed]
         if not unlisted:
             return
+
         num_bytes = sum(path.stat().st_size for folder in unlisted for path in folder.rglob("*") if path.is_file())
         if prune:
             with self._alone():
                 for folder in unlisted:
                     shutil.rmtree(folder)
+
         self.reporter.say(
             f"encoded parts that the source no longer lists: {len(unlisted):,}, {format_bytes(num_bytes)}; "
             + ("removed" if prune else "prepare --prune removes them")
@@ -393,6 +410,7 @@ class Preparation:
             num_read += job.num_samples
             broken.update(job.ledger.entries[RECORDS]["broken"])
             check_broken(broken, num_read, self.config.max_bad_fraction, job.ledger.folder / TEXTS_FILE)
+
         num_parts = len(self.parts)
         num_kept = len(self.parts) - len(jobs)
         return f"{num_parts:,} part{'s' * (num_parts != 1)}" + (f", {num_kept:,} already encoded" if num_kept else "")
@@ -439,6 +457,7 @@ class Preparation:
             # The group's other file holds thumbnails.
             files = job.ledger.files(GROUP).items()
             num_bytes += sum(file["bytes"] for name, file in files if name.startswith("shards/"))
+
         return f"{total:,} samples, {format_bytes(num_bytes)}"
 
     def _merge(self) -> None:
@@ -446,6 +465,7 @@ class Preparation:
         for path in list((self.folder / "groups").iterdir()):
             if path.with_suffix(".json") not in [ledger.file for ledger in ledgers]:
                 path.unlink()
+
         groups = [ledger.entries[GROUP] for ledger in ledgers]
         manifest = merge_groups(self.experiment, self.plugins, self.prepared, groups)
         thumbnails = Thumbnails.read(ledger.file.with_suffix(".npz") for ledger in ledgers)

@@ -64,10 +64,12 @@ class Split:
             ranks = split_hash[rows]
             if fraction > 0 and ranks.min() != ranks.max() and not held_out[rows].any():
                 held_out[split_hash == ranks.min()] = True
+
         # Afterwards: a group just held out may be all that another cluster trains on.
         for rows in members:
             if held_out[rows].all():
                 held_out[split_hash == split_hash[rows].max()] = False
+
         moved = (split_hash[held_out & ~below], split_hash[below & ~held_out])
         return cls(fraction, *(np.unique(hashes).tolist() for hashes in moved))
 
@@ -105,6 +107,7 @@ def split_orders(
             if len(ids):
                 random = np.random.default_rng([seed, cluster, split_index, group])
                 orders.append((cluster, split, random.permutation(ids)))
+
     return orders
 
 
@@ -143,8 +146,10 @@ def write_split(
             moments.append(np.stack([np.ones_like(mean).sum((0, 2, 3)), mean.sum((0, 2, 3)), squares.sum((0, 2, 3))]))
             for row in range(len(stored)):
                 writer.write({name: values[row] for name, values in block.items()} | {"cluster": np.int32(cluster)})
+
             num_written += len(stored)
             on_progress(num_written)
+
     return sum(moments[1:], moments[0])
 
 
@@ -153,6 +158,7 @@ def _blocks(samples: ShardColumns, order: Int[np.ndarray, "m"]) -> Iterator[dict
     types = {}
     for name, encoding in samples.encodings.items():
         types[name] = parse_encoding(encoding)[0]
+
     row_bytes = sum(math.prod(rows.row_shape) * rows.dtype.itemsize for rows in samples.columns.values())
     num_read = max(1, _MAX_BYTES // (row_bytes * _SAMPLES_AT_ONCE)) * _SAMPLES_AT_ONCE
     for start in range(0, len(order), num_read):
@@ -160,6 +166,7 @@ def _blocks(samples: ShardColumns, order: Int[np.ndarray, "m"]) -> Iterator[dict
         columns = {}
         for name, column in samples.columns.items():
             columns[name] = column.take(rows).astype(types[name], copy=False)
+
         columns |= {name: captions.take(rows) for name, captions in samples.captions.items()}
         columns["sample_id"] = rows + samples.first_id
         for first in range(0, len(rows), _SAMPLES_AT_ONCE):
@@ -186,13 +193,16 @@ def write_group(job: GroupJob, plugins: Plugins, on_progress: Callable[[int], No
     if not ledger.is_done(GROUP, job.keys[GROUP]):
         job.prepared.fetch(range(len(job.prepared.parts)))
         _write_group(job, plugins, on_progress)
+
     job.publish()
     for name in ledger.files(GROUP):
         if job.published and name.startswith("shards/"):
             (ledger.folder / name).unlink()
+
     for part in job.prepared.ledgers:
         if not part.file.exists():  # fetched, now or before a kill
             shutil.rmtree(part.folder, ignore_errors=True)
+
     return ledger.entries
 
 
@@ -230,12 +240,15 @@ def _write_group(job: GroupJob, plugins: Plugins, on_progress: Callable[[int], N
             moments = write_split(folder, cluster, order, samples, config.shards, advance)
             folder = folder.rename(f"{folder}-{sha256_file(folder / 'index.json')[:12]}")
             paths += [prepared.shards / name / folder.name / path.name for path in folder.iterdir()]
+
         done += len(order)
         folders[name] = {"folder": folder.name, "samples": len(order), "moments": moments.tolist()}
+
     images, rows = prepared.thumbnails()
     captions = packed_strings("captions", samples.captions["caption"].take(rows).tolist())
     with atomic_files(thumbnails.parent) as temporary:
         np.savez(temporary / thumbnails.name, images=np.array(images), clusters=clusters[rows], **captions)
+
     columns = dict(samples.encodings)
     ledger.add(GROUP, job.keys[GROUP], paths, folders=folders, columns=columns, class_counts=counts.tolist())
     ledger.save()
@@ -255,12 +268,15 @@ def columns_of(prepared: Prepared, plugins: Plugins, labels: Int[np.ndarray, "n"
         column = numbered(name, number)
         columns[column] = prepared.rows(CAPTIONS, column)
         encodings[column] = encoding
+
     if num > 1:
         columns["has_caption"] = prepared.rows(RECORDS, "has_caption")
         encodings["has_caption"] = array_encoding("uint8", [num])
+
     for number, name in enumerate(plugins.config.keep):
         columns[name] = prepared.rows(RECORDS, f"kept-{number}")
         encodings[name] = "float64"
+
     return ShardColumns(
         columns,
         encodings,

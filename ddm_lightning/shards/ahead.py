@@ -55,6 +55,7 @@ class FetchedShards(Shards):
             self._max_bytes = np.inf
         else:
             self._max_bytes = max_bytes
+
         self._is_keeper = is_keeper
         self._lock = Lock()
         self._ready: dict[int, Future[None]] = {}
@@ -100,6 +101,7 @@ class FetchedShards(Shards):
         for _ in range(_NUM_THREADS):
             # Daemons, because the end of the process joins an executor's threads, even if they wait for a store.
             Thread(target=self._bring, args=(self._jobs, stop), daemon=True).start()
+
         try:
             self._open_ahead()
             yield
@@ -108,8 +110,10 @@ class FetchedShards(Shards):
                 stop.set()
                 for future in self._ready.values():
                     future.cancel()
+
                 self._ready.clear()
                 self._maps.clear()
+
             for _ in range(_NUM_THREADS):
                 self._jobs.put(_END)
 
@@ -123,6 +127,7 @@ class FetchedShards(Shards):
                 if self._is_fetched[shard] and self._max_bytes < np.inf:
                     self._held_bytes -= self.num_bytes[shard]
                     self._drop_from_cache([shard])
+
             self._open_ahead()
 
     def _visit(self, ids: Int[np.ndarray, "m"], visit: Any) -> None:
@@ -130,21 +135,26 @@ class FetchedShards(Shards):
         with self._lock:
             if self._stop.is_set():
                 raise CancelledError  # no thread fetches shards any more
+
             self._wanted = max(self._wanted, *self._first[shards])
             self._open_ahead()
             for shard in shards:
                 future = self._ready.get(shard)
                 if future is None or (future.done() and future.exception() is not None):
                     self._open(shard)  # again: it may have failed some time ago
+
             needed = [self._ready[shard] for shard in shards]
+
         for future in needed:
             future.result()
+
         super()._visit(ids, visit)
 
     def _open_ahead(self) -> None:
         while self._missing and self._may_fetch(self._missing[0]):
             self._held_bytes += self.num_bytes[self._missing[0]]
             self._open(self._missing.pop(0))
+
         while self._present and self._first[self._present[0]] <= self._wanted + self._read_ahead_steps:
             self._open(self._present.pop(0))
 
@@ -166,6 +176,7 @@ class FetchedShards(Shards):
                     future.set_result(None)
                 except Exception as error:  # noqa: BLE001  # raised where it is needed
                     future.set_exception(error)
+
         remote.disconnect()
 
     def _drop_from_cache(self, shards: Iterable[int]) -> None:

@@ -106,10 +106,12 @@ class ClusterDataModule(L.LightningDataModule):
                 f"{self.shards}: no shards here; copy the run's prepared/shards here, "
                 "or set island.shards to their folder or URL"
             )
+
         for name in (*self._training, *self._held_out):
             sha256 = self.index_sha256.get(name)
             if not is_url:
                 verify_shards(Path(self.shards) / name, hashes=False, index_sha256=sha256)
+
             tidy(self.cache / _STORE / name, sha256)
 
     def train_dataloader(self) -> ShardLoader:
@@ -125,6 +127,7 @@ class ClusterDataModule(L.LightningDataModule):
                 f"{self.shards}: clusters {self.clusters} hold {len(loader.shards)} training samples, "
                 f"fewer than the {self.batch_size} of one step; lower global_batch_size or num_clusters"
             )
+
         return loader
 
     def val_dataloader(self) -> ShardLoader | list[Any]:
@@ -150,15 +153,18 @@ class ClusterDataModule(L.LightningDataModule):
             share = 1 - _HELD_OUT_SHARE if training else _HELD_OUT_SHARE
         else:
             share = 1.0
+
         budget = None
         if self.max_cache_bytes is not None:
             budget = share * self.max_cache_bytes
+
         is_keeper = self.trainer is None or self.trainer.local_rank == 0
         address = self.shards.rstrip("/")
         store = self.cache / _STORE
         origins = []
         for name in names:
             origins.append(Origin(f"{address}/{name}", store / name, self.index_sha256.get(name)))
+
         shards = FetchedShards(origins, budget, is_keeper=is_keeper)
         least = shards.least_bytes(window(shards.sizes) if training else 0)
         if budget is not None and budget < least:
@@ -166,6 +172,7 @@ class ClusterDataModule(L.LightningDataModule):
                 f"key 'island.cache_gb': {budget / share / 1e9:g} GB are too few for the shards of {', '.join(names)} "
                 f"that are read at a time; set {least / share / 1e9:.3g} or more, or null to keep all shards"
             )
+
         needed = shards.missing_bytes()
         free = shutil.disk_usage(self.cache).free if needed > 0 else needed
         if needed > free:
@@ -173,6 +180,7 @@ class ClusterDataModule(L.LightningDataModule):
                 f"{self.cache}: the missing shards of {', '.join(names)} need {format_bytes(needed)}, "
                 f"but {format_bytes(free)} are free; free some, put run_dir on a larger disk, or set island.cache_gb"
             )
+
         return shards
 
     def _loader(self, names: Sequence[str], training: bool) -> ShardLoader:
@@ -183,10 +191,12 @@ class ClusterDataModule(L.LightningDataModule):
                 "make train.global_batch_size a multiple of the devices (experts: of devices x clusters), "
                 "or change island.devices or island.nodes"
             )
+
         shards = self._open(names, training)
         found = {column.name: column.encoding for column in shards.layout.columns}
         if not self.columns.items() <= found.items():
             raise UserError(f"{self.shards}: columns {found} are not the manifest's, {self.columns}; copy both again")
+
         loader = ShardLoader(
             shards,
             batch_size=self.batch_size // num_ranks,
@@ -218,6 +228,7 @@ def steps(
         order = order[: len(order) // (num_ranks * batch_size) * num_ranks * batch_size]
     elif len(order):
         order = np.resize(order, -(-len(order) // num_ranks) * num_ranks)
+
     mine = order[rank::num_ranks]
     return [mine[start : start + batch_size].copy() for start in range(0, len(mine), batch_size)]
 
@@ -269,11 +280,13 @@ class ShardLoader:
         if not self._resumes:
             self._epoch += 1
             self._sample = 0
+
         self._resumes = False
         if self.training:
             order = shuffled(self.shards.sizes, self.seed, self._epoch)
         else:
             order = np.arange(len(self.shards))
+
         order = order[self._sample :]
         rest = steps(order, self.rank, self.num_ranks, self.batch_size, full=self.training)
         # Otherwise threads would page-lock memory for the first GPU, and use it.
@@ -290,6 +303,7 @@ class ShardLoader:
                         batch = waiting.popleft().result()
                     else:
                         batch = self._load(ids)
+
                     self._sample += len(batch["sample_id"]) * self.num_ranks
                     yield batch
                     self.shards.passed(step)

@@ -54,6 +54,7 @@ class Origin:
             self.folder = store
         else:
             self.folder = Path(address)
+
         self._checked: set[Path] = set()
         self._is_down = False
 
@@ -72,11 +73,14 @@ class Origin:
                 raise ShardError(
                     f"{self.address}: shards cannot be opened: {first_line(error)}; check key 'island.shards'"
                 ) from error
+
             remote.disconnect()  # the threads that fetch have connections of their own
+
         if self.index_sha256 is not None and sha256_file(path) != self.index_sha256:
             raise UserError(
                 f"{self.address}/index.json: differs from the manifest's; put the shards of this run's prepare there"
             )
+
         return read_index(self.folder)
 
     def holds(self, entry: dict[str, Any]) -> bool:
@@ -103,17 +107,21 @@ class Origin:
             if raw in self._checked and raw.is_file():
                 read_ahead(raw)
                 return
+
             problem = file_problem(raw, entry["raw_data"])
             if problem and not self.is_fetched:
                 raise ValueError(problem)
+
             raw.parent.mkdir(parents=True, exist_ok=True)
             lock = Path(f"{raw}.lock")
             while problem and not stop.is_set():
                 with suppress(Timeout), locked(lock, _PAUSE_SECONDS):
                     if file_problem(raw, entry["raw_data"]):
                         self._fetch(entry, raw, stop)
+
                     lock.unlink(missing_ok=True)  # the shard is there, so whoever waits needs no lock
                     problem = None
+
             if not problem:
                 self._checked.add(raw)
         except Exception as error:  # each compression has its own
@@ -127,6 +135,7 @@ class Origin:
         self._get(f"{self.address}/{stored['basename']}", partial, stored, stop)
         if entry["zip_data"]:
             partial.write_bytes(decompress(entry["compression"], partial.read_bytes()))
+
         os.replace(partial, raw)
 
     def _get(self, url: str, path: Path, stored: dict[str, Any], stop: Event) -> None:
@@ -137,14 +146,17 @@ class Origin:
                 remote.download(url, path)
                 if problem := file_problem(path, stored):
                     raise ConnectionError(f"{url}: {problem}")
+
                 self._is_down = False
                 return
             except ConnectionError as error:
                 if time.monotonic() >= end or stop.is_set():
                     raise
+
                 if not self._is_down:  # one of the threads that wait says so
                     self._is_down = True
                     note(f"{first_line(error)}; waits up to {PATIENCE_SECONDS / 60:g} minutes")
+
                 stop.wait(_PAUSE_SECONDS)
 
     def _raw(self, entry: dict[str, Any]) -> Path:
@@ -161,6 +173,7 @@ def tidy(store: Path, index_sha256: str | None) -> None:
     index = store / "index.json"
     if index.exists() and index_sha256 not in (None, sha256_file(index)):
         shutil.rmtree(store)
+
     for leftover in (*store.rglob(".tmp-*"), *store.rglob("*.part")):
         leftover.unlink(missing_ok=True)  # a thread of an epoch that was closed may end it now
 
@@ -169,6 +182,7 @@ def read_ahead(path: Path) -> None:
     """Ask the system to read a file into memory, where it can be asked."""
     if not hasattr(os, "posix_fadvise"):
         return
+
     with path.open("rb") as file:
         for start in range(0, path.stat().st_size, _ADVICE_BYTES):
             os.posix_fadvise(file.fileno(), start, _ADVICE_BYTES, os.POSIX_FADV_WILLNEED)

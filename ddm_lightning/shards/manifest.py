@@ -126,9 +126,11 @@ class Manifest:
             given = self.columns.get(name, "").split(":")[2:]
             if (name == "x_0" or name in self.columns) and given != [",".join(map(str, shape))]:
                 raise ValueError(f"key 'columns' gives {name} another shape than {[*shape]}")
+
         for name, values in self.normalisation.items():
             if isinstance(values, list) and len(values) not in (1, channels):
                 raise ValueError(f"key 'normalisation' has {len(values)} numbers of {name} for {channels} channels")
+
         if len(self.priors) != self.num_clusters:
             raise ValueError("key 'priors' has another length than key 'clusters'")
         if self.class_counts and [*map(len, self.class_counts)] != [self.num_classes] * self.num_clusters:

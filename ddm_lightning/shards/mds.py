@@ -67,6 +67,7 @@ class Layout:
         """
         if not len(set(names)) == len(names) == len(encodings) == len(sizes) or _ID not in names:
             raise _refusal(f"{', '.join(names)}: {_ID!r} is missing, or some are listed twice or have no size")
+
         columns: list[Column] = []
         texts: list[Column] = []
         fixed = 0
@@ -74,14 +75,18 @@ class Layout:
             if encoding in _TEXT:
                 texts.append(Column(name, encoding, np.dtype(np.uint8), (), 0, fixed, len(texts)))
                 continue
+
             try:
                 dtype, shape = parse_encoding(encoding)
             except ValueError as error:
                 raise _refusal(f"{name!r}: {error}") from None
+
             if dtype.itemsize * math.prod(shape) != size:
                 raise _refusal(f"{name!r} ({encoding}) cannot have {size} bytes")
+
             columns.append(Column(name, encoding, dtype, shape, size, fixed, len(texts)))
             fixed += size
+
         columns.sort(key=lambda column: column.name != _ID)
         return cls(tuple(columns), tuple(texts), fixed)
 
@@ -121,6 +126,7 @@ class ShardFile:
         num_samples = int(info["samples"])
         if (info.get("format"), info.get("version")) != ("mds", 2):
             raise UserError(f"{index}: lists shards that are not MDS version 2; prepare them again")
+
         path = inside(folder, raw["basename"], index)
         layout = Layout.of(info["column_names"], info["column_encodings"], info["column_sizes"])
         least = 8 + num_samples * (4 + layout.num_sample_bytes)
@@ -129,9 +135,11 @@ class ShardFile:
                 f"{index}: lists {num_samples} samples in {raw['bytes']} bytes, which is impossible; "
                 "copy the shards again"
             )
+
         packed = None
         if info["zip_data"]:
             packed = inside(folder, info["zip_data"]["basename"], index)
+
         return cls(path, num_samples, raw["bytes"], layout, packed, info.get("compression"))
 
 
@@ -143,9 +151,11 @@ class _Map:
         size = len(content)
         if size != file.num_bytes:
             raise ValueError(f"{size} bytes instead of {file.num_bytes}")
+
         count = int(content[:4].view(np.uint32)[0])
         if count != file.num_samples:
             raise ValueError(f"holds {count} samples instead of {file.num_samples}")
+
         self._offsets = content[4 : 8 + 4 * count].view(np.uint32)
         rows = np.diff(self._offsets.astype(np.int64))
         least = file.layout.num_sample_bytes
@@ -153,8 +163,10 @@ class _Map:
             wrong = rows < least
         else:
             wrong = rows != least
+
         if wrong.any() or self._offsets[-1] != size or self._offsets[0] < 8 + 4 * count:
             raise ValueError("its samples do not have the columns that the index lists")
+
         self._layout = file.layout
         self._content = content
 
@@ -179,6 +191,7 @@ class _Map:
         begins = [begin + 4 * len(self._layout.texts)]
         for text in range(len(self._layout.texts)):
             begins.append(begins[-1] + self._items(4)[begin + 4 * text].view(np.uint32)[:, 0])
+
         return begins
 
     def _items(self, num_bytes: int) -> np.ndarray:
@@ -193,6 +206,7 @@ class _Map:
 def _content(file: ShardFile) -> np.ndarray:
     if file.packed is not None and not file.path.is_file():
         return np.frombuffer(decompress(file.compression, file.packed.read_bytes()), np.uint8)
+
     # Not numpy.memmap, which keeps a file open: a member may have thousands of shards.
     return torch.from_file(str(file.path), shared=False, size=file.path.stat().st_size, dtype=torch.uint8).numpy()
 
@@ -211,6 +225,7 @@ class Shards:
         if not files or any(file.layout != files[0].layout for file in files):
             where = sorted({str(file.path.parent) for file in files})
             raise UserError(f"{', '.join(where) or 'shards'}: need at least one shard, and all with the same columns")
+
         self.files = list(files)
         self.layout = files[0].layout
         self.sizes = [file.num_samples for file in files]
@@ -242,12 +257,15 @@ class Shards:
         for column in self.layout.columns:
             if names is None or column.name in names:
                 columns.append(column)
+
         batch = {}
         for column in columns:
             batch[column.name] = np.empty((len(ids), *column.shape), column.dtype)
+
         items = {}
         for column in columns:
             items[column.name] = batch[column.name].reshape(len(ids), -1).view(np.uint8)
+
         self._visit(ids, lambda shard, rows, places: shard.gather(rows, items, places))
         return {column.name: _as_tensor(column, batch[column.name]) for column in columns}
 
@@ -276,6 +294,7 @@ class Shards:
                     problem = "a sample ends after the file"
                 else:
                     problem = first_line(error)
+
                 raise unreadable(f"{self.files[shard].path}: {problem}") from error
 
     def _map(self, shard: int) -> _Map:
@@ -285,14 +304,17 @@ class Shards:
             found = _Map(file)
             if file.packed is None or file.path.is_file():  # otherwise it is in memory
                 self._maps[shard] = found
+
             for oldest in list(self._maps)[:-_MAX_MAPS]:
                 self._maps.pop(oldest, None)
+
         return found
 
 
 def _as_tensor(column: Column, values: np.ndarray) -> Tensor:
     if not column.shape and column.dtype.kind in "iu":
         return torch.from_numpy(values.astype(np.int64))
+
     tensor = torch.from_numpy(values)
     if column.name == "text":
         return tensor.float()
@@ -322,6 +344,7 @@ def read_samples(file: BinaryIO, num_samples: int, numbers: range) -> list[bytes
     data = file.read(int(bounds[-1]))
     if found != num_samples or (np.diff(bounds) < 0).any() or bounds[-1] != len(data):
         raise ValueError("its length differs from its header")
+
     return [data[first:last] for first, last in pairwise(bounds.tolist())]
 
 
@@ -336,7 +359,9 @@ def split_sample(sample: bytes, sizes: Sequence[int | None]) -> list[bytes]:
     for size in sizes:
         found.append(size or int.from_bytes(sample[at : at + 4], "little"))
         at += 0 if size else 4
+
     if at + sum(found) != len(sample):
         raise ValueError("its length differs from its header")
+
     bounds = accumulate(found, initial=at)
     return [sample[first:last] for first, last in pairwise(bounds)]

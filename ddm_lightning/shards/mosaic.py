@@ -46,7 +46,9 @@ def merge_index(folders: Sequence[Path], out: Path) -> None:
         for shard in json.loads((folder / "index.json").read_bytes())["shards"]:
             for file in filter(None, (shard["raw_data"], shard["zip_data"])):
                 file["basename"] = f"{folder.name}/{file['basename']}"
+
             shards.append(shard)
+
     atomic_write_text(out / "index.json", json.dumps({"version": 2, "shards": shards}))
 
 

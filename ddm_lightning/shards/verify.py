@@ -46,9 +46,11 @@ def read_index(folder: Path) -> list[dict[str, Any]]:
     shards = content.get("shards") if isinstance(content, dict) else None
     if not isinstance(shards, list):
         raise UserError(f"{path}: is not an index of MDS shards; {_REMEDY}")
+
     for number, shard in enumerate(shards):
         source = f"{path}: is not an index of MDS shards: shard {number}"
         checks.record(checks.kept(shard, _Shard), _Shard, source, _REMEDY)
+
     return shards
 
 
@@ -76,11 +78,13 @@ def verify_shards(folder: Path, hashes: bool = True, *, index_sha256: str | None
         for entry in (shard["raw_data"], shard["zip_data"]):
             if entry is not None:
                 entries.append(entry)
+
         files = {inside(folder, entry["basename"], index): entry for entry in entries}
         # A compressed shard is present compressed, uncompressed, or both.
         for path in [path for path in files if path.is_file()] or list(files)[-1:]:
             if problem := file_problem(path, files[path], hashes):
                 raise UserError(f"{path}: shard {problem}; {_REMEDY}")
+
         return int(shard["samples"])
 
     return sum(remote.in_threads(verify, shards))
@@ -94,6 +98,7 @@ def file_problem(path: Path, entry: dict[str, Any], hashes: bool = True) -> str 
         return f"is damaged: {size} bytes instead of {entry['bytes']}"
     if hashes and hash_file(path, "sha1") != entry["hashes"].get("sha1"):
         return "is damaged: its SHA-1 differs from the one in index.json"
+
     return None
 
 

@@ -75,6 +75,7 @@ class Reporter(L.Callback):
             self.status.state = "stopped"
         else:
             self.status.state = "failed"
+
         self.status.write(self.folder)
 
     def _report(self, trainer: L.Trainer, module: MemberModule) -> None:
@@ -84,6 +85,7 @@ class Reporter(L.Callback):
         self.status.seconds = self._earlier_seconds + elapsed
         if num_steps:  # a start that only makes up for a validation keeps the speed
             self.status.samples_per_second = num_steps * module.member.batch_size / elapsed
+
         # The gradient norm overflows in a step that 16-bit scaling skips; JSON has no infinity.
         self.status.metrics.update({name: value for name, value in module.averages.items() if math.isfinite(value)})
         self.status.write(self.folder)
@@ -143,6 +145,7 @@ class MissedValidation(L.Callback):
         """Put the held-out averages into the status, and with them into the artifact."""
         if trainer.should_stop:  # it was cut short
             return
+
         self.status.metrics.update(
             (name, float(value)) for name, value in trainer.callback_metrics.items() if name.startswith("held_out/")
         )
@@ -178,6 +181,7 @@ class BestWeights(L.Callback):
         step = trainer.global_step
         if self.status.validated_step != step:
             return
+
         self.kept["validated_step"] = step
         loss = loss_of(self.status.metrics, "held_out")
         if loss is not None and loss < self.kept["loss"]:
@@ -185,6 +189,7 @@ class BestWeights(L.Callback):
             for name, value in self.status.metrics.items():
                 if name.startswith("held_out/"):
                     figures[name] = value
+
             figures[KEPT] = float(step)
             self.kept |= {"loss": loss, "figures": figures, "buffers": ema.kept_buffers(module.network)}
             for state in trainer.optimizers[0].state.values():
@@ -214,6 +219,7 @@ class RollingCheckpoints(L.Callback):
         by_steps = None
         if not island.checkpoint_every_n_minutes:
             by_steps = island.checkpoint_every_n_steps
+
         self.due = [n for n in (by_steps, island.validate_every_n_steps, island.milestone_every_n_steps) if n]
         self._newest_step = -1
         self._saved_at = time.monotonic()
@@ -251,6 +257,7 @@ class RollingCheckpoints(L.Callback):
         """
         if trainer.global_step == self._newest_step:
             return
+
         assert isinstance(trainer.lightning_module, MemberModule)
         guard = trainer.lightning_module.guard
         guard.find_skipped()
@@ -282,6 +289,7 @@ class RollingCheckpoints(L.Callback):
             recorded = read_rest(path)["experiment"]["island"]["milestone_every_n_steps"]
         except (OSError, EOFError, RuntimeError, UnpicklingError, LookupError, TypeError):  # damaged
             recorded = None
+
         return any(n and step_of(path) % n == 0 for n in (self.island.milestone_every_n_steps, recorded))
 
 
@@ -318,6 +326,7 @@ class StopOnRequest(L.Callback):
         if not self._training:
             # A rank: the agent ends it because another one failed, and tells why.
             raise SystemExit(STOPPED) if has_agent() else StopRequested
+
         self._requested = True
 
     def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
@@ -339,6 +348,7 @@ class StopOnRequest(L.Callback):
         """Save a checkpoint if one is due by time; save one and stop if asked to."""
         if self._hosts is not None and trainer.global_step % POLL_STEPS:
             return  # a collective at each step would hold up hosts that run ahead of their devices
+
         asked, late = self._agreed(self._requested, trainer.is_global_zero and self.checkpoints.is_late())
         if (asked or late) and not self.stopped:
             self.checkpoints.save(trainer)
@@ -367,6 +377,7 @@ class StopOnRequest(L.Callback):
     def _agreed(self, *flags: bool) -> list[bool]:
         if self._hosts is None:
             return [*flags]
+
         table = torch.tensor(flags, dtype=torch.int)
         torch.distributed.all_reduce(table, torch.distributed.ReduceOp.MAX, group=self._hosts)
         return [bool(flag) for flag in table.tolist()]

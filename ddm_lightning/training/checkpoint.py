@@ -114,9 +114,11 @@ class CheckpointWriter:
                 "key 'island.callbacks': the state_dict of a callback holds more than plain values and tensors, so no "
                 "training could resume; return numbers, texts, lists, dicts and tensors in it, or remove the callback"
             ) from None
+
         staged = self._stager.stage({name: value.contiguous() for name, value in tensors.items()}, self.from_device)
         if self.from_device:
             torch.accelerator.synchronize()  # the next step would change tensors that are still being copied
+
         self._pending = self._thread.submit(self._write, path, staged, packed.getvalue(), done)
 
     def _write(self, path: Path, tensors: dict[str, Tensor], rest: bytes, done: Callable[[], object]) -> None:
@@ -124,6 +126,7 @@ class CheckpointWriter:
         try:
             if self.is_rank_zero and temporary.exists():
                 shutil.rmtree(temporary)  # it may hold files of more ranks
+
             writer = HuggingFaceStorageWriter(str(temporary), _file_numbers(tensors), save_distributed=True)
             writer.per_thread_copy_ahead = 0  # tensors are on the host; copying ahead would queue on the first GPU
             save(
@@ -146,6 +149,7 @@ class CheckpointWriter:
             known = next((cause for cause in causes if isinstance(cause, OSError)), None)
             if known is None:
                 raise RuntimeError(f"{path}: {first_line(causes[0])}") from error
+
             raise OSError(known.errno, os.strerror(known.errno or errno.EIO), str(path)) from error
         finally:
             if self.is_rank_zero:
@@ -181,6 +185,7 @@ class CheckpointWriter:
         """End the thread after the running save, whose result is ignored. Several ranks wait for a minute at most."""
         if self._pending is not None:  # after an error, which is the one to show
             wait([self._pending], None if self.group is None else _OTHERS_TAKE_SECONDS)
+
         self._thread.shutdown(wait=self.group is None)
         self._stager.close()
 
@@ -223,11 +228,13 @@ def damage_of(path: Path) -> str | None:
 
         if problem := next(filter(None, remote.in_threads(problem_of, sums)), None):
             return problem
+
         read_rest(path, "meta")
     except pickle.UnpicklingError:  # torch's message tells how to run the code in it
         return f"{REST} holds more than plain values"
     except (ValueError, OSError, RuntimeError, EOFError) as error:
         return first_line(error)
+
     return None
 
 
@@ -245,14 +252,18 @@ def tensors_of(module: nn.Module, optimizer: Optimizer | None = None) -> dict[st
     for name, value in module.state_dict().items():
         if not isinstance(value, Tensor):
             raise UserError(f"the network's state_dict has {name}, a {type(value).__name__}: it may hold tensors only")
+
         place = (local(value).data_ptr(), value.shape)
         if place not in seen or not local(value).numel():
             found[_MODEL + name] = value.detach()
+
         seen.add(place)
+
     if optimizer is not None:
         for name, parameter in module.named_parameters():
             for key, value in optimizer.state.get(parameter, {}).items():
                 found[f"{_OPTIMIZER}{key}/{name}"] = value.detach()
+
     return found
 
 
@@ -292,6 +303,7 @@ def load_tensors(
             f"{path}: is the checkpoint of another network, which differs in {name.removeprefix(_MODEL)}; "
             "remove it, or set the experiment back"
         )
+
     if optimizer is not None:
         parameters = dict(module.named_parameters())
         for full_name, (size, dtype) in stored.items():
@@ -303,7 +315,9 @@ def load_tensors(
                     if size == parameter.shape
                     else torch.empty(size, dtype=dtype, device=parameter.device)
                 )
+
         into = tensors_of(module, optimizer)
+
     read_tensors(path, into, group)
 
 
@@ -333,16 +347,20 @@ def find_resumable(folder: Path) -> tuple[Path | None, dict[Path, str]]:
         problem = damage_of(path)
         if problem is None:
             return path, problems
+
         problems[path] = problem
+
     if problems:
         newest, problem = next(iter(problems.items()))
         if len(problems) > 1:
             others = f", nor the {len(problems) - 1} before it"
         else:
             others = ""
+
         raise UserError(
             f"{newest}: damaged checkpoint ({problem}){others}; restore one, or remove {folder} to start afresh"
         )
+
     return None, problems
 
 
@@ -353,9 +371,11 @@ def tidy(folder: Path, damaged: Iterable[Path]) -> None:
     """
     for unfinished in folder.glob(f"{TEMPORARY}*"):
         shutil.rmtree(unfinished, ignore_errors=True)
+
     for path in damaged:
         for earlier in folder.glob("*.damaged"):
             shutil.rmtree(earlier, ignore_errors=True)
+
         path.rename(path.with_suffix(".damaged"))
 
 
@@ -380,6 +400,7 @@ def check_origin(path: Path, member: str, experiment: Experiment, initial_sha256
         raise UserError(
             f"{path}: is a checkpoint of {rest.get('member')}, not of {member}; move it to that folder, or remove it"
         )
+
     refuse_changes(path, rest["experiment"], own["experiment"])
     ends = own["experiment"]["expert"]["train"]["schedule"] != "constant"
     for key in ("teacher", "global_batch_size", *(["max_steps"] if ends else [])) if member == STUDENT else ():
@@ -389,21 +410,25 @@ def check_origin(path: Path, member: str, experiment: Experiment, initial_sha256
                 f"{path}: was trained with distill.{key} = {was!r}, not {now!r}; set it back, or use another folder "
                 "with run_dir=…"
             )
+
     if (started := rest.get("initial_sha256")) != initial_sha256:
         raise UserError(
             f"{path}: started from weights with SHA-256 {started}, and init_from has {initial_sha256}; put the right "
             "ones there, or use another folder with run_dir=…"
         )
+
     new = own["experiment"]["island"]
     old = {"nodes": 1, **rest["experiment"]["island"]}  # an earlier release knew one node
     names = _NUMERICS if new["accelerator"] == "cpu" else _NUMERICS[:-1]
     if not (differing := [name for name in names if old.get(name) != new[name]]):
         return None
+
     settings = ", ".join(f"island.{name}={_in_yaml(new[name])} (was {_in_yaml(old.get(name))})" for name in differing)
     if {"accelerator", "devices", "nodes"} & {*differing}:
         noise = "noise and "
     else:
         noise = ""
+
     return f"from here on with {settings}: the same samples, other {noise}rounding"
 
 

@@ -59,6 +59,7 @@ def exponent_of(width: float) -> float:
     """
     if not 0 < width <= WIDEST * (1 + 1e-9):
         raise UserError(f"width {width:g}: is a share of the training, above 0 and at most {WIDEST:.4f}")
+
     inverse = width**-2
     roots = np.roots([1.0, 7.0, 16.0 - inverse, 12.0 - inverse])
     return max(0.0, float(roots[np.isreal(roots)].real.max()))
@@ -112,6 +113,7 @@ def track_ema(optimizer: Optimizer, decay: float, widths: Sequence[float] = (), 
             for one in group["params"]:
                 if KEY not in optimizer.state.get(one, {}):
                     new.append(one)
+
             initial.update((parameter, parameter.detach().clone()) for parameter in new)
 
     @torch.no_grad()
@@ -127,18 +129,23 @@ def track_ema(optimizer: Optimizer, decay: float, widths: Sequence[float] = (), 
                     if key not in state:
                         # A clone keeps the parameter's (perhaps uneven) sharding.
                         state[key] = initial.get(parameter, parameter).detach().clone()
+
                 tensors = [*parameters, *(state[key] for state in states)]
                 known, shards = kept.get((number, key), ([], []))
                 if len(known) != len(tensors) or not all(map(operator.is_, known, tensors)):  # a checkpoint was loaded
                     shards = [local(tensor) for tensor in tensors]
                     kept[number, key] = tensors, shards
+
                 if shards:
                     get_ema_multi_avg_fn(share)(shards[len(parameters) :], shards[: len(parameters)], steps)
+
             group[STEPS] = steps + 1
+
         initial.clear()
 
     if from_initial:
         optimizer.register_step_pre_hook(before_step)
+
     optimizer.register_step_post_hook(after_step)
 
 
@@ -168,8 +175,10 @@ def unsharded_ema(module: nn.Module, optimizer: Optimizer, key: str = KEY, *, ke
             whole = value.full_tensor()
         else:
             whole = value
+
         if keeps:
             found[name] = whole.detach().float().cpu().clone()
+
     return found
 
 
@@ -205,6 +214,7 @@ def ema_weights(module: nn.Module, optimizer: Optimizer) -> Iterator[None]:
     except Exception:  # but not GeneratorExit: when Python collects an open validation, FSDP's state is gone
         load(own)
         raise
+
     load(own)
 
 

@@ -101,6 +101,7 @@ class EmaWidths:
         self.artifact = run.folder.artifact(name)
         if not run.folder.has_artifact(name):
             raise UserError(f"{self.artifact}: {name} is not finished; fit it first")
+
         self.meta, self.weights = read_artifact(self.artifact)
         self.member = run.member(name)
         self._ema = self.folder / ema.FOLDER
@@ -111,6 +112,7 @@ class EmaWidths:
                 f"key '{self.member.role.section}.train.ema_widths' is empty: no averages to choose from; "
                 "train in another run_dir=…"
             )
+
         self._sha256 = ema.read_index(self._ema)
         self._all = ema.all_snapshots(self.member.train)
         if self.meta.partition_sha256 != run.manifest.partition_sha256:
@@ -127,6 +129,7 @@ class EmaWidths:
         """
         for width in widths or ():
             self._shares(width)
+
         steps = self.member.train.max_steps
         chosen = widths or [w for w in DEFAULT_WIDTHS if mixture(self._all, w, steps)[1] <= LARGEST_MISFIT]
         current = self.meta.metrics.get(WIDTH)
@@ -134,6 +137,7 @@ class EmaWidths:
             name = "of the artifact"
         else:
             name = f"of the artifact (width {current:g})"
+
         with lock_member(self.folder), Bars(transient=True) as bars:
             averages = (
                 (f"width {width:g}", self._averaged(width))
@@ -157,6 +161,7 @@ class EmaWidths:
                 if not self._original.exists():
                     with atomic_folder(self._original) as temporary:
                         shutil.copytree(self.artifact, temporary, dirs_exist_ok=True)
+
                 metrics = {**self.meta.metrics, **found}
                 metrics.pop(KEPT, None)
                 self._write(weights, replace(self.meta, metrics=metrics))
@@ -179,6 +184,7 @@ class EmaWidths:
                 f"width {width:g}: the snapshots miss its profile by {misfit:.0%}; "
                 "choose a width nearer to train.ema_widths, or train in another run_dir=… with more ema_snapshots"
             )
+
         return shares
 
     def _averaged(self, width: float) -> dict[str, Tensor]:
@@ -192,6 +198,7 @@ class EmaWidths:
             state = load_weights(self._ema / snapshot.file, self._sha256.get(snapshot.file, ""), self._remedy)
             for key, value in state.items():
                 total[key] = torch.add(total.get(key, torch.zeros_like(value)), value, alpha=float(share))
+
         return {**self.weights, **total}
 
     def _measured(self, candidates: Iterable[tuple[str, Mapping[str, Tensor]]]) -> dict[str, dict[str, float]]:
@@ -202,6 +209,7 @@ class EmaWidths:
                 raise UserError(
                     f"{self.run.folder.root}: {self.name} has no held-out samples; prepare anew with held_out_fraction"
                 )
+
             data.prepare_data()
             objective = build_objective(self.member, self.run)
             network = objective.network
@@ -218,7 +226,9 @@ class EmaWidths:
                     for index, batch in enumerate(batches):
                         on_device = data.transfer_batch_to_device(batch, device, 0)
                         objective.validate(on_device, index, Position(self.meta.step))
+
                 found[name] = objective.held_out_figures()
+
         return found
 
 
@@ -229,6 +239,7 @@ def widths_table(averages: Mapping[str, Mapping[str, float]]) -> Table:
     known = {}
     for name, loss in losses.items():
         known[name] = math.inf if loss is None else loss
+
     lowest = min(known, key=known.__getitem__)
     rows = []
     for name, metrics in averages.items():
@@ -240,4 +251,5 @@ def widths_table(averages: Mapping[str, Mapping[str, float]]) -> Table:
                 "lowest" if name == lowest else "",
             ]
         )
+
     return table(["average", "held-out loss", *(["accuracy"] if has_accuracy else []), ""], rows)

@@ -47,14 +47,17 @@ def extend_router(
     """
     if ROUTER not in ensemble.folders:
         raise UserError("--tune-router: the ensemble has no router; leave the option out and use the strategy bayes")
+
     folder = ensemble.folders[ROUTER]
     meta, state = read_artifact(folder)
     if meta.clusters:
         raise UserError(f"{folder / MEMBER_FILE}: was extended before; train a router on the shards of all clusters")
+
     if max(map(expert_number, ensemble.experts)) >= meta.num_clusters:
         raise UserError(
             "--tune-router: does not go with experts by noise level; leave it out and use the strategy bayes"
         )
+
     run = _run_of(meta, folder, seen)
     own = read_meta(expert)
     new_run = _run_of(own, expert, new)
@@ -67,8 +70,10 @@ def extend_router(
         if parameter.shape != state[name].shape:
             state[name] = torch.cat([state[name], state[name].mean(0, keepdim=True)])
             grown.append(parameter)
+
     if not grown or any(parameter.shape != state[name].shape for name, parameter in network.named_parameters()):
         raise UserError(f"{folder / MEMBER_FILE}: {meta.network} has no output per cluster to extend; train a router")
+
     network.load_state_dict(state)
     network.requires_grad_(False)
     device = device_of(run.experiment.island.accelerator)
@@ -86,11 +91,14 @@ def extend_router(
                 batch = {name: values.to(device) for name, values in next(batches[side]).items()}
                 if side:
                     batch["cluster"] = torch.full_like(batch["cluster"], meta.num_clusters)
+
                 noisy = objective.noisy_batch(batch, Position(step, rank=side, num_ranks=2))
                 (weight * objective.compute_losses(noisy, batch)["loss"].mean()).backward()
+
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
+
     clusters = [*known_clusters(meta), cluster_of(own)]
     described = replace(
         meta,
@@ -109,6 +117,7 @@ def _run_of(meta: ArtifactMeta, artifact: Path, folder: RunFolder) -> Run:
         raise UserError(
             f"{folder.root}: holds other clusters than those of {artifact}; give the run that it was trained in"
         )
+
     return run
 
 

@@ -51,6 +51,7 @@ def fit_member(name: str, run: Run) -> MemberStatus:
     island = run.experiment.island
     if "wandb" in island.loggers:
         require("key 'island.loggers': 'wandb'", "wandb", extra="wandb")
+
     # Do not break paths: rich takes a log file for a terminal of 80 columns.
     console = Console(stderr=True, quiet=not ranks.is_rank_zero(), soft_wrap=True, markup=False, highlight=False)
     folder = run.folder.member(name)
@@ -63,9 +64,11 @@ def fit_member(name: str, run: Run) -> MemberStatus:
             user = f"another process ({status.pid})"
         else:
             user = "another process"
+
         with lock_member(folder, user, -1 if waits else 0.0) if ranks.is_rank_zero() else contextlib.nullcontext():
             if not (waits and run.is_finished(name)):
                 return _train(run.member(name), run, status, console)
+
     console.print(f"{name} is finished: {run.folder.artifact(name)}")
     status.state = "done"  # even if it was stopped here and another island finished it
     return status
@@ -81,6 +84,7 @@ def _train(member: Member, run: Run, status: MemberStatus, console: Console) -> 
         _check_caption_encoder(objective.caption_encoder.provenance(), run)
     if isinstance(objective, Distillation):
         objective.teach(run)
+
     module = MemberModule(objective, island)
     data = build_data(member, run)
     if member.train.keep == "best" and not data.held_out_clusters:
@@ -88,6 +92,7 @@ def _train(member: Member, run: Run, status: MemberStatus, console: Console) -> 
             f"key '{member.role.section}.train.keep' = 'best': {member.name} has no held-out samples to choose by; "
             "set it to last, or prepare anew with held_out_fraction"
         )
+
     module.speed.cost = step_cost(member, island, module.network)
 
     num_parameters = sum(parameter.numel() for parameter in module.network.parameters())
@@ -99,18 +104,21 @@ def _train(member: Member, run: Run, status: MemberStatus, console: Console) -> 
         on_base = f" on a frozen base of {num_frozen / 1e6:.2f} M"
     else:
         on_base = ""
+
     console.print(f"{member.name}: {num_parameters / 1e6:.2f} M parameters{on_base}, {reason}")
     console.print(f"{member.name}: a checkpoint takes {size} of the disk and of the host's memory")
     console.print(f"{member.name}: {module.speed.cost.line}")
     if device_of(island.accelerator).type == "cuda" and island.attention in ("auto", "sdpa"):
         with autocast(island.precision, device_of(island.accelerator)):
             kernel = chosen_kernel(module.network, device_of(island.accelerator))
+
         if kernel is not None:
             console.print(f"{member.name}: attention by torch's kernel {kernel}")
 
     newest = None
     if ranks.is_rank_zero():
         newest = _checkpoint_of(member, run, console)
+
     told = ranks.told_by_rank_zero("checkpoint", newest.name if newest else None)
     resume = told and folder / "checkpoints" / told
     if resume is None and (initial := run.initial(member)) is not None:
@@ -119,9 +127,11 @@ def _train(member: Member, run: Run, status: MemberStatus, console: Console) -> 
             differing = initial.load(module.network)
         else:
             differing = initial.check(member.plan_network())
+
         console.print(f"{member.name}: starts from {initial.source}, SHA-256 {initial.sha256}")
         for line in differing:
             console.print(f"{member.name}: {line}")
+
     trainer, stop = build_trainer(member, run, status, strategy, resume)
     with contextlib.closing(data):
         try:
@@ -139,10 +149,12 @@ def _train(member: Member, run: Run, status: MemberStatus, console: Console) -> 
                 status.state = "done"
             else:
                 status.state = "stopped"
+
         if status.state == "done":
             _hand_over(objective, trainer, run, status)
         else:
             console.print(f"{member.name}: stopped at step {status.step}; the same command resumes it")
+
     status.write(folder)
     return status
 
@@ -158,6 +170,7 @@ def _check_caption_encoder(found: dict[str, str], run: Run) -> None:
     for name in recorded:
         if name.endswith("sha256") and recorded[name] != found.get(name):
             differing.append(name)
+
     if differing:
         raise UserError(
             f"key 'prepare.caption_encoder': {' and '.join(differing)} of this machine's model differ from those in "
@@ -178,11 +191,13 @@ def _checkpoint_of(member: Member, run: Run, console: Console) -> Path | None:
     checkpoint.tidy(folder, damaged)
     for other, problem in damaged.items():
         console.print(f"{other}: damaged checkpoint ({problem}); falling back to the one before it")
+
     if path is not None:
         changed = checkpoint.check_origin(path, name, run.experiment, run.initial_sha256(member))
         console.print(f"{name}: resumes at step {checkpoint.step_of(path)}")
         if changed:
             console.print(f"{name}: {changed}")
+
     return path
 
 
@@ -196,12 +211,14 @@ def _hand_over(objective: Objective, trainer: L.Trainer, run: Run, status: Membe
         key = ema.BEST
     else:
         key = ema.KEY
+
     weights = ema.unsharded_ema(objective.network, trainer.optimizers[0], key, keeps=trainer.is_global_zero)
     if trainer.is_global_zero:
         weights |= best["buffers"] if best else ema.kept_buffers(objective.network)
         if best:
             status.metrics |= best["figures"]
             status.validated_step = int(best["figures"][KEPT])
+
         # The one that ``ema`` replaced has fewer steps.
         shutil.rmtree(run.folder.member(member.name) / ema.FOLDER / "artifact", ignore_errors=True)
         hand_over(
@@ -299,7 +316,9 @@ def build_trainer(
     except (MisconfigurationException, TypeError, ValueError) as error:
         if not (island.trainer or island.callbacks):
             raise
+
         raise UserError(f"keys 'island.trainer' and 'island.callbacks': {first_line(error)}; change them") from error
+
     return trainer, stop
 
 
@@ -314,5 +333,6 @@ def _quieten(*, keep_notes: bool) -> None:
         r"Experiment logs directory .* exists and is not empty.*",
     ):
         warnings.filterwarnings("ignore", message=message)
+
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.distributed"):
         logging.getLogger(name).setLevel(logging.INFO if keep_notes else logging.WARNING)

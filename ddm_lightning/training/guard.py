@@ -86,6 +86,7 @@ class FiniteGuard:
         """
         if not self._seen:
             return
+
         longest = 0, 0
         finite = torch.stack([norm for _, _, norm, _ in self._seen]).isfinite().tolist()
         for (step, rank, _, batches), is_finite in zip(self._seen, finite, strict=True):
@@ -93,11 +94,13 @@ class FiniteGuard:
                 self._consecutive = 0
             else:
                 self._consecutive = self._consecutive + 1
+
             longest = max(longest, (self._consecutive, step))
             if not is_finite:
                 self.num_skipped += 1
                 ids, times, losses = (torch.cat(parts).tolist() for parts in zip(*batches, strict=True))
                 self._skipped.append(SkippedStep(step, rank, ids, times, losses))
+
         self._seen.clear()
         if longest[0] > self.max_consecutive:
             raise UserError(
@@ -112,6 +115,7 @@ class FiniteGuard:
             records = {}
             for skipped in [*read_skipped(path), *self._skipped]:
                 records[(skipped.step, skipped.rank)] = skipped
+
             atomic_write_text(path, "".join(skipped.line() + "\n" for skipped in records.values()))
             self._skipped.clear()
 
@@ -123,6 +127,7 @@ def read_skipped(path: Path) -> list[SkippedStep]:
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             with suppress(ValueError, KeyError, TypeError, OverflowError):
                 found.append(SkippedStep.of(line))
+
     return found
 
 

@@ -57,6 +57,7 @@ class MemberModule(L.LightningModule):
         """Apply the island's settings to the network, and shard it under FSDP2."""
         with self.trainer.precision_plugin.forward_context():
             check_attention(self.island.attention, self.trainer.strategy.root_device)
+
         apply_island(self.network, self.island)
         strategy = self.trainer.strategy
         if isinstance(strategy, Sharded):
@@ -111,10 +112,13 @@ class MemberModule(L.LightningModule):
             loss = self.objective.weighted(losses, noisy.t).mean()
         else:
             losses, loss = self._accumulate_gradients(noisy, batch, micro_batches)
+
         if self.trainer.scaler is None:  # under ``16-mixed`` the gradient scaler skips steps
             self.guard.record(batch["sample_id"], noisy.t, losses["loss"])
+
         for name, values in losses.items():
             self._running.add(f"train/{self.objective.loss_name if name == 'loss' else name}", values.mean())
+
         self._add_by_time(noisy.t, losses["loss"].detach())
         return loss
 
@@ -124,6 +128,7 @@ class MemberModule(L.LightningModule):
             num_parts = 1
         else:
             num_parts = math.ceil(num / self.island.micro_batch_size)
+
         edges = [num * part // num_parts for part in range(num_parts + 1)]
         return [slice(*pair) for pair in itertools.pairwise(edges)]
 
@@ -141,6 +146,7 @@ class MemberModule(L.LightningModule):
             is_last = rows is micro_batches[-1]
             if isinstance(self.network, FSDPModule):
                 self.network.set_requires_gradient_sync(is_last)
+
             part = {name: values[rows] for name, values in batch.items()}
             losses = self.objective.compute_losses(noisy.rows(rows), part)
             found.append({name: values.detach() for name, values in losses.items()})
@@ -148,6 +154,7 @@ class MemberModule(L.LightningModule):
             if not is_last:
                 with torch.autocast(self.device.type, enabled=False):  # backward uses the forward pass's dtypes
                     self.trainer.strategy.backward(loss, None)
+
         return {name: torch.cat([one[name] for one in found]) for name in found[0]}, loss
 
     def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
@@ -156,8 +163,10 @@ class MemberModule(L.LightningModule):
         if scaler is not None and isinstance(optimizer, AdamW):
             # A fused optimizer unscales within its step, which comes later: the limit would be of scaled gradients.
             scaler.unscale_(optimizer)
+
         if not self._parameters_to_clip:
             self._parameters_to_clip = list(self.parameters())  # walks through all modules, so only once
+
         norm = clip_in_step(optimizer, self._parameters_to_clip, self.member.train.gradient_clip_norm)
         self._running.add("train/gradient_norm", norm)
         if scaler is None:
@@ -176,6 +185,7 @@ class MemberModule(L.LightningModule):
         """Log the curves when they are due; from here on the loop waits for the next batch."""
         if self.logs_now():
             self.log_curves()
+
         self.speed.begin_wait()
 
     def on_train_epoch_end(self) -> None:
@@ -235,6 +245,7 @@ class MemberModule(L.LightningModule):
         held_out = self.objective.held_out_figures(self.trainer.world_size)
         if held_out and not self.trainer.should_stop:
             self.log_figures(held_out)
+
         self._averaged_weights.close()
 
     def on_validation_end(self) -> None:
@@ -288,6 +299,7 @@ class Speed:
         num_steps = step - self._first_step
         if num_steps <= 0 or elapsed <= 0:
             return {}
+
         rate = num_steps * self.samples_per_step / elapsed
         figures = {
             "train/samples_per_second": rate,
@@ -297,6 +309,7 @@ class Speed:
         if self.cost.peak_flops is not None:
             figures["train/mfu"] = rate * self.cost.flops / self.cost.peak_flops
             figures["train/hfu"] = rate * (self.cost.flops + self.cost.recomputed_flops) / self.cost.peak_flops
+
         self.start(step)
         return figures
 
@@ -305,6 +318,7 @@ def peak_memory_bytes() -> int:
     """Return the most memory that this process has held: of its GPU, or of the host without one."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return int(torch.cuda.max_memory_allocated())
+
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if sys.platform == "darwin":
         return most

@@ -113,14 +113,17 @@ class Averages:
         self._sums = {}
         if not drained:
             return {}
+
         table = torch.cat([pair.view(2, -1) for pair in drained.values()], dim=1)
         if num_ranks > 1:
             torch.distributed.all_reduce(table)
+
         sums, counts = table.tolist()
         names = []
         for name, pair in drained.items():
             for one in _names(name, pair.view(2, -1).shape[1]):
                 names.append(one)
+
         return {name: total / count for name, total, count in zip(names, sums, counts, strict=True) if count}
 
 
@@ -168,9 +171,11 @@ class Objective(ABC):
             return None
         if encoder is None:
             return Condition.of(*(batch[_COLUMNS[one]] for one in kind.split("+")))
+
         methods = []
         for one in kind.split("+"):
             methods.append({"text": "vectors_of_stored", "tokens": "tokens_of_stored"}[one])
+
         return Condition.of(*(getattr(encoder, method)(batch) for method in methods))
 
     # Training.
@@ -196,7 +201,9 @@ class Objective(ABC):
                 mirrored = batch["x_0_flipped"]
             else:
                 mirrored = stored.flip(-1)
+
             stored = torch.where(flipped[:, None, None, None], mirrored, stored)
+
         x_0 = self.stored.sample(stored, generator)
         t = sample_timesteps(
             len(x_0), config.density, config.mean, config.std, config.shift, generator, device, self.interval
@@ -206,12 +213,14 @@ class Objective(ABC):
         if condition is not None:
             dropped = torch.rand(len(x_0), generator=generator, device=device) < self.member.condition_dropout
             condition = condition.dropped(dropped)
+
         return NoisyBatch(interpolate(x_0, noise, t, self.member.path), t, noise, x_0, condition)
 
     def _with_one_caption(self, batch: dict[str, Tensor], at: Position) -> dict[str, Tensor]:
         """Draw captions as if for the samples of all ranks, so that the number of ranks changes no caption."""
         if not self.captions or "has_caption" not in batch:
             return batch
+
         key = (self.member.name, "caption", at.step, at.part)
         generator = keyed_generator(self.member.seed, *key, device=batch["x_0"].device)
         uniform = torch.rand(len(batch["x_0"]) * at.num_ranks, generator=generator, device=batch["x_0"].device)
@@ -225,6 +234,7 @@ class Objective(ABC):
         """Weight ``loss`` for training; curves show it unweighted."""
         if self.member.loss == "velocity":
             return losses["loss"] * velocity_loss_weights(t, self.prediction, self.member.path)
+
         return losses["loss"]
 
     def _key(self, purpose: str, at: Position) -> tuple[int | str, ...]:
@@ -268,6 +278,7 @@ class Objective(ABC):
         num = len(batch["sample_id"])
         if self.num_held_out is None:
             return num
+
         first = batch_idx * self.member.batch_size + at.rank
         return min(num, len(range(first, self.num_held_out, at.num_ranks)))
 
@@ -320,6 +331,7 @@ class Distillation(Regression):
         manifest = read_ensemble(run.folder.ensemble)
         for member, folder in manifest.folders.items():
             check_used(member, folder, experiment)
+
         self.teacher = load_ensemble(manifest, device_of(experiment.island.accelerator))
         self.teacher.precision = experiment.sample.precision
         self.strategy = None
@@ -327,6 +339,7 @@ class Distillation(Regression):
             self.strategy = STRATEGIES.build(name, {})
         if self.strategy is not None and type(self.strategy).weights is Strategy.weights:
             raise UserError(f"key 'distill.teacher' = {name!r}: does not weight velocities; set owner, full or top-1")
+
         is_blind = self.teacher.router is None and len(self.teacher.priors) > 1
         if self.strategy is not None and is_blind and self.strategy.needs_router:
             raise UserError(f"key 'distill.teacher' = {name!r}: needs the router, which the ensemble lacks; set owner")
@@ -340,6 +353,7 @@ class Distillation(Regression):
         weighting: dict[str, Any] = {"weights": F.one_hot(batch["cluster"], self.member.num_clusters).to(x_t)}
         if self.strategy is not None:
             weighting = {"route": self.strategy.weights}
+
         velocity = self.teacher.velocity(x_t, t, noisy.condition, **weighting)
         x_0 = x_0_from_velocity(x_t, velocity, t)
         return x_0, x_0 + velocity
@@ -383,12 +397,14 @@ class Classification(Objective):
                 for suffix in (branch, f"{branch}{time_suffix(index)}"):
                     self.held_out.add(f"held_out/{self.loss_name}{suffix}", nll, num)
                     self.held_out.add(f"held_out/accuracy{suffix}", hits, num)
+
                 self.calibrations.setdefault(branch, Calibration(NUM_VALIDATION_TIMESTEPS)).add(
                     index, logits.cpu(), *on_host
                 )
                 if not branch:
                     if self.confusion is None:
                         self.confusion = logits.new_zeros(NUM_VALIDATION_TIMESTEPS, logits.shape[1], logits.shape[1])
+
                     self.confusion[index].index_add_(0, cluster, logits.softmax(1))
 
     def held_out_figures(self, num_ranks: int = 1) -> dict[str, float]:
@@ -401,16 +417,19 @@ class Classification(Objective):
                     on_device = sums.to(device)
                     torch.distributed.all_reduce(on_device)
                     sums.copy_(on_device)
+
             temperatures = calibration.temperatures()
             (before, after) = calibration.errors()
             for name, values in ((TEMPERATURE, temperatures), (ECE, before), (f"{ECE}_calibrated", after)):
                 figures |= {f"{name}{branch}{time_suffix(index)}": value for index, value in enumerate(values)}
+
         return {name: value for name, value in figures.items() if math.isfinite(value)}
 
     def sum_confusion(self, num_ranks: int) -> Float[Tensor, "t k k"] | None:
         """Return the confusion of all ranks; a collective, once per validation. None without held-out samples."""
         if self.confusion is not None and num_ranks > 1:
             torch.distributed.all_reduce(self.confusion)
+
         return self.confusion
 
 
@@ -436,6 +455,7 @@ def build_objective(member: Member, run: Run, network: nn.Module | None = None) 
             f"key '{member.role.section}.train.horizontal_flip': the shards hold no latents of mirrored images; "
             "prepare with prepare.horizontal_flips=true, or set it to false"
         )
+
     kinds = member.condition.kind.split("+")
     is_text = not {"class", "none"} & {*kinds}
     # Captions are encoded during training unless the shards hold the result.
@@ -449,6 +469,7 @@ def build_objective(member: Member, run: Run, network: nn.Module | None = None) 
         initial = run.initial(member)
         if member.lora is not None and initial is not None:
             member.adapted(network, initial.fitting(network)[0])
+
     return OBJECTIVES[member.role.objective](
         network,
         member,

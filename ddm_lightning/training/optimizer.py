@@ -31,11 +31,13 @@ def build_optimizer(network: nn.Module, train: TrainConfig) -> Optimizer:
     for name, p in network.named_parameters():
         if p.requires_grad:
             named.append((name, p))
+
     by_muon = train.optimizer == "muon"
     hidden: dict[Tensor, int] = {}
     for name, p in named:
         if by_muon and is_muon_matrix(name, p):
             hidden[p] = _FUSED.get(name.split(".")[-2], 1)
+
     others = [p for _, p in named if p not in hidden]
     groups = [
         {"params": [p for p in others if p.ndim >= 2], "weight_decay": train.weight_decay},
@@ -44,6 +46,7 @@ def build_optimizer(network: nn.Module, train: TrainConfig) -> Optimizer:
     groups = [group for group in groups if group["params"]]
     if not by_muon:
         return AdamW(groups, lr=train.learning_rate, fused=True)
+
     return MuonWithAdamW(hidden, train.weight_decay, groups, lr=train.learning_rate)
 
 
@@ -63,9 +66,11 @@ def clip_in_step(optimizer: Optimizer, parameters: Iterable[nn.Parameter], limit
     norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()
+
     if limit is not None:
         # Fused kernels read no other dtype.
         optimizer.grad_scale = ((norm + 1e-6) / limit).clamp(min=1.0).float()  # type: ignore[attr-defined]
+
     return norm
 
 
@@ -75,6 +80,7 @@ def learning_rate_factor(train: TrainConfig) -> Callable[[int], float]:
     def factor(step: int) -> float:
         if step < train.warmup_steps:
             return (step + 1) / train.warmup_steps
+
         progress = min(1.0, (step - train.warmup_steps) / max(1, train.max_steps - train.warmup_steps))
         factors = {"linear": 1.0 - progress, "cosine": 0.5 * (1.0 + math.cos(math.pi * progress))}
         return factors.get(train.schedule, 1.0)
@@ -133,6 +139,7 @@ class MuonWithAdamW(Optimizer):
         loss = None
         if closure is not None:
             loss = closure()
+
         self._adamw.found_inf = self.found_inf  # type: ignore[attr-defined]  # its fused kernel reads both
         self._adamw.grad_scale = self.grad_scale  # type: ignore[attr-defined]
         self._adamw.step()
@@ -146,12 +153,15 @@ class MuonWithAdamW(Optimizer):
         for p in self.param_groups[0]["params"]:
             if p.grad is not None:
                 matrices.append(p)
+
         if self.grad_scale is not None:
             for matrix in matrices:
                 matrix.grad.div_(self.grad_scale)
+
         if self.found_inf is None:
             self._step_by_layer(matrices)
             return
+
         counts = self.found_inf == 0
         before = [matrix.clone() for matrix in matrices]
         for matrix in matrices:
@@ -161,7 +171,9 @@ class MuonWithAdamW(Optimizer):
                 still = torch.zeros_like(matrix)
             else:
                 still = buffer
+
             matrix.grad.copy_(torch.where(counts, matrix.grad, still))
+
         self._step_by_layer(matrices)
         for matrix, old in zip(matrices, before, strict=True):
             matrix.copy_(torch.where(counts, matrix, old))
@@ -175,14 +187,18 @@ class MuonWithAdamW(Optimizer):
             state = self.state[matrix]
             if _BUFFER not in state:
                 state[_BUFFER] = torch.zeros_like(matrix)
+
             assert matrix.grad is not None
             parts = matrix.detach().chunk(num)
             for part, gradient in zip(parts, matrix.grad.chunk(num), strict=True):
                 part.grad = gradient
+
             layers += parts
             momenta += state[_BUFFER].chunk(num)
+
         group = self.param_groups[0]
         muon = Muon(layers, group["lr"], group["weight_decay"], adjust_lr_fn="match_rms_adamw")
         for layer, momentum in zip(layers, momenta, strict=True):
             muon.state[layer][_BUFFER] = momentum
+
         muon.step()

@@ -95,6 +95,7 @@ class BackgroundCheckpoints(strategies.Strategy):
         """
         if self._hosts is None and not self.is_global_zero:
             return
+
         module = self.lightning_module
         (optimizer,) = self.optimizers
         assert module is not None
@@ -113,6 +114,7 @@ class BackgroundCheckpoints(strategies.Strategy):
         with self._on_each_node(Path(checkpoint_path)) as path:
             rest = read_rest(path)
             load_tensors(path, module, optimizer, self._hosts)
+
         load_groups(optimizer, rest["groups"])
         return rest
 
@@ -123,10 +125,12 @@ class BackgroundCheckpoints(strategies.Strategy):
             listed = (path / FILES).read_bytes()
         else:
             listed = b""
+
         lacks = listed != self.broadcast(listed)
         if self.reduce_boolean_decision(not lacks):
             yield path
             return
+
         copy = path.with_name(f"{TEMPORARY}{path.name}-{Ranks.read().node}")
         writes = lacks and Ranks.read().local_rank == 0
         for name in self.broadcast([file.name for file in path.glob("*")]):
@@ -134,6 +138,7 @@ class BackgroundCheckpoints(strategies.Strategy):
             if writes:
                 copy.mkdir(parents=True, exist_ok=True)
                 (copy / name).write_bytes(content)
+
         self.barrier()
         yield copy if lacks else path
         self.barrier()
@@ -150,6 +155,7 @@ class BackgroundCheckpoints(strategies.Strategy):
         """End the writing thread after its running save."""
         if hasattr(self, "checkpoints"):
             self.checkpoints.close()
+
         super().teardown()
 
 
@@ -189,6 +195,7 @@ def environment() -> ClusterEnvironment:
     """Ranks are as torchrun sets them; tasks of a SLURM job are not ranks."""
     if Ranks.read().launched:
         return TorchElasticEnvironment()
+
     alone = LightningEnvironment()
     alone.set_global_rank(0)  # where SLURM_PROCID numbers tasks, Lightning has taken it for a rank, which logs nothing
     return alone
@@ -217,32 +224,39 @@ def choose_strategy(
     if name == "single":
         device = device_of(island.accelerator)
         return OneDevice(torch.device("cuda", 0) if device.type == "cuda" else device), "one device"
+
     reason = "asked for by island.strategy"
     if island.strategy == "auto":
         reason = f"weights, gradients, AdamW and EMA take {format_bytes(state.training)} per device unsharded"
+
     if name == "ddp":
         # A bucket view: otherwise DDP keeps another copy of all gradients.
         return Replicated(gradient_as_bucket_view=True), f"DDP over {size}: {reason}"
+
     remedy = "or island.strategy=ddp if a device holds everything"
     if island.precision not in _SHARDED_PRECISIONS:
         raise UserError(
             f"key 'island.precision' = {island.precision!r}: FSDP2 ({reason}) takes "
             f"{' or '.join(_SHARDED_PRECISIONS)}; set one of them, {remedy}"
         )
+
     if optimizer == "muon":
         raise UserError(
             f"key 'train.optimizer' = 'muon': FSDP2 ({reason}) splits the matrices that Muon needs whole; "
             f"set it to adamw, {remedy}"
         )
+
     reshard = name == "fsdp"
     if reshard:
         how = "weights are gathered block by block"
     else:
         how = "weights stay gathered until the backward pass"
+
     if island.nodes > 1:
         within = "shards within a node, "
     else:
         within = ""
+
     return Sharded(island, reshard_after_forward=reshard), f"FSDP2 over {size}, {within}{how}: {reason}"
 
 
@@ -251,6 +265,7 @@ def apply_island(network: nn.Module, island: IslandConfig) -> None:
     set_attention(network, island.attention)
     if island.activation_checkpointing:
         checkpoint_blocks(network)
+
     if island.compile:
         check_compiler("island.compile", device_of(island.accelerator))
         compile_blocks(network)
@@ -273,11 +288,14 @@ def shard_blocks(
     policy = None
     if half:
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+
     sharded = partial(fully_shard, mesh=mesh, mp_policy=policy or MixedPrecisionPolicy())
     # None: torch reshards the blocks, but not the rest, which the backward pass needs first.
     again = None
     if not reshard_after_forward:
         again = False
+
     for block in blocks_of(network):
         sharded(block, reshard_after_forward=again)
+
     sharded(network, reshard_after_forward=again)

@@ -52,6 +52,7 @@ class GroupingLogger(TensorBoardLogger):
         names = []
         for path in Path(self.log_dir).glob("events.out.tfevents.*"):
             names.append(path.name.split("."))
+
         later = max([time.time(), *(int(parts[3]) + 1 for parts in names if parts[3].isdecimal())])
         own = get_ident()  # the writer's thread needs the time
         event_file_writer.time = SimpleNamespace(time=lambda: later if get_ident() == own else time.time())
@@ -94,6 +95,7 @@ def build_loggers(names: list[str], folder: Path, project: str, resumed_step: in
     purge_step = None
     if resumed_step:
         purge_step = resumed_step + 1
+
     builders: dict[str, Callable[[], Logger]] = {
         "tensorboard": lambda: GroupingLogger(folder, name="", version="tensorboard", purge_step=purge_step),
         # A file per start: the logger would overwrite that of an earlier one.
@@ -111,6 +113,7 @@ def _wandb_id(folder: Path) -> str:
     path = folder / "wandb.txt"  # published with the curves
     with suppress(FileExistsError):
         create_file(path, f"{folder.name}-{uuid4().hex[:12]}".encode())
+
     return path.read_text(encoding="utf-8")
 
 
@@ -154,6 +157,7 @@ class SampleLogger(L.Callback):
         shows = any(isinstance(logger, TensorBoardLogger | WandbLogger) for logger in trainer.loggers)
         if trainer.should_stop or not shows or not self._batch:
             return
+
         assert isinstance(module, MemberModule)
         made: Tensor | None = None
         try:
@@ -161,6 +165,7 @@ class SampleLogger(L.Callback):
                 made = module.objective.sum_confusion(trainer.world_size)
             else:
                 made = self._sampled(module)
+
             if trainer.is_global_zero and made is not None:
                 self._log(trainer, module.objective, made)
         except StopIteration:
@@ -173,7 +178,9 @@ class SampleLogger(L.Callback):
                         f"{step}: rank {trainer.global_rank} cannot make images of this validation: {line}; "
                         "or train without: island.loggers=[csv]"
                     ) from error
+
                 raise
+
             print(f"{step}: no images of this validation: {first_line(error)}", file=sys.stderr)
 
     def _sampled(self, module: MemberModule) -> Float[Tensor, "b c h w"]:
@@ -191,12 +198,14 @@ class SampleLogger(L.Callback):
         if isinstance(objective, Classification):
             log_image(trainer, "held_out/routing", routing_heat_map(made.cpu()))
             return
+
         coder = objective.member.image_encoder
         encoder = IMAGE_ENCODERS.build(coder.name, coder.params)  # built anew: takes no memory between validations
         both = {"held out": objective.x_0(self._batch), "sampled": made}
         rows = []
         for name, x_0 in both.items():
             rows.append((name, list(encoder.decode(x_0.float().cpu()))))
+
         log_image(trainer, "samples", np.asarray(labelled_grid(rows, scale_of(rows[0][1][0]))))
 
 
@@ -224,6 +233,7 @@ def sample_like(
         found = predicted(x_t, t, condition)
         if condition is None or scale == 1:
             return found
+
         return guided(found, predicted(x_t, t, condition.null()), scale)
 
     generator = keyed_generator(objective.member.seed, "images", device=x_0.device)
@@ -246,5 +256,6 @@ def routing_heat_map(confusion: Float[Tensor, "t k k"]) -> Figure:
     for index, axis in enumerate(figure.subplots(1, num_times, squeeze=False)[0]):
         heat_map(axis, shares[index], shares[index], ".2f", vmin=0, vmax=1, cmap="viridis")
         axis.set(title=f"t = {(index + 0.5) / num_times:.2f}", xlabel="routed to")
+
     figure.get_axes()[0].set_ylabel("true cluster", fontsize=8)
     return figure

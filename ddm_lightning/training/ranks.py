@@ -87,12 +87,14 @@ def check_ranks(island: IslandConfig) -> None:
     of_node = mine.local_world_size or mine.world_size // island.nodes
     if not mine.launched or (number, of_node) == (island.num_ranks, island.devices):
         return
+
     if number > 1 or has_agent():
         raise UserError(
             f"{number} processes of fit were started, as by torchrun, but island.devices = {island.devices} "
             f"and island.nodes = {island.nodes}; start fit only once on each node, and it starts one process per "
             "device; if each trains a member of its own, unset LOCAL_RANK"
         )
+
     leave_ranks()
 
 
@@ -112,6 +114,7 @@ def told_by_rank_zero(key: str, value: str | bool | None) -> Any:
         return value
     if is_rank_zero():
         _store().set(key, json.dumps(value))
+
     return json.loads(_store().get(key))
 
 
@@ -140,6 +143,7 @@ def fit_on_ranks(run: Run) -> str:
     place = place_of(island.nodes)
     if place.endpoint:
         print(f"node {place.node} of {island.nodes}: meets the others at {place.endpoint}", file=sys.stderr, flush=True)
+
     requests: list[int] = []
     results: list[RunResult | Exception] = []
     with tempfile.TemporaryDirectory(prefix="ddm-lightning-ranks-") as folder, contextlib.ExitStack() as after:
@@ -167,6 +171,7 @@ def fit_on_ranks(run: Run) -> str:
                     raise KeyboardInterrupt  # while it waits for other nodes
                 if group.state is not WorkerState.HEALTHY:
                     continue
+
                 pids = [worker.id for worker in group.workers]
                 reason = reason or failure(group.store)
                 if reason:
@@ -175,9 +180,11 @@ def fit_on_ranks(run: Run) -> str:
                     number = requests.pop(0)
                     was_killed = not _states(folder)
                     _signal(pids if was_killed else pids[:1], signal.SIGKILL if was_killed else number)
+
         if was_killed:
             tell(group.store, place, "was interrupted before the first step")
             raise KeyboardInterrupt
+
         result = results[0]
         if isinstance(result, Exception):
             raise UserError(f"{island.nodes} nodes do not meet at {place.endpoint}: {first_line(result)}") from result
@@ -185,6 +192,7 @@ def fit_on_ranks(run: Run) -> str:
             raise UserError(reason)
         if result.is_failed():
             raise first_cause(_cause(result.failures, island.num_ranks, Path(folder)), group.store, place)
+
         return _states(folder)[0]
 
 
@@ -206,6 +214,7 @@ def _agent(island: IslandConfig, place: Place, folder: str) -> LocalElasticAgent
     else:
         settings: dict[str, Any] = {"rank": place.node, "timeout": MEETING_SECONDS}
         parameters = RendezvousParameters("static", place.endpoint, _OWN, island.nodes, island.nodes, **settings)
+
     spec = WorkerSpec(
         role="fit",
         local_world_size=island.devices,
@@ -225,15 +234,18 @@ def _cause(failures: dict[int, ProcessFailure], num_ranks: int, folder: Path) ->
         text = json.loads(path.read_text(encoding="utf-8"))["message"]["message"]
         if text.startswith(f"{UserError.__name__}: "):
             return UserError(text.partition(": ")[2])
+
     for rank, failed in failures.items():
         is_recorded = isinstance(failed.message, dict)
         if failed.exitcode < 0 and failed.exitcode != -signal.SIGTERM and not is_recorded:
             text = f"rank {rank} of {num_ranks} was ended by {failed.signal_name()}"
             return UserError(f"{text}; {RESUMES}")
+
     rank, failed = min(failures.items(), key=lambda item: (item[1].exitcode < 0, item[1].timestamp))
     message: Any = failed.message  # text, or a record of the exception
     if isinstance(message, dict):
         return RuntimeError(f"rank {rank}: {message['extraInfo']['py_callstack']}")
+
     return RuntimeError(f"rank {rank} ended with exit code {failed.exitcode}")
 
 
@@ -252,6 +264,7 @@ def tell(store: Any, place: Place, reason: str) -> None:
     """Tell the other nodes that this one has failed, so that they end."""
     with contextlib.suppress(DistError):
         store.set(_FAILURE, f"node {place.node}: {reason}")
+
     if place.endpoint and place.node == 0:
         time.sleep(1.0)  # with this process, the store ends
 
@@ -261,10 +274,12 @@ def first_cause(own: Exception, store: Any, place: Place) -> Exception:
     end = time.monotonic() + (_OTHERS_TELL_SECONDS if place.endpoint and not isinstance(own, UserError) else 0.0)
     while (reason := failure(store)) is None and time.monotonic() < end:
         time.sleep(_POLL_SECONDS)
+
     if reason:
         return UserError(reason)
     if place.endpoint and any(words in str(own) for words in _LOST):
         own = UserError(f"another node is gone; {RESUMES}")
+
     tell(store, place, str(own).strip().splitlines()[-1])
     return own
 
@@ -278,6 +293,7 @@ def recorded() -> Iterator[None]:
     if _ERROR_FILE not in os.environ:
         yield
         return
+
     on_orphaned(os.getppid())  # otherwise it would wait in a collective forever
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the agent ends ranks by it when another one has failed
     try:

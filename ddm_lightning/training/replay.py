@@ -61,15 +61,18 @@ def replay_step(name: str, run: Run, step: int | None, rank: int) -> tuple[Skipp
     objective = build_objective(member, run)
     if isinstance(objective, Distillation):
         objective.teach(run)
+
     network = objective.network
     nearest = _load_nearest(network, folder / "checkpoints", skipped.step)
     if nearest is None and member.lora is None and (initial := run.initial(member)) is not None:
         initial.load(network)
+
     # The kind of device it was trained on, because each has its own random generator.
     device = device_of(island.accelerator)
     network.to(device)
     with lock_member(folder):  # a training keeps its shards in the same cache
         samples = _samples(build_data(member, run), skipped)
+
     batch = {name: values.to(device) for name, values in samples.items()}
     at = Position(skipped.step, skipped.rank, member.batch_size // len(skipped.sample_ids))
     noisy = objective.noisy_batch(batch, at)
@@ -82,17 +85,21 @@ def replay_step(name: str, run: Run, step: int | None, rank: int) -> tuple[Skipp
         objective.seed_network(at, device)
         with autocast(island.precision, device):
             loss = objective.compute_losses(noisy.rows(one), alone)["loss"].sum()
+
         loss.backward()
         squares = []
         for p in network.parameters():
             if p.grad is not None:
                 squares.append(p.grad.double().square().sum())
+
         if squares:
             norm = math.sqrt(float(torch.stack(squares).sum()))
         else:
             norm = 0.0
+
         columns = (name for name, rows in batch.items() if not bool(rows[row].isfinite().all()))
         found.append(ReplayedSample(sample_id, float(noisy.t[row]), tuple(columns), float(loss.detach()), norm))
+
     return skipped, nearest or "the initial weights", found
 
 
@@ -101,11 +108,13 @@ def _find(folder: Path, step: int | None, rank: int) -> SkippedStep:
     for one in skipped_of(folder):
         if one.rank == rank:
             skipped[one.step] = one
+
     if not skipped or step not in (None, *skipped):
         raise UserError(
             f"{folder}: nothing to replay; steps of rank {rank} that were skipped: "
             f"{', '.join(map(str, skipped)) or 'none'}"
         )
+
     return skipped[max(skipped) if step is None else step]
 
 
@@ -115,6 +124,7 @@ def _load_nearest(network: nn.Module, checkpoints: Path, step: int) -> str | Non
     nearest = next((path for path in paths if damage_of(path) is None), None)
     if nearest is None:
         return None
+
     load_tensors(nearest, nn.ModuleDict({"network": network}))  # its name in a LightningModule
     return str(nearest)
 
@@ -128,12 +138,14 @@ def _samples(data: ClusterDataModule, skipped: SkippedStep) -> dict[str, Tensor]
         first = step * data.batch_size
         loader.load_state_dict({"epoch": epoch, "sample_in_epoch": first, "shuffle_seed": data.seed})
         batch = next(iter(loader))
+
     num_ranks = data.batch_size // len(skipped.sample_ids)
     samples = {name: values[skipped.rank :: num_ranks] for name, values in batch.items()}
     if samples["sample_id"].tolist() != skipped.sample_ids:
         raise UserError(
             f"{data.shards}: step {skipped.step} has other samples here; replay where the member was trained"
         )
+
     return samples
 
 

@@ -53,6 +53,7 @@ class DecentralizedPipeline(DiffusionPipeline):  # type: ignore[misc]  # diffuse
             elif place is not None:
                 self._place = usable_device(place)
                 self.__dict__.pop("ensemble", None)
+
         return self
 
     def save_pretrained(self, save_directory: str | Path, **_: Any) -> None:
@@ -100,6 +101,7 @@ class DecentralizedPipeline(DiffusionPipeline):  # type: ignore[misc]  # diffuse
             raise UserError(f"output_type = {output_type!r}: must be pil, np or pt")
         if prompt is not None and class_labels is not None:
             raise UserError("prompt and class_labels: give one of them")
+
         named = {"num_steps": num_inference_steps, "guidance_scale": guidance_scale, "strategy": strategy}
         settings |= {key: value for key, value in named.items() if value is not None}
         settings.setdefault("precision", self._precision)
@@ -112,17 +114,22 @@ class DecentralizedPipeline(DiffusionPipeline):  # type: ignore[misc]  # diffuse
                 all_rows = []
             else:
                 all_rows = listed(rows)
+
             if rows is None and self.ensemble.meta.condition.kind == "none":
                 all_rows = [None]
+
             each = []
             for row in all_rows:
                 for _ in range(num_images_per_prompt):
                     each.append(row)
+
             if len(each) != len(generator):
                 raise UserError(f"generator: {len(generator)} for {len(each)} images; give one, or one per image")
+
             images = []
             for row, own in zip(each, generator, strict=True):
                 images.append(self.ensemble.sample(**settings | {kind: row, "num": 1, "seed": _seed(own)})[0])
+
         if output_type != "pil":
             images = VaeImageProcessor.pil_to_numpy(images)
         if output_type == "pt":

@@ -48,6 +48,7 @@ def first_indices(rows: Sequence[Row], num: int) -> list[int]:
     for _, key, _ in rows:
         found.append(counts[key])
         counts[key] += num
+
     return found
 
 
@@ -91,6 +92,7 @@ def text_condition(texts: Sequence[str], experiment: Experiment) -> Condition:
     methods = []
     for kind in experiment.condition.kind.split("+"):
         methods.append({"text": "vectors", "tokens": "tokens"}[kind])
+
     return Condition.of(*(torch.from_numpy(getattr(encoder, method)(list(texts))) for method in methods))
 
 
@@ -145,6 +147,7 @@ class DecentralizedEnsemble:
             accelerator = "auto"
         else:
             accelerator = {"cuda": "gpu"}.get(usable_device(device).type, "cpu")
+
         overrides = [
             "sample.member=null",
             f"sample.resident_experts={'null' if resident_experts is None else resident_experts}",
@@ -172,9 +175,11 @@ class DecentralizedEnsemble:
                 rest = ", and the weights of the other experts are renormalised"
             else:
                 rest = ""
+
             path = run.sampled_from(member)
             names = ", ".join(lost)
             note(f"{path}: the artifact of {names} is missing; samples are made without it{rest}")
+
         check_devices(experiment.island.accelerator, 1)
         return cls(manifest, experiment, device_of(experiment.island.accelerator))
 
@@ -220,6 +225,7 @@ class DecentralizedEnsemble:
         usable = usable_device(device)
         if usable.type == "cuda":
             configure_cuda()
+
         vars(self).pop("field", None)  # first, to free its memory
         self.field = load_ensemble(self.manifest, usable, self.experiment.sample.resident_experts)
         self.device = usable
@@ -241,6 +247,7 @@ class DecentralizedEnsemble:
             changed.field = self.field
         else:
             changed.field = self.field.reweighted(listed(factors))
+
         return changed
 
     def latents(self, condition: Condition | None, num: int, **more: Any) -> Float[Tensor, "num c h w"]:
@@ -290,15 +297,19 @@ class DecentralizedEnsemble:
         ):
             if given and kind not in kinds:
                 raise UserError(f"{name} is conditioned on {kind!r}, not on {kinds[0]}; leave {what} out")
+
         if not all(prompt.strip() for prompt in prompts):
             raise UserError("a prompt is empty; describe an image")
         if any("\udc80" <= character <= "\udcff" for character in "".join(prompts)):  # as Python reads other bytes
             raise UserError("a prompt is not UTF-8; set the terminal's encoding to it")
+
         if prompts:
             condition = text_condition(prompts, self.experiment)
             return [(prompt, prompt, condition.rows(torch.tensor([i]))) for i, prompt in enumerate(prompts)]
+
         if kind != "class":
             return [("no condition", "no condition", None)]
+
         all_classes = range(self.meta.condition.size)
         names: list[Any] = self.about.class_names or [f"class {c}" for c in all_classes]
         numbers: dict[str | int, int] = {str(c): c for c in all_classes}
@@ -309,10 +320,12 @@ class DecentralizedEnsemble:
                     problem = "several classes have this name"
                 else:
                     problem = "no such class"
+
                 raise UserError(
                     f"class {one!r}: {problem}; give a number from 0 to {len(names) - 1}, or a name such as "
                     f"{', '.join(names[:5])}"
                 )
+
         shown = [numbers[one] for one in classes] or all_classes[:MAX_ROWS]
         return [(names[c], f"class {c}", Condition.of(torch.tensor([c]))) for c in shown]
 
@@ -344,6 +357,7 @@ class DecentralizedEnsemble:
             for condition in (rows[row][2] for row, _ in places):
                 if condition is not None:
                     conditions.append(condition)
+
             x_0 = self.latents(
                 Condition.cat(conditions) if conditions else None,
                 len(places),
@@ -390,13 +404,16 @@ class DecentralizedEnsemble:
         given = None
         if prompts is not None:
             given = listed(prompts)
+
         shown = None
         if classes is not None:
             shown = []
             for one in listed(classes):
                 shown.append(int(one) if isinstance(one, int | np.integer) else str(one))
+
         if [] in (given, shown) or not all(isinstance(prompt, str) for prompt in given or ()):
             raise UserError("sample: give prompts (strings) or classes, or leave both out for the experiment's")
+
         settings = {"num_per_prompt": num, **settings}
         chosen = self.with_settings(resolve(self.experiment, strategy=strategy, seed=seed, **settings), factors)
         own = chosen.experiment.sample
@@ -444,4 +461,5 @@ class DecentralizedEnsemble:
                     f"{repo_id}: cannot be uploaded ({first_line(error)}); "
                     "check name and network, or run: hf auth login"
                 ) from None
+
         return str(url)

@@ -41,6 +41,7 @@ def export_peft(manifest: EnsembleManifest, out: Path) -> list[str]:
     adapters = {name: meta.lora for name, meta in manifest.metas.items() if meta.lora is not None}
     if not adapters:
         raise UserError("--to peft: no expert is an adapter (expert.network.lora); export with --to ensemble")
+
     kept: dict[str, None] = {}
     with atomic_folder(out, is_new=True) as temporary:
         for name, lora in adapters.items():
@@ -51,6 +52,7 @@ def export_peft(manifest: EnsembleManifest, out: Path) -> list[str]:
             if others := {key: value for key, value in state.items() if ".lora_" not in key}:
                 save_weights(temporary / name / CONDITION_FILE, others, str(out))
                 kept |= dict.fromkeys(others)
+
     return [*kept]
 
 
@@ -91,17 +93,21 @@ def export_member(manifest: EnsembleManifest, out: Path, licence: str | None = N
             f"{folder / MEMBER_FILE}: the network of {name} is {meta.network!r}, for which diffusers has no class; "
             "export the ensemble instead, without sample.member"
         )
+
     network: Any = load_network(folder)[1]
     if meta.lora is not None:
         network = build_network(replace(meta, lora=None), merged(network))
+
     others = {}
     for key, value in network.state_dict().items():
         if not key.startswith("model."):
             others[key] = value
+
     with atomic_folder(out, is_new=True) as temporary:
         network.model.save_pretrained(temporary)
         if others:
             save_weights(temporary / CONDITION_FILE, others, str(out))
+
         card = TEMPLATES.get_template("member_card.md.j2").render(
             kind=type(network.model).__name__,
             name=name,
@@ -111,4 +117,5 @@ def export_member(manifest: EnsembleManifest, out: Path, licence: str | None = N
             file=CONDITION_FILE,
         )
         (temporary / "README.md").write_text(card, encoding="utf-8")
+
     return [*others]

@@ -57,6 +57,7 @@ def listen(host: str, port: int) -> socket.socket:
     """
     if not 0 <= port < 2**16:
         raise UserError(f"--port {port}: must be from 0 to {2**16 - 1}")
+
     try:
         return socket.create_server((host, port))
     except OSError as error:
@@ -80,9 +81,11 @@ def serve(ensemble: DecentralizedEnsemble, listener: socket.socket, host: str, c
         app.routes[-1].app.add_exception_handler(  # Gradio's own
             kind, lambda *_: PlainTextResponse("the values do not match /gradio_api/info\n", 422)
         )
+
     _guard(app, host)
     if host not in ("127.0.0.1", "localhost"):
         note(f"anyone who can reach {host} can use the page; it asks for no password")
+
     print(f"page: http://{host}:{listener.getsockname()[1]} (Ctrl-C ends it)", flush=True)
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # Gradio's open streams refuse to be closed at Ctrl-C
     server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1))
@@ -104,9 +107,11 @@ def _guard(app: FastAPI, host: str) -> None:
             return PlainTextResponse(f"use {host}, localhost or an address in place of this name\n", 421)
         if re.fullmatch(_ROUTES.get(request.method, ""), request.url.path) is None:
             return PlainTextResponse("not part of the page\n", 404)
+
         is_long = request.method == "POST" and int(request.headers.get("content-length", _MAX_BYTES + 1)) > _MAX_BYTES
         if is_long or "transfer-encoding" in request.headers:  # whose body has no known end
             return PlainTextResponse(f"send a Content-Length of at most {_MAX_BYTES}\n", 413)
+
         return await go_on(request)
 
 
@@ -154,6 +159,7 @@ def page(ensemble: DecentralizedEnsemble, captions: Sequence[str] = ()) -> gr.Bl
         try:
             if None in (num, num_steps, guidance, seed):
                 raise UserError("a number is empty; fill it in")
+
             images = ensemble.sample(
                 **described,
                 strategy=strategy,
@@ -167,7 +173,9 @@ def page(ensemble: DecentralizedEnsemble, captions: Sequence[str] = ()) -> gr.Bl
         except (UserError, MemoryError, RuntimeError) as error:
             if (line := line_of(error)) is None:
                 raise
+
             raise gr.Error(line, print_exception=False) from None
+
         experts = (field.work.active - active) / max(1, field.work.rows - rows)
         cost = f"{time.perf_counter() - start:.1f} s, {experts:.2f} active experts on average"
         scale = max(1, _CELL_SIZE // images[0].height)
@@ -195,6 +203,7 @@ def page(ensemble: DecentralizedEnsemble, captions: Sequence[str] = ()) -> gr.Bl
                     condition = gr.Dropdown(classes, value=classes[0], label="Class")
                 else:
                     condition = gr.State("")
+
                 button = gr.Button("Generate", variant="primary")
                 guidance = gr.State(1.0)
                 settings: list[Any] = [
@@ -203,12 +212,15 @@ def page(ensemble: DecentralizedEnsemble, captions: Sequence[str] = ()) -> gr.Bl
                 ]
                 if kind != "none":
                     guidance = gr.Slider(0, _MAX_GUIDANCE, defaults.guidance_scale, step=0.1, label="Guidance")
+
                 settings += [guidance, gr.Number(ensemble.experiment.seed, label="Seed")]
                 if field.num_clusters > 1:
                     gr.Markdown("**Experts**: each one's weight is multiplied by its number; 0 switches it off.")
                     settings += [gr.Slider(0, 1, 1, step=0.05, label=name) for name in field.cluster_names]
+
             first, *outputs = _side("A", defaults.strategy)
             second, *others = _side("B", "full" if defaults.strategy == "bayes" else "bayes")
+
         # Gradio runs one call of a function at a time. After an error of the first, the second would only repeat it.
         checked = button.click(check, condition, None, show_progress="hidden", api_visibility="private")
         done = checked.success(generate, [condition, first, *settings], outputs, api_name="generate")
@@ -216,6 +228,7 @@ def page(ensemble: DecentralizedEnsemble, captions: Sequence[str] = ()) -> gr.Bl
         # Images of an earlier prompt must not stay beside the error.
         done.failure(lambda: [None] * 6, None, [*outputs, *others], api_visibility="private")
         both_done.failure(lambda: [None] * 3, None, others, api_visibility="private")
+
     return blocks
 
 
@@ -235,10 +248,12 @@ def _weights(trace: Trace, names: list[str]) -> Image.Image | None:
     every = {}
     for i, weights in enumerate(trace.weights.values()):
         every[f"weights for image {i + 1}"] = weights
+
     if len(every) > 1:
         mean = {"mean weights": torch.stack(list(every.values())).mean(0)}
     else:
         mean = {}
+
     if every:
         return weights_chart(trace.times, mean | every, names)
 

@@ -67,6 +67,7 @@ def write_samples(
     if singles is None:
         rows = rows[:MAX_ROWS]
         num = min(num, MAX_COLUMNS)
+
     in_rows = rows[:MAX_ROWS]
     shown: list[tuple[str, list[np.ndarray]]] = [(label, []) for label, _, _ in in_rows]
     in_grid: dict[Key, str] = {
@@ -78,6 +79,7 @@ def write_samples(
     trace = None
     if singles is not None:
         trace = Trace(in_grid, labels)
+
     files: dict[str, Path] = {}
     with atomic_files(path.parent) as folder, Bars(show=show_progress) as progress:
         total = num * len(rows)
@@ -87,24 +89,30 @@ def write_samples(
                 f"{path.parent}: {total:,} images take at least {format_bytes(least)}, and {format_bytes(free)} is "
                 "free; lower --num, or give another disk with --out"
             )
+
         task = progress.add_task("images", total=total)
         images = ensemble.images(rows, num, lambda done: progress.update(task, completed=done), trace)
         for row, index, image in images:
             if singles is not None:
                 words = re.sub(r"\W+", "-", rows[row][0])[:40].strip("-")
                 save_png(folder / singles.name / f"{row:03d}-{words}-{index:04d}.png", Image.fromarray(image))
+
             if row < MAX_ROWS and index < MAX_COLUMNS:
                 shown[row][1].append(image.copy())  # a view would keep the whole batch
+
         title = settings_line(settings)
         if total > sum(len(images) for _, images in shown):
             title += f"; {len(shown)} of {len(rows)} rows, {min(num, MAX_COLUMNS)} of {num} images each"
+
         grid = folder / path.name
         credit = ensemble.credit_line
         save_png(grid, labelled_grid(shown, scale_of(shown[0][1][0]), title, footer=credit))
         if trace is not None:
             files = write_trajectory(grid, trace, ensemble.field.cluster_names, labels, ensemble.decode, gif, credit)
+
         for old in singles.glob("[0-9][0-9][0-9]*-*-*[0-9][0-9][0-9][0-9].png") if singles is not None else ():
             old.unlink()  # left by an earlier grid of this name
+
     return {name: path.with_name(file.name) for name, file in files.items()}
 
 
@@ -126,6 +134,7 @@ def check_out(out: str) -> Path:
     is_place = path.is_dir() or path.suffix == ".png" or not (path.suffix or path.exists())
     if not (out and is_place and path.parent.is_dir()):
         raise UserError(f"--out {out!r}: give a folder, or a file that ends in .png, in a folder that exists")
+
     return path
 
 
@@ -154,6 +163,7 @@ def write_trajectory(
     """
     if not trace.weights:
         return {}
+
     heat, strip = (path.with_name(f"{path.stem}-{name}.png") for name in ("weights", "trajectory"))
     mean = torch.stack(list(trace.weights.values())).mean(0)
     title = f"weights of the experts, mean of {len(trace.weights)} image(s)"
@@ -166,6 +176,7 @@ def write_trajectory(
         for key in labels:
             for of_key in (trace.x_t, trace.x_0):
                 states.append(of_key[key][picked])
+
         return [f"{t:.2f}" for t in trace.times[picked].tolist()], [list(decode(one)) for one in states]
 
     headings, images = decoded(_STRIP_COLUMNS)
@@ -174,6 +185,7 @@ def write_trajectory(
     for label in labels.values():
         for text in (f"{label}: x_t".lstrip(": "), "estimate of x_0"):
             names_of_rows.append(text)
+
     title = "time t of each column: 1 is noise, 0 the image"
     save_png(strip, labelled_grid(list(zip(names_of_rows, images, strict=True)), scale, title, footer, headings))
     files = {"weights": heat, "trajectory": strip}
@@ -184,8 +196,10 @@ def write_trajectory(
             frames.append(
                 labelled_grid([("x_t", columns[::2]), ("estimate of x_0", columns[1::2])], scale, f"t = {time}", footer)
             )
+
         files["animation"] = path.with_suffix(".gif")
         frames[0].save(files["animation"], save_all=True, append_images=frames[1:], duration=100, loop=0)
+
     return files
 
 
@@ -201,6 +215,7 @@ def weights_chart(
         axis.set_title(title, fontsize=10)
         axis.set_xticks(steps, [f"{times[step]:.2f}" for step in steps])
         axis.set_yticks(range(len(names)), names)
+
     axes[-1].set_xlabel("t at the start of each step (1 is noise)")
     figure.colorbar(axes[0].images[0], ax=list(axes), label="weight", aspect=12 * len(panels))
     buffer = io.BytesIO()

@@ -86,7 +86,9 @@ def fetched(address: str | Path) -> Path:
             raise UserError(
                 f"{url}: is not a folder here; give one, or a URL (on the Hugging Face hub: hf://owner/name)"
             )
+
         return local
+
     run = RunFolder(Path(tempfile.mkdtemp(prefix="ddm_lightning-")).resolve())
     DOWNLOADS[str(run.root)] = url
     atexit.register(shutil.rmtree, run.root, ignore_errors=True)
@@ -107,9 +109,11 @@ def fetched(address: str | Path) -> Path:
                 base = base_file(run.root, meta)
                 if not base.exists():
                     fetch(base)
+
         if document.about is None:
             manifest = manifest_path(run.root)
             fetch(run.experiment, manifest, signature_of(manifest))
+
     return run.root
 
 
@@ -135,25 +139,31 @@ def manifest_with_about(
     if experiment is not None:
         if member not in (None, *(known := all_members(experiment))):
             raise UserError(f"sample.member={member}: unknown member; name one of {', '.join(known)}")
+
         if not (path := run.sampled_from(member)).exists():
             missing = [name for name in ensemble_members(experiment) if not run.has_artifact(name)]
             if member is None and not missing:
                 raise UserError(f"{path}: is missing, although all members are finished; fit writes it again")
+
             raise UserError(
                 f"{path}: does not exist yet, because these members are not finished: "
                 f"{member or ', '.join(missing)}; fit them"
             )
+
     if member:
         ensemble = single(run.artifact(member))
     else:
         ensemble = read_ensemble(run.ensemble, partial=partial)
+
     about = ensemble.about
     meta = ensemble.meta
     if experiment is not None:
         for name, of_member in ensemble.metas.items():
             check_used(of_member.member, ensemble.folders[name], experiment)
+
         if about is None:
             check_manifest(experiment, manifest_path(folder))
+
     if about is None:
         experiment = experiment or load_run(run.experiment)
         prepared = Manifest.read(folder)
@@ -163,6 +173,7 @@ def manifest_with_about(
                 f"{manifest_path(folder)}: the experts were trained on other data ({meta.x_shape}, {meta.condition}); "
                 "copy the manifest from where they were trained"
             )
+
         about = About(
             name=experiment.name,
             credit=prepared.attribution,
@@ -173,10 +184,12 @@ def manifest_with_about(
         )
     elif experiment is not None:
         about = replace(about, seed=experiment.seed, sample=experiment.sample)
+
     num_names = len(about.class_names or ())
     num_classes = meta.condition.size
     if meta.condition.kind == "class" and num_names not in (0, num_classes):
         raise UserError(f"{run.ensemble}: {num_names} class_names for {num_classes} classes; fix them")
+
     num_images = max(1, round(about.num_images * (1 - sum(ensemble.lost.values()))))
     return replace(ensemble, about=replace(about, num_images=num_images))
 
@@ -235,10 +248,12 @@ def load_settings(place: str | Path, overrides: Sequence[str] = (), *, allow_pat
         experiment = load_run(place if is_file else record, overrides)
         refuse_changed(experiment)
         return experiment
+
     folder = fetched(place)
     manifest = manifest_with_about(folder, partial=True)
     if not allow_paths:
         refuse_paths(manifest)
+
     experiment = experiment_of(manifest)
     experiment.run_dir = str(folder)
     for text in overrides:
@@ -247,10 +262,13 @@ def load_settings(place: str | Path, overrides: Sequence[str] = (), *, allow_pat
         (section,) = change
         if section not in _FREE:
             raise UserError(f"{source}: a saved ensemble takes only {', '.join(_FREE)}; leave it out")
+
         checks.check(OmegaConf.to_container(change), Experiment, "", source, references=False)
         setattr(experiment, section, changed(getattr(experiment, section), change[section]))
+
     if experiment.sample.member is not None:
         raise UserError(f"{place}: key 'sample.member': a saved ensemble is sampled as a whole; leave it out")
+
     check_experiment(experiment, place, overrides, sampling_only=True)
     return experiment
 
@@ -278,32 +296,39 @@ def resolve(
     plain = {}
     for key, value in arguments.items():
         plain[key] = value.item() if isinstance(value, np.generic) else value
+
     arguments = {}
     for key, value in plain.items():
         if value is not None:
             arguments[key] = value
+
     seed = arguments.pop("seed", experiment.seed)
     before = experiment.sample
     known = []
     for field in fields(SampleConfig):
         if field.name != "member":
             known.append(field.name)
+
     if unknown := arguments.keys() - known:
         raise UserError(f"{source}: no setting {min(unknown)!r}; known: {', '.join(known)}")
+
     sample = replace(before, **arguments)
     given = {text.partition("=")[0] for text in overrides} | {f"sample.{key}" for key in arguments}
     if sample.strategy != before.strategy and "strategy_params" not in arguments:
         sample.strategy_params = {
             key: value for key, value in before.strategy_params.items() if f"sample.strategy_params.{key}" in given
         }
+
     if sample.solver != before.solver and "solver_params" not in arguments:
         sample.solver_params = {}
+
     resolved = replace(experiment, sample=sample, seed=seed)
     check_experiment(resolved, source, overrides, sampling_only=True)
     if "strategy" in arguments and "sample.solver" not in given:
         solvers = strategy_of(sample).solvers
         if solvers and sample.solver not in solvers:
             resolved.sample = replace(sample, solver=solvers[0], solver_params={})
+
     check_strategy(resolved, source, overrides)
     return resolved
 
@@ -330,6 +355,7 @@ def save_ensemble(ensemble: EnsembleManifest, out: Path, licence: str | None = N
         about = ensemble.description
     else:
         about = replace(ensemble.description, licence=licence)
+
     bases = Bases(ensemble.folders.values())
     with atomic_folder(out, is_new=True) as temporary:
         for name, folder in ensemble.folders.items():
@@ -339,6 +365,7 @@ def save_ensemble(ensemble: EnsembleManifest, out: Path, licence: str | None = N
                 if (folder / file).exists():
                     _refuse_link(folder / file)
                     shutil.copyfile(folder / file, temporary / name / file)
+
             if (sha256 := ensemble.metas[name].base_sha256) is not None:
                 base = bases.file(ensemble.metas[name], str(folder))
                 copy = base_file(temporary, ensemble.metas[name])
@@ -346,6 +373,7 @@ def save_ensemble(ensemble: EnsembleManifest, out: Path, licence: str | None = N
                     check_recorded(base, sha256, REMEDY)
                     copy.parent.mkdir(parents=True)
                     shutil.copyfile(base, copy)
+
         folders = {name: temporary / name for name in ensemble.folders}
         is_changed = bool(ensemble.changed or ensemble.lost)
         write_manifest(temporary, replace(ensemble, folders=folders, about=about, changed=is_changed))

@@ -127,6 +127,7 @@ def filter_chain(
         active = weights > 0
         if t < low:
             active[num:] = False  # no later step needs the unconditional branch
+
         x = torch.cat([x_t for _ in branches])[:, None]
         time = time_rows(t, x_t)
         found = velocities(x_t, time, active)
@@ -136,12 +137,15 @@ def filter_chain(
         if len(branches) == 2 and low <= t <= high:
             mixed = torch.einsum("rk,rk...->r...", weights.to(means), means)
             x_s = x_s + (guidance_scale - 1) * (mixed[:num] - mixed[num:])
+
         if s > 0:
             x_s = x_s + (variance.sqrt() * noise(i)).to(x_s.dtype)
             differences = torch.cat([x_s for _ in branches])[:, None] - means
             squares = differences.flatten(2).square().sum(dim=2, dtype=torch.float64)
             log_weights = _pruned(log_weights - squares / (2 * variance))
+
         x_t = x_s
+
     # The weights of a row in which an expert failed are NaN; its image must be, too, so that the sampler notices.
     return x_t + expand_time(0 * log_weights[:num].exp().sum(1), x_t).to(x_t)
 

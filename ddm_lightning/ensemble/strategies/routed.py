@@ -115,13 +115,16 @@ class Sample1(Strategy):
         experts = choose(batch.initial_weights()[: len(x_t)], batch.uniform(0))
         if not self.threshold:
             return solver.solve(batch.field(weights=one_hot(experts, num_clusters).to(x_t)), x_t, times, batch.noise)
+
         for step in range(len(times) - 1):
             if step:
                 weights = batch.probabilities(x_t, time_rows(float(times[step]), x_t))[: len(x_t)]
                 unsure = weights.amax(1) < self.threshold
                 experts = torch.where(unsure, choose(weights, batch.uniform(step)), experts)
+
             velocity = batch.field(weights=one_hot(experts, num_clusters).to(x_t))
             x_t = solver.solve(velocity, x_t, times[step : step + 2], lambda _, step=step: batch.noise(step))  # type: ignore[misc]
+
         return x_t
 
 
@@ -148,6 +151,7 @@ class Oracle(Strategy):
         num = len(batch.x_1)
         if self.cluster is not None:
             clusters = torch.full((num,), self.cluster)
+
         if clusters is None:
             places = choose(batch.initial_weights(use_router=False)[:num], batch.uniform(0))
         else:
@@ -157,7 +161,9 @@ class Oracle(Strategy):
                 raise UserError(
                     f"strategy 'oracle': cluster = {missing[0]} has no expert here; choose one of {numbers}"
                 )
+
             places = torch.tensor([known.index(k) for k in clusters.tolist()]).to(batch.x_1.device)
+
         return batch.field(weights=one_hot(places, batch.ensemble.num_clusters).to(batch.x_1))
 
 

@@ -51,6 +51,7 @@ class ClipScore(CLIPScore):
                 from transformers import CLIPProcessor
 
                 processor = CLIPProcessor.from_pretrained(clip.folder, local_files_only=True, use_fast=False)
+
             network = clip._load()
             # torchmetrics slices longer ids itself, without the end-of-text token whose state is the caption's vector.
             most = network.config.text_config.max_position_embeddings
@@ -76,5 +77,6 @@ class ClipScore(CLIPScore):
             error = float(means.std()) / len(means) ** 0.5
         else:
             error = float("nan")
+
         value = float(self.compute())
         return {"CLIP score": Score.of(value, error) if error == error else Score(value)}

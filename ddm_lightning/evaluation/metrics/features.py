@@ -67,6 +67,7 @@ class FeatureMetric:
             own = {"device": str(self.device)}
         else:
             own = {}
+
         return FEATURES.build(self.features, {**own, **self.features_params})
 
     @cached_property
@@ -198,6 +199,7 @@ class KernelInceptionDistance(FeatureMetric):
         found = kernel_distance(generated, real)
         if not self.num_subsets:
             return {f"KID ({self.features})": Score.of(found.value, found.spread)}
+
         mean = mean_over_subsets(generated, real, self.num_subsets)
         return {f"KID ({self.features}, {self.num_subsets} subsets)": Score.of(mean, found.spread)}
 
@@ -257,10 +259,12 @@ class FrechetDistance(FeatureMetric):
         name = f"{'FID' if self.features == 'inception' else 'FD'} ({self.features})"
         if not num:
             return {name: Score(value)}
+
         # A group is every num-th image, because images of a cluster follow one another.
         left_out = []
         for j in range(num):
             left_out.append(_frechet_distance(*(whole - _sums(rows[j::num]) for whole, rows in pairs)))
+
         return {name: Score.of(value, float(((num - 1) * torch.tensor(left_out).var(correction=0)).sqrt()))}
 
 
@@ -319,6 +323,7 @@ def nearest(
     found = []
     for part in rows.double().split(_ROWS_AT_ONCE):
         found.append(torch.cdist(part, others.double()).topk(num, largest=False))
+
     return torch.cat([values for values, _ in found]), torch.cat([indices for _, indices in found])
 
 

@@ -62,4 +62,5 @@ class Solver:
         x_t = x_1
         for t, s in intervals(times):
             x_t = self.step(velocity, x_t, t, s)
+
         return x_t

@@ -66,6 +66,7 @@ class Heun(Solver):
         x_s = x_t + (s - t) * first
         if s == 0:
             return x_s
+
         return x_t + (s - t) * 0.5 * (first + velocity(x_s, time_rows(s, x_s)))
 
 
@@ -101,9 +102,11 @@ class DPMSolver2M(Solver):
                 weight = 0.0
             else:
                 weight = length / (2 * last)
+
             x_t = s / t * x_t + (t - s) / t * (x_0 + weight * (x_0 - before))
             before = x_0
             last = length
+
         return x_t
 
 
@@ -135,6 +138,7 @@ class Ancestral(Solver):
                 x_t = mean
             else:
                 x_t = mean + variance.sqrt() * noise(step)
+
         return x_t
 
 
@@ -209,6 +213,7 @@ class DormandPrince(Solver):
             slope = torch.where(rows, next_slope, slope)
             t = torch.where(accepted, torch.where(step >= t - stop, stop, t - step), t)
             step = step * (0.9 * error**-0.2).nan_to_num(nan=5.0).clamp(0.2, 5.0)
+
         if end:
             return x_t
 
@@ -224,6 +229,7 @@ class DormandPrince(Solver):
         for node, weights in _STAGES:
             x_s = x_t - length * _weighted(weights, slopes)
             slopes.append(velocity(x_s, t - node * step))
+
         scale = self.atol + self.rtol * torch.maximum(x_t.abs(), x_s.abs())
         error = (length * _weighted(_ERROR, slopes) / scale).flatten(1).square().mean(1).sqrt()
         return x_s, slopes[-1], error

@@ -31,6 +31,7 @@ class LocalLauncher(Launcher):
                 env={**os.environ, **job.environment, **gpu_variables(job.slot, job.island)},
                 start_new_session=True,
             )
+
         return f"{process.pid} {start_time(process.pid)}"
 
     def is_active(self, handle: str) -> bool:

@@ -68,6 +68,7 @@ class SkyLauncher(Launcher):
     def submit_all(self, jobs: Sequence[Job]) -> Iterator[str]:
         if not jobs:
             return
+
         group = f"{jobs[0].run}-{uuid.uuid4().hex[:6]}".replace(".", "-")
         path = jobs[0].folder.parents[1] / "sky" / f"{group}.yaml"
         _program()  # before anything is written
@@ -78,6 +79,7 @@ class SkyLauncher(Launcher):
         for name in self.secrets:
             for word in ("--secret", name):
                 secrets.append(word)
+
         _sky("launch", "--yes", "--detach-run", *secrets, str(path))
         yield from (f"{group}/{job.member}" for job in jobs)
 
@@ -93,8 +95,10 @@ class SkyLauncher(Launcher):
             for other in self._active:
                 if other.startswith(f"{group}/") and other not in handles:
                     others.append(other)
+
             if others:
                 raise UserError(f"SkyPilot stops a job group as a whole; stop these members, too: {', '.join(others)}")
+
             _sky("cancel", "--yes", "--name", group)
 
     def describe_all(self, jobs: Sequence[Job]) -> str:
@@ -111,9 +115,12 @@ class SkyLauncher(Launcher):
                 for task in tasks:
                     if not task["status"].startswith(_ENDED):
                         active.append(task)
+
                 return [f"{task['job_name']}/{task['task_name']}" for task in active]
+
         if printed:
             raise UserError("sky jobs queue: prints no list of jobs; see launch.sky, and try sky jobs queue by hand")
+
         return []
 
     def _file(self, group: str, jobs: Sequence[Job]) -> str:
@@ -126,11 +133,13 @@ class SkyLauncher(Launcher):
                 f"key 'launch.sky.accelerators': none for {job.member}, whose island.accelerator is gpu; "
                 "set launch.sky.accelerators=[H100]"
             )
+
         resources: dict[str, Any] = {"use_spot": self.use_spot, "job_recovery": _RECOVERY}
         if self.accelerators:
             resources["accelerators"] = dict.fromkeys(self.accelerators, job.island.devices)
         if self.infra is not None:
             resources["infra"] = self.infra
+
         task = {
             "name": job.member,
             "workdir": self.workdir,
@@ -156,4 +165,5 @@ def _program() -> str:
     program = shutil.which("sky", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
     if program is None:
         raise UserError("launch --on sky needs SkyPilot; install it with: pip install -e '.[sky]' 'skypilot[aws]'")
+
     return program

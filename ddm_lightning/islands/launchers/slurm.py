@@ -28,6 +28,7 @@ class Training:
         code = self._child.wait()
         if code:
             raise RuntimeError(f"{' '.join(self.command)} ended with exit code {code}")
+
         return code
 
     def checkpoint(self) -> Any:
@@ -37,6 +38,7 @@ class Training:
         # Not ``wait``, whose lock the interrupted call above may hold.
         while self._child is not None and start_time(self._child.pid):
             time.sleep(0.2)
+
         return DelayedSubmission(Training(self.command))
 
 

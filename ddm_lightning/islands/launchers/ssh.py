@@ -59,6 +59,7 @@ class SshLauncher(Launcher):
             raise UserError(
                 f"key 'launch.ssh.hosts': none for {job.member}; add {job.member}: USER@HOST, or use --only"
             )
+
         return host
 
     def _script(self, job: Job) -> str:
@@ -79,4 +80,5 @@ class SshLauncher(Launcher):
         answers = re.findall(rf"{_MARK}(\d+)", ask(*self._command(host, script), prefix=prefix, remedy=remedy))
         if not answers:
             raise UserError(f"{prefix}: its shell did not run the command; {remedy}")
+
         return str(answers[-1])

@@ -60,6 +60,7 @@ class DiffusersTransformer(nn.Module):
         super().__init__()
         if config is None:
             raise ValueError("set expert.init_from to the folder of a transformer, or the param 'config'")
+
         try:
             build, settings = _resolved(config)
             self.family = FAMILIES[build.__name__]
@@ -69,11 +70,13 @@ class DiffusersTransformer(nn.Module):
                 raise ValueError(
                     "the model reads resolution and aspect ratio (use_additional_conditions), which shards lack"
                 )
+
             self.model = build(**settings)
         except (UserError, ValueError):
             raise
         except Exception as error:  # noqa: BLE001 (settings may be any JSON)
             raise ValueError(f"config: {type(error).__name__}: {first_line(error)}") from None
+
         self.prediction = self.family.prediction
         self.path = self.family.path
         self.x_shape = x_shape
@@ -82,21 +85,27 @@ class DiffusersTransformer(nn.Module):
             num_null = 1
         else:
             num_null = condition.length
+
         self.null = None
         if self.family.text:
             self.null = nn.Parameter(torch.zeros(num_null, condition.size))
+
         pooled = self.family.pooled
         self.null_vector = None
         if condition.vector_size:
             self.null_vector = nn.Parameter(torch.zeros(condition.vector_size))
+
         self.pooled = None
         if pooled and self.null_vector is None:
             self.pooled = nn.Linear(condition.size, settings[pooled])
+
         for parameter in () if self.pooled is None else self.pooled.parameters():
             nn.init.zeros_(parameter)
+
         for part in self.model.modules():
             if hasattr(part, "dropout_prob"):  # of classes, which training drops already
                 part.dropout_prob = 0.0
+
         kept = (1 - torch.linspace(*_BETAS, _NUM_STEPS, dtype=torch.float64)).cumprod(0)
         alpha = kept.sqrt()
         sigma = (1 - kept).sqrt()
@@ -125,6 +134,7 @@ class DiffusersTransformer(nn.Module):
             given = self._classes(len(t), condition)
         else:
             given = self._text(self.null, len(t), condition)
+
         x = x_t.to(next(self.model.parameters()).dtype)
         out = self.family.call(self.model, x, timestep=self._step(t), **given)
         return out[:, : self.x_shape[0]].to(x_t.dtype)
@@ -133,6 +143,7 @@ class DiffusersTransformer(nn.Module):
         """The model's own time."""
         if self.path == "linear":
             return self.family.time(t)
+
         times = self.times.to(t.dtype)
         upper = torch.searchsorted(times, t.contiguous()).clamp(1, _NUM_STEPS - 1)
         below = times[upper - 1]
@@ -155,16 +166,21 @@ class DiffusersTransformer(nn.Module):
             # Encoders write zeros after a caption's end, and at least one token.
             first = torch.arange(values.shape[1], device=null.device) == 0
             is_token = first | (keep & (values != 0).any(2))
+
         given = {"encoder_hidden_states": tokens}
         if self.family.mask:
             given[self.family.mask] = is_token
+
         if self.null_vector is not None:
             vectors = self.null_vector.expand(num_rows, -1)
             if condition is not None and condition.vectors is not None:
                 vectors = torch.where(condition.keep[:, None], condition.vectors.to(null.dtype), vectors)
+
             given["pooled_projections"] = vectors
+
         if self.pooled is not None:
             given["pooled_projections"] = self.pooled(tokens.mean(1))
+
         return given
 
 
@@ -179,12 +195,15 @@ def _resolved(config: Any) -> tuple[Any, dict[str, Any]]:
         name = _BY_NORM.get(str(config.get("norm_type")))
     elif name is None and "context_in_dim" in config:  # as Photoroom's converter writes it
         name = "PRXTransformer2DModel"
+
     if name not in FAMILIES:
         raise ValueError(f"_class_name is {config.get('_class_name')!r}, not one of {', '.join(FAMILIES)}")
+
     require("expert 'diffusers'", "diffusers", extra="latents")
     build = getattr(importlib.import_module("diffusers"), name)
     found = {}
     for key, one in inspect.signature(build).parameters.items():
         found[key] = config.get(key, one.default)
+
     # As JSON would return it.
     return build, {key: list(value) if isinstance(value, tuple) else value for key, value in found.items()}

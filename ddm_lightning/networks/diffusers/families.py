@@ -48,6 +48,7 @@ def _lumina2(
     tables = []
     for table in model.rope_embedder.freqs_cis:
         tables.append(table.to(x.device, torch.complex64))
+
     rotary = torch.cat([table[places[:, :, axis]] for axis, table in enumerate(tables)], dim=2)
     mask = functional.pad(encoder_attention_mask, (0, len(cells)), value=True)
 
@@ -55,11 +56,14 @@ def _lumina2(
     image = model.x_embedder(patches.flatten(3).flatten(1, 2))
     for layer in model.context_refiner:
         text = layer(text, encoder_attention_mask, rotary[:, :length])
+
     for layer in model.noise_refiner:
         image = layer(image, None, rotary[:, length:], time)
+
     joint = torch.cat([text, image], dim=1)
     for layer in model.layers:
         joint = layer(joint, mask, rotary, time)
+
     out = model.norm_out(joint, time)[:, length:].unflatten(2, (edge, edge, -1)).unflatten(1, (rows, columns))
     return -out.permute(0, 5, 1, 3, 2, 4).flatten(4).flatten(2, 3)
 
@@ -101,6 +105,7 @@ class Family:
         """
         if max(settings.get("axes_lens") or [0]) > _LONGEST_AXIS:
             raise ValueError(f"axes_lens is more than {_LONGEST_AXIS}")
+
         channels = settings["in_channels"]
         patch = settings["patch_size"]
         largest = self.largest(settings)
@@ -114,9 +119,12 @@ class Family:
                 limit = f" of at most {largest} and"
             else:
                 limit = ","
+
             wanted = f"({channels}, height, width){limit} divisible by {patch}"
+
         if not fits or x_shape[0] != channels:
             raise ValueError(f"the model takes samples of shape {wanted}, not {x_shape}")
+
         if self.text:
             size = next(settings[key] for key in self.text if settings[key] is not None)
             most = self.most_tokens(settings)
@@ -124,6 +132,7 @@ class Family:
                 vector = settings[self.pooled]
             else:
                 vector = 0
+
             fits = condition.size == size and 0 < condition.length <= most and condition.vector_size in (0, vector)
             wanted = f"'tokens' of size {size}" + (f", at most {most}" if most < math.inf else "")
             wanted += f", or 'tokens+text' with a vector of size {vector}" if vector else ""
@@ -131,6 +140,7 @@ class Family:
             size = settings["num_embeds_ada_norm"]
             fits = condition.kind == "none" or (condition.kind == "class" and condition.size <= size)
             wanted = f"'class' of at most {size}, or 'none'"
+
         if not fits:
             given = ", ".join(f"{name} {value!r}" for name, value in vars(condition).items() if value)
             raise ValueError(f"the model takes conditions of kind {wanted}, not {given}")

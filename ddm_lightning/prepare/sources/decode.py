@@ -41,6 +41,7 @@ def decode(
         return _unread(data, key)
     if not data:
         return BrokenSample(key, "empty file")
+
     try:
         # Pillow warns of large images and of damaged Exif data, which is ignored below.
         with warnings.catch_warnings():
@@ -54,10 +55,12 @@ def decode(
             head = data[:8]
         else:
             head = b""
+
         if head.startswith(_SIGNATURES):
             cause = "damaged image"
         else:
             cause = "no image"
+
         return BrokenSample(key, cause, f"begins with {head!r}")
     except Exception as error:  # noqa: BLE001  Pillow raises anything on damaged files
         return BrokenSample(key, "damaged image", one_line(error))
@@ -68,14 +71,17 @@ def _rgb(image: Image.Image, key: str, max_pixels: int) -> UInt8[np.ndarray, "h 
         return BrokenSample(key, "too many pixels", f"{image.width} x {image.height}; at most {max_pixels}")
     if not image.width * image.height:
         return BrokenSample(key, "no image", "no pixels")
+
     image.load()
     with suppress(Exception):  # damaged Exif data is no reason to lose an image
         ImageOps.exif_transpose(image, in_place=True)
+
     if image.mode == "I" or image.mode.startswith("I;16"):
         # Pillow would clip. Some of its versions open 16-bit files as mode I.
         grey = np.asarray(image).astype(np.float64)
         grey = np.clip(grey * (255 / (4095 if grey.max() <= 4095 else 65535)), 0, 255)
         image = Image.fromarray(np.rint(grey).astype(np.uint8))
+
     if image.mode == "F":
         return BrokenSample(key, "unsupported pixels", "floating-point numbers of unknown range")
     if image.palette is not None and not image.palette.palette:  # Streaming's encoding ``pil`` loses it
@@ -84,6 +90,7 @@ def _rgb(image: Image.Image, key: str, max_pixels: int) -> UInt8[np.ndarray, "h 
         image = image.convert("LA")
     if image.has_transparency_data:
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
+
     return np.asarray(image.convert("RGB"))
 
 
@@ -97,16 +104,19 @@ def caption_in(value: Any, key: str) -> str | BrokenSample:
         return _unread(value, key)
     if isinstance(value, list):
         value = next((one for one in value if caption_in(one, key)), None)
+
     if isinstance(value, bytes):
         try:
             return value.decode("utf-8-sig").strip()
         except UnicodeDecodeError as error:
             return BrokenSample(key, "caption is not UTF-8", str(error))
+
     if value is None or isinstance(value, str):
         if value and value.strip():
             return value
 
         return ""
+
     return BrokenSample(key, "caption is not text", f"a {type(value).__name__}")
 
 
@@ -115,6 +125,7 @@ def _unread(error: Exception, key: str) -> BrokenSample:
         cause = "missing file"
     else:
         cause = "unreadable file"
+
     return BrokenSample(key, cause, one_line(error))
 
 

@@ -88,6 +88,7 @@ class ImageFolder:
                     name, "outside the class folders", f"set {PARAMS}.labels=false if folders are not classes"
                 )
                 continue
+
             image = decode(data, name)
             bad = next((one for one in (image, caption) if isinstance(one, BrokenSample)), None)
             yield bad or Record(name, image, caption, label)  # type: ignore[arg-type]
@@ -98,6 +99,7 @@ class ImageFolder:
         names = sorted({*self.files.images, *self._captions})
         if not names:
             raise UserError(f"key '{PARAMS}.path': no image in {self.files.shown()}; change the path")
+
         return names
 
     @cached_property
@@ -105,6 +107,7 @@ class ImageFolder:
         """Text files by their names without the ending, in lower and upper case; the last one counts."""
         if self.caption_column is None:
             return {}
+
         return {splitext(name)[0]: name for name in self.files.states if name.lower().endswith(_TEXTS)}
 
     @cached_property
@@ -112,6 +115,7 @@ class ImageFolder:
         """Captions in caption files, by name of the image."""
         if self.caption_column is None:
             return {}
+
         captions = dict[str, str]()
         columns = dict[str, set[str]]()
         folders = dict[str, str]()
@@ -123,12 +127,14 @@ class ImageFolder:
                 continue
             if (other := folders.setdefault(folder, file)) != file:
                 raise UserError(f"{self.files.shown()}: has both {other} and {file}; keep one")
+
             for number, row in rows:
                 try:
                     if isinstance(row, bytes):
                         row = parse_json(row)
                     if isinstance(row.get(_REST), list):  # of CSV
                         raise ValueError("it has more cells than the first line: put text with commas in quotes")
+
                     name = self._image_of(folder, row["file_name"])
                     caption = row.get(self.caption_column)
                     caption = caption_in(caption, name)
@@ -139,8 +145,10 @@ class ImageFolder:
                         f"{self.files.shown(file)}: line {number}: needs JSON with its own 'file_name' ({error!r}); "
                         "fix the line"
                     ) from None
+
                 captions[name] = caption
                 columns.setdefault(file, set()).update(row)
+
         lacking = [file for file, names in columns.items() if self.caption_column not in names]
         if lacking or (not captions and (folders or self.caption_column != _CAPTION)):
             existing = sorted({name for file in lacking for name in columns[file]})
@@ -149,6 +157,7 @@ class ImageFolder:
                 f"({', '.join(lacking or folders.values()) or 'none'}) have no column {self.caption_column!r}; "
                 f"they have: {', '.join(existing) or 'none'}; or set it to null"
             )
+
         return captions
 
     def _rows(self, file: str) -> Iterable[tuple[int, Any]] | None:
@@ -156,19 +165,23 @@ class ImageFolder:
         content = self.files.content(file)
         if not file.lower().endswith(".csv"):
             return ((number, line) for number, line in enumerate(content.split(b"\n"), 1) if line.strip())
+
         try:
             reader = csv.DictReader(StringIO(content.decode("utf-8-sig"), newline=""), restkey=_REST)
             reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
             rows = [(reader.line_num, row) for row in reader]
         except (UnicodeDecodeError, csv.Error) as error:
             raise UserError(f"{self.files.shown(file)}: is no CSV file in UTF-8 ({error}); save it as one") from None
+
         if "file_name" in reader.fieldnames:
             return rows
+
         if "file_name" in "".join(reader.fieldnames) or "captions" in file.lower():
             raise UserError(
                 f"{self.files.shown(file)}: its first line {', '.join(reader.fieldnames)!r} has no column file_name; "
                 "separate columns by commas"
             )
+
         return None
 
     def _image_of(self, folder: str, given: str) -> str:
@@ -178,6 +191,7 @@ class ImageFolder:
         name = next((name for name in names if name in self.files.states), names[0])
         if name.startswith(("../", "/")):
             raise ValueError("it leads out of the folder")
+
         return name
 
     def _part(self, names: list[str]) -> Part:
@@ -194,11 +208,13 @@ class ImageFolder:
             texts.append(None if name in self._captions else text)
             caption = True if texts[-1] else captions[-1]
             digest.update(json.dumps((name, labels[-1], caption, states.get(name), states.get(text or ""))).encode())
+
         # A block is named after the file that begins it; only the first one may lack such a file.
         if self._begins_block(names[0]):
             name = f"block-{_hash(names[0])}"
         else:
             name = "block-first"
+
         where = {"files": names, "labels": labels, "captions": captions, "texts": texts}
         return Part(name, digest.hexdigest(), len(names), {**where, "num_classes": self.num_classes})
 

@@ -43,8 +43,10 @@ class Mds(TableSource):
             stored = self._stored(raw, shard)
             if stored not in self.files.states:
                 raise UserError(f"{self.files.shown(stored)} does not exist; write the shards again")
+
             fingerprint = f"{self.files.states[stored]}; {shard['raw_data']}"
             parts += block_parts(shard["samples"], fingerprint, raw, total, shard=raw)
+
         return parts
 
     def read(self, part: Part) -> Iterator[Record | BrokenSample]:
@@ -59,6 +61,7 @@ class Mds(TableSource):
         except Exception as error:  # noqa: BLE001  each compression raises its own errors
             yield from (BrokenSample(f"{raw}:{number}", "damaged shard", one_line(error)) for number in numbers)
             return
+
         for number, sample in zip(numbers, samples, strict=True):
             yield self._decode(sample, shard, f"{raw}:{number}")
 
@@ -75,12 +78,14 @@ class Mds(TableSource):
                     encodings = dict(zip(entry["column_names"], entry["column_encodings"], strict=True))
                     if (entry["format"], entry["version"]) != ("mds", 2):
                         raise ValueError("not of version 2")
+
                     self.check_columns(encodings, place)
                     for name in self.columns:
                         if encodings[name] == "pkl":  # unpickling can run code
                             raise UserError(f"{place}: column {name!r} is pickled; write the shards again without pkl")
             except (ValueError, KeyError, TypeError) as error:
                 raise UserError(f"{place} is not an index of MDS shards: {error!r}; change the path") from None
+
         return shards
 
     def _stored(self, raw: str, shard: dict[str, Any]) -> str:
@@ -107,6 +112,7 @@ class Mds(TableSource):
                     row[name] = _cell(encoding, value)
         except Exception as error:  # noqa: BLE001  each encoding raises its own errors
             return BrokenSample(place, "damaged sample", one_line(error))
+
         return self.record(row, place)
 
 
@@ -115,6 +121,7 @@ def _cell(encoding: str, data: bytes) -> Any:
         return data
     if encoding == "str":
         return data.decode(errors="surrogateescape")  # counted later as a text that UTF-8 cannot hold
+
     value = mosaic.mds_decode(encoding, data)
     if isinstance(value, np.generic):
         return value.item()

@@ -71,26 +71,32 @@ class TableSource:
         self.extra_columns: dict[str, str] = {}
         if not all(isinstance(name, str) for name in self.captions):
             raise ValueError("caption_column must be a name, a list of names or null")
+
         self.files = self._images = Files(self.path, follow_links=self.follow_links)
         if self.image_root is not None and not self.image_root.startswith("http"):
             self._images = Files(self.image_root, f"key '{PARAMS}.image_root'", self.follow_links)
+
         self._find_classes()
 
     def _find_classes(self) -> None:
         """Complete ``num_classes`` and ``class_names`` from each other, or from the files."""
         if (self.class_names is not None) + (self.num_classes is not None) > (self.label_column is not None):
             raise ValueError("give one of num_classes and class_names, and only with a label_column")
+
         self._has_numbers = all(isnan(number_in(name)) for name in self.class_names or ())
         if self.label_column is None:
             self.num_classes = 1
         elif self.num_classes is None:
             if self.class_names is None:
                 self.class_names = self.stored_class_names()
+
             if not self.class_names:
                 raise UserError(
                     f"key '{PARAMS}.label_column': the files do not name the classes; add num_classes or class_names"
                 )
+
             self.num_classes = len(self.class_names)
+
         self.class_names = [str(name) for name in self.class_names or ()]
         self._number_of = {name: number for number, name in enumerate(self.class_names)}
         if len(self._number_of) < len(self.class_names):
@@ -143,9 +149,11 @@ class TableSource:
         key = place if self.key_column is None else _text(row[self.key_column])
         if key is None:
             return BrokenSample(place, "no key")
+
         group = None if self.group_column is None else _text(row[self.group_column])
         if self.group_column is not None and group is None:
             return BrokenSample(key, "no group")
+
         label = 0 if self.label_column is None else self._label(row[self.label_column], key)
         image = self._image(row[self.image_column], key)
         captions = (caption_in(row[name], key) for name in self.captions)
@@ -162,14 +170,17 @@ class TableSource:
             value = _text(value)
         if isinstance(value, str) and value in self._number_of:
             return self._number_of[value]
+
         with suppress(TypeError, ValueError, OverflowError):
             number = int(value)
             if self._has_numbers:
                 label = number
             else:
                 label = self._number_of.get(str(number), -1)
+
             if 0 <= label < (self.num_classes or 1) and number == float(value):
                 return label
+
         return BrokenSample(key, "unknown class", f"{repr(value)[:80]}, of {self.num_classes} classes")
 
     def _image(self, cell: Any, key: str) -> Any:
@@ -179,10 +190,12 @@ class TableSource:
                 cell = cell.get("path")
             else:
                 cell = cell["bytes"]
+
         if isinstance(cell, str):
             cell = self._fetch(cell)
         if isinstance(cell, (bytes, Exception, Image.Image)):
             return decode(cell, key)
+
         return BrokenSample(key, "no image", f"a {type(cell).__name__}")
 
     def _fetch(self, path: str) -> bytes | Exception:
@@ -190,11 +203,13 @@ class TableSource:
         scheme, mark, inner = path.rpartition("::")[2].partition("://")
         if _UNCHAINED.match(path) or (mark and scheme not in ("file", "local")):
             return content_or_error(path)
+
         root = self.image_root or ""
         if mark:
             path = inner
         if path.startswith("/") or not root.startswith("http"):
             return next(self._images.contents([path]))
+
         return content_or_error(f"{root.rstrip('/')}/{path}")  # perhaps a server that lists nothing
 
 
@@ -249,14 +264,17 @@ class Parquet(TableSource):
         parts: list[Part] = []
         with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
             sizes_of = dict(zip(self._names, pool.map(self._checked_sizes, self._names), strict=True))
+
         block_size = block_size_of(sum(sum(sizes or []) for sizes in sizes_of.values()))
         for file, sizes in sizes_of.items():
             state = self.files.states[file]
             if sizes is None:
                 parts.append(Part(file, state, None, {"file": file, "groups": None, "start": 0}))
+
             for groups, rows in _blocks(sizes or [], block_size):
                 where = {"file": file, "groups": groups, "start": rows.start}
                 parts.append(Part(f"{file}:{rows.start}", f"{state}; rows from {rows.start}", len(rows), where))
+
         return parts
 
     def _checked_sizes(self, file: str) -> list[int] | None:
@@ -287,6 +305,7 @@ class Parquet(TableSource):
                     stop = row + 1
                 else:
                     stop = first_row + part.num_samples
+
                 for lost in range(row, stop):
                     yield BrokenSample(f"{file}:{lost}", "damaged table", one_line(error))
 
@@ -294,6 +313,7 @@ class Parquet(TableSource):
         """Names of a Hugging Face ``ClassLabel`` column."""
         with self._open(self._names[0]) as reader:
             metadata = _schema(reader).metadata or {}
+
         try:
             feature = parse_json(metadata[b"huggingface"])["info"]["features"][self.label_column]
             if feature["_type"] == "ClassLabel":
@@ -349,6 +369,7 @@ class HuggingFace(Parquet):
         for name in self.files.ending(".arrow"):
             if not name.rpartition("/")[2].startswith("cache-"):
                 found.append(name)
+
         folder = ""
         if self.split is not None or "dataset_dict.json" in self.files.states:
             splits = sorted({name.partition("/")[0] for name in found if "/" in name})
@@ -356,9 +377,12 @@ class HuggingFace(Parquet):
                 raise UserError(
                     f"key '{PARAMS}.split': {self.files.shown()} has the splits {', '.join(splits) or 'none'}; name one"
                 )
+
             folder = f"{self.split or splits[0]}/"
+
         if f"{folder}state.json" not in self.files.states:
             return [name for name in found if name.startswith(folder)]
+
         # The list, because files of an earlier save may remain.
         try:
             entries = parse_json(self.files.content(f"{folder}state.json"))["_data_files"]
@@ -373,6 +397,7 @@ class HuggingFace(Parquet):
 
         if not self.files.is_local:
             return self.files.open(name)
+
         with self.files.reading(name):
             return pyarrow.memory_map(self.files.inner_path(name))
 
@@ -402,4 +427,5 @@ class HuggingFace(Parquet):
 def _all_batches(reader: Any) -> Iterable[pyarrow.RecordBatch]:
     if not hasattr(reader, "get_batch"):  # a stream
         return iter(reader)
+
     return (reader.get_batch(index) for index in range(reader.num_record_batches))

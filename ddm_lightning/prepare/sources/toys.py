@@ -41,6 +41,7 @@ class Blobs:
     def __init__(self, num_samples: int = 256, image_size: int = 16, num_kinds: int = 4, seed: int = 0) -> None:
         if not 1 <= num_kinds <= len(_KINDS):
             raise ValueError(f"num_kinds must be from 1 to {len(_KINDS)}")
+
         self.num_samples = num_samples
         self.image_size = image_size
         self.num_classes = num_kinds

@@ -65,14 +65,17 @@ class Files:
                 cause = remote.cause_of(error)
                 if cause is not error:
                     raise cause from None
+
                 self._root, self._pattern = _split_pattern(filesystem, inner)
                 return
+
         # A web server reports everything as a file. A link to one file is what the user has named.
         self._is_folder = info["type"] == "directory" or (str(info["name"]).startswith("http") and path.endswith("/"))
         self._follow_links = follow_links or not self._is_folder
         if inner.startswith("http"):
             inner, mark, query = inner.partition("?")
             self._query = mark + query
+
         if self._is_folder:
             self._root = inner.rstrip("/")
         else:
@@ -100,10 +103,12 @@ class Files:
                     found = remote.walk(filesystem, inner)
                 else:
                     found = [filesystem.info(inner)]
+
             for path, info in self._targets(found):
                 if info["type"] == "file":
                     state = next((f"{key} {info[key]}" for key in _STATE if info.get(key) is not None), "")
                     states[self._relative(path)] = f"{info.get('size')} bytes, {state}"
+
         return dict(sorted(states.items()))
 
     def _targets(
@@ -117,6 +122,7 @@ class Files:
             parts = self._relative(info["name"]).split("/")
             if any(part.startswith(".") or part in _NOT_OF_THE_USER for part in parts):
                 continue
+
             if info.get("islink") or info["type"] == "link":  # SFTP has only the type
                 real = os.path.realpath(path)
                 is_outside = self.is_local and not PurePosixPath(real).is_relative_to(root)
@@ -125,12 +131,15 @@ class Files:
                         f"{self._key}: {path} is a link out of this folder, to {real}; remove it, or set "
                         f"{PARAMS}.follow_links=true"
                     )
+
                 if is_outside and filesystem.isdir(path) and real not in folders:
                     yield from self._targets(remote.walk(filesystem, path), (*folders, real))
+
                 try:
                     info = filesystem.info(path)
                 except OSError:  # a dead or circular link, found broken later
                     info = {**info, "type": "file"}
+
             yield path, info
 
     @property
@@ -148,8 +157,10 @@ class Files:
         for name in self.states:
             if name.lower().endswith(suffixes):
                 names.append(name)
+
         if not names:
             raise UserError(f"{self._key}: no file in {self.shown()} ends in {' or '.join(suffixes)}; change the path")
+
         return names
 
     def open(self, relative: str) -> CheckedFile:
@@ -195,9 +206,11 @@ class Files:
             path = relative
         else:
             path = f"{self._root}/{relative}{self._query}"
+
         resolved = posixpath.normpath if self._follow_links or not self.is_local else os.path.realpath
         if not PurePosixPath(resolved(path)).is_relative_to(resolved(self._root)):
             raise PermissionError(f"{relative!r} leads out of {self.shown()}, as {self._key} has it")
+
         return path
 
     def shown(self, relative: str = "") -> str:
@@ -216,6 +229,7 @@ class Files:
             error = remote.cause_of(raised)
             if isinstance(error, FileNotFoundError):
                 raise UserError(f"{self._key}: {self.shown(relative)} does not exist; change the path") from raised
+
             raise UserError(
                 f"{self._key}: {self.shown(relative)} cannot be read: {one_line(error)}; fix the address or the access"
             ) from raised
@@ -225,12 +239,14 @@ class Files:
             inner = self.inner_path(relative)
         except (PermissionError, ValueError) as error:  # ValueError: a null byte
             return error
+
         with self.reading(relative):
             try:
                 return remote.attempt(self.path, lambda files, _: files.cat_file(inner))
             except OSError as error:
                 if self.is_local or isinstance(error, FileNotFoundError):
                     return error
+
                 raise
 
     def _filesystem(self) -> tuple[AbstractFileSystem, str]:
@@ -259,6 +275,7 @@ def _split_pattern(filesystem: AbstractFileSystem, inner: str) -> tuple[str, str
         if has_magic(piece) and not filesystem.exists("/".join(pieces[: number + 1])):
             root = "/".join(pieces[:number])
             return root, "/".join([glob.escape(root), *pieces[number:]])
+
     raise FileNotFoundError(inner)
 
 

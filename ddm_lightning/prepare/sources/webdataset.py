@@ -72,6 +72,7 @@ class WebDataset(TableSource):
                 found = parse_json(content if isinstance(content, bytes) else b"")
                 if is_int(found["successes"], 0):
                     sizes[name] = found["successes"]
+
         return sizes
 
     def read(self, part: Part) -> Iterator[Record | BrokenSample]:
@@ -99,19 +100,24 @@ class WebDataset(TableSource):
     def _sample(self, key: str, members: _Members | BrokenSample) -> Record | BrokenSample:
         if isinstance(members, BrokenSample):
             return replace(members, key=key)
+
         cells = _cells(members)
         if isinstance(error := cells.get("json"), Exception):
             return BrokenSample(key, "damaged JSON", str(error))
+
         images = []
         for name in [self.image_column] if self.image_column else _IMAGES:
             if name in members:
                 images.append(name)
+
         if len(images) != 1:
             if images:
                 cause = "several images"
             else:
                 cause = "no image"
+
             return BrokenSample(key, cause, f"it has: {', '.join(cells)}; set {PARAMS}.image_column")
+
         row = {column: cells.get(column) for column in self.columns}
         return self.record({**row, self.image_column: members[images[0]]}, key)
 
@@ -122,6 +128,7 @@ def _cells(members: _Members) -> dict[str, Any]:
         about = parse_json(members.get("json", b"{}"))  # type: ignore[arg-type]
     except (ValueError, TypeError) as error:
         return {**members, "json": error}
+
     return {**members, **(about if isinstance(about, dict) else {}), **members}
 
 
@@ -145,25 +152,33 @@ def samples_of(files: Files, name: str) -> Iterator[tuple[str, _Members | Broken
                     target = earlier.get(_target_of(member))
                 else:
                     target = member
+
                 if target is not None:
                     earlier[normpath(member.name)] = target
+
                 is_file = target is None or target.isreg()
                 if not is_file or base.startswith(".") or _META.match(member.name):
                     continue
+
                 stem, dot, extension = base.partition(".")
                 if folder:
                     stem = f"{folder}/{stem}"
+
                 extension = extension.lower()
                 if stem == key and extension in members and extension not in _IMAGES:
                     continue
+
                 if stem != key or extension in members:
                     if members:
                         yield key, members
+
                     key = stem
                     members = {}
+
                 if not dot:
                     yield stem, BrokenSample(stem, "no extension")
                     continue
+
                 if target is member:
                     content = tar.extractfile(member)
                     if content:
@@ -182,11 +197,13 @@ def samples_of(files: Files, name: str) -> Iterator[tuple[str, _Members | Broken
     except (tarfile.TarError, EOFError, UnicodeDecodeError) as error:
         if members:
             yield key, BrokenSample(key, "damaged tar", "the damage is in or after this sample")
+
         yield (
             "",
             BrokenSample("", "rest of a damaged tar", f"nothing after {key or 'its start'!r} can be read: {error}"),
         )
         return
+
     if members:
         yield key, members
 
@@ -209,6 +226,8 @@ class _Member(tarfile.TarInfo):
         except HeaderError as error:
             if isinstance(error, EmptyHeaderError) and getattr(tarfile, "ended", False):
                 raise
+
             raise ReadError(str(error)) from None
+
         tarfile.ended = False
         return member
