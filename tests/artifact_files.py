@@ -37,6 +37,7 @@ def make_meta(member: str = "expert-0", **changes: Any) -> ArtifactMeta:
     role = member.partition("-")[0]
     cluster = int(member.removeprefix("expert-")) if role == "expert" else None
     fields: dict[str, Any] = {
+        "format_version": 1,
         "member": member,
         "role": role,
         "network": "router-dit" if role == "router" else "dit",

@@ -17,10 +17,10 @@ from rich.console import Console
 from ddm_lightning.cli.islands import command_line, launch_members, print_skipped, show_plan, show_status, table_of
 from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.config.merge import island_of
-from ddm_lightning.core import processes, remote
+from ddm_lightning.core import processes
 from ddm_lightning.core.devices import check_devices, configure_torch
 from ddm_lightning.core.environment import Ranks, check_meeting, leave_ranks
-from ddm_lightning.core.errors import UserError, note
+from ddm_lightning.core.errors import UserError, note, redacted
 from ddm_lightning.core.formatting import Bars
 from ddm_lightning.core.registry import require
 from ddm_lightning.ensemble.changes import added, removed, replaced
@@ -69,7 +69,7 @@ def _prepare(experiment: Experiment, options: argparse.Namespace) -> None:
         return
 
     prepared = folder.prepared
-    print(f"shards: {remote.shown(run.shards)}")
+    print(f"shards: {redacted(run.shards)}")
     print(f"report: {prepared / 'report' / 'report.html'}, {prepared / 'clusters.png'}")
     print(f"next: {command_line('fit', options)}")
 

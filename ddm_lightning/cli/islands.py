@@ -14,8 +14,7 @@ from rich.live import Live
 from rich.table import Table
 
 from ddm_lightning.config.experiment import Experiment
-from ddm_lightning.core import remote
-from ddm_lightning.core.errors import UserError, note
+from ddm_lightning.core.errors import UserError, note, redacted
 from ddm_lightning.core.registry import LAUNCHERS
 from ddm_lightning.islands import plan, plan_tables
 from ddm_lightning.islands.launch import build_launcher, cancel, jobs_of, launch
@@ -169,7 +168,7 @@ def print_skipped(members: Sequence[str], run: Run, options: argparse.Namespace)
 
 def table_of(run: Run, members: Sequence[Seen] | None = None, width: int = 80) -> Table:
     """Table of the run's members, by default as they are now; on all islands if it has a URL."""
-    title = remote.shown(run.url or str(run.folder.root))
+    title = redacted(run.url or str(run.folder.root))
     table = status_table(title, Watch(run).look() if members is None else members, width)
     table.caption = preparing_line(run)
     table.caption_justify = "left"

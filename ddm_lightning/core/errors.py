@@ -79,7 +79,7 @@ def note(line: str) -> None:
     print(f"note: {_with_urls(line)}", file=sys.stderr)
 
 
-def shown(url: str) -> str:
+def redacted(url: str) -> str:
     """Return a URL, or a line with URLs, without passwords."""
     return re.sub(r"(://[^/:@\s]*):[^/\s]*@", r"\1:***@", url)
 
@@ -113,4 +113,4 @@ def _with_urls(line: str) -> str:
     for folder, url in DOWNLOADS.items():
         line = line.replace(folder, url)
 
-    return shown(line)
+    return redacted(line)

@@ -25,8 +25,7 @@ import fsspec
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from ddm_lightning.core.errors import UserError, first_line, with_password
-from ddm_lightning.core.errors import shown as shown
+from ddm_lightning.core.errors import UserError, first_line, redacted, with_password
 from ddm_lightning.core.files import atomic_write, create_file
 
 if TYPE_CHECKING:
@@ -305,7 +304,7 @@ def attempt(url: str, action: Callable[[Any, str], _Result]) -> _Result:
         except Exception as raised:  # each file system raises its own
             error = cause_of(raised)
             if isinstance(error, FileNotFoundError):
-                raise FileNotFoundError(f"{shown(url)}: does not exist") from raised
+                raise FileNotFoundError(f"{redacted(url)}: does not exist") from raised
 
             is_full = isinstance(error, OSError) and error.errno == errno.ENOSPC
             is_final = isinstance(error, (ImportError, ValueError, PermissionError)) or is_full or not is_url(url)
@@ -315,7 +314,7 @@ def attempt(url: str, action: Callable[[Any, str], _Result]) -> _Result:
                 else:
                     kind = ConnectionError
 
-                raise kind(shown(f"{url}: {_reason(error)}")) from raised
+                raise kind(redacted(f"{url}: {_reason(error)}")) from raised
 
         disconnect()
         time.sleep(2**number + random.random() / 2)

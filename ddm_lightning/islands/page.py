@@ -18,7 +18,7 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from ddm_lightning.core import remote
-from ddm_lightning.core.errors import first_line, note
+from ddm_lightning.core.errors import first_line, note, redacted
 from ddm_lightning.core.files import atomic_write_text, inside
 from ddm_lightning.islands.status import NOTES, Seen, rows_of
 from ddm_lightning.members.run import Run
@@ -51,7 +51,7 @@ def write_page(path: Path, members: Sequence[Seen], run: Run) -> None:
     ).get_template("status.html.j2")
     page = template.render(
         title=run.experiment.name,
-        place=remote.shown(run.url or str(run.folder.root)),
+        place=redacted(run.url or str(run.folder.root)),
         time=f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M:%S} UTC",
         rows=rows_of(members),
         colours=colours,

@@ -18,7 +18,8 @@ from typing import Annotated, Any, TypeAlias
 from torch import Tensor
 
 from ddm_lightning.config.experiment import LoraConfig, PluginConfig
-from ddm_lightning.core import checks, remote
+from ddm_lightning.core import checks
+from ddm_lightning.core.errors import redacted
 from ddm_lightning.core.files import atomic_folder, atomic_write_json
 from ddm_lightning.core.weights import load_weights, save_weights
 from ddm_lightning.flow.condition import ConditionSpec
@@ -46,7 +47,7 @@ MemberName: TypeAlias = Annotated[
 class ArtifactMeta:
     """Contents of ``member.json``; each field's annotation checks its JSON value."""
 
-    format_version: Annotated[int, checks.version(FORMAT_VERSION)] = FORMAT_VERSION
+    format_version: Annotated[int, checks.version(FORMAT_VERSION)]
     """Version of this layout."""
     member: MemberName
     """``expert-0`` …, ``router``, ``monolith`` or ``student``."""
@@ -225,7 +226,7 @@ def described(member: Member, manifest: Manifest) -> dict[str, Any]:
         "normalisation": manifest.normalisation,
         "caption_encoder": member.caption_encoder,
         "partition_sha256": manifest.partition_sha256,
-        "init_from": member.init_from and remote.shown(member.init_from.source),
+        "init_from": member.init_from and redacted(member.init_from.source),
     }
 
 
@@ -265,6 +266,7 @@ def hand_over(
         class_counts = [sum(of_class) for of_class in zip(*counts, strict=True)]
 
     meta = ArtifactMeta(
+        format_version=FORMAT_VERSION,
         **described(member, manifest),
         prediction=None if member.role.classifies else prediction,
         init_sha256=init_sha256,

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ddm_lightning.config.experiment import InitConfig
 from ddm_lightning.core import checks, remote
-from ddm_lightning.core.errors import DOWNLOADS, UserError, first_line
+from ddm_lightning.core.errors import DOWNLOADS, UserError, first_line, redacted
 from ddm_lightning.core.files import atomic_write_json, move_folder, read_json, sha256_file, sha256_json
 from ddm_lightning.core.registry import EXPERTS
 from ddm_lightning.core.weights import (
@@ -59,7 +59,7 @@ class Initial:
         self.member = member
         self.config = config
         self.root = folder.initial
-        self.source = remote.shown(config.source)
+        self.source = redacted(config.source)
         """Where they come from, without a password."""
         self._url = url and f"{url}/{self.root.name}"
         if member.role.classifies:

@@ -15,10 +15,9 @@ from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.config.load import fingerprint
 from ddm_lightning.config.merge import init_of, island_of
 from ddm_lightning.core import checks
-from ddm_lightning.core.errors import UserError, first_line
+from ddm_lightning.core.errors import UserError, first_line, redacted
 from ddm_lightning.core.files import atomic_write, atomic_write_json, sha256_file, sha256_json
 from ddm_lightning.core.registry import require
-from ddm_lightning.core.remote import shown
 from ddm_lightning.members.artifact import REMEDY, read_meta
 from ddm_lightning.members.member import role_of
 from ddm_lightning.members.run import Run
@@ -72,7 +71,7 @@ def check_keys(name: str, run: Run) -> None:
         if initial is not None and initial.sha256 is None:
             raise UserError(
                 f"key '{role.section}.init_from': nobody signs these weights, and island.trusted_keys is set; "
-                f"prepare a new run with their hash: {{source: {shown(initial.source)}, sha256: …}} "
+                f"prepare a new run with their hash: {{source: {redacted(initial.source)}, sha256: …}} "
                 "(in initial/*.json of a run you trust, or by sha256sum)"
             )
 

@@ -14,7 +14,7 @@ from shards import servers
 from shards.mds import WARNINGS
 
 from ddm_lightning.core import filesystems, remote
-from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.errors import UserError, redacted
 from ddm_lightning.prepare.sources.urls import Files
 
 pytestmark = WARNINGS
@@ -226,7 +226,7 @@ def test_a_login_in_a_url_is_used_whole_and_never_shown(monkeypatch, url, login,
     monkeypatch.setattr(remote, "_used", set())
     remote.filesystem(url)
     assert made == [{"port": None, "username": None, "password": None} | login]
-    assert remote.shown(url) == shown
+    assert redacted(url) == shown
 
 
 def test_a_signal_while_a_thread_starts_leaves_none_that_would_hold_up_the_end(monkeypatch):

@@ -127,6 +127,14 @@ def test_unknown_format_version(tmp_path, version):
     refused(lambda: read_artifact(tmp_path / "a"), path, "format_version", "install the release")
 
 
+def test_a_missing_format_version(tmp_path):
+    path = put(tmp_path / "a") / "member.json"
+    document = json.loads(path.read_text())
+    del document["format_version"]
+    path.write_text(json.dumps(document))
+    refused(lambda: read_artifact(tmp_path / "a"), path, "key 'format_version' is missing")
+
+
 def test_a_link_to_weights_elsewhere(tmp_path):
     path = put(tmp_path / "a") / "model.safetensors"
     path.rename(tmp_path / "elsewhere")

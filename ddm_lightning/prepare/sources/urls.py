@@ -16,7 +16,7 @@ from fsspec.core import has_magic
 from fsspec.implementations.local import LocalFileSystem
 
 from ddm_lightning.core import remote
-from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.errors import UserError, redacted
 from ddm_lightning.prepare.sources.decode import one_line
 
 if TYPE_CHECKING:
@@ -215,7 +215,7 @@ class Files:
 
     def shown(self, relative: str = "") -> str:
         """Quote the URL for a message, without its password."""
-        url = remote.shown(self.path)
+        url = redacted(self.path)
         return repr(f"{url.rstrip('/')}: {relative}" if relative else url)
 
     @contextmanager
