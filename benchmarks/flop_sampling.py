@@ -20,6 +20,7 @@ from split import encoder_of, read_split
 from torch import Tensor
 
 from ddm_lightning.config.experiment import PluginConfig, SampleConfig
+from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write, sha256_file, sha256_json
 from ddm_lightning.core.registry import FEATURES
 from ddm_lightning.ensemble.load import load_ensemble
@@ -191,12 +192,22 @@ def condition_rows(num_held_out: int, settings: Settings) -> Tensor:
 
 
 def held_out_conditions(data: Run, settings: Settings) -> tuple[Condition | None, Int[Tensor, " num"] | None]:
-    """Conditions of held-out samples, and these samples' clusters; None for both without conditions."""
-    if data.experiment.condition.kind == "none":
+    """Conditions of held-out samples, and these samples' clusters; None for both without conditions.
+
+    Raises:
+        UserError: the conditions are text tokens.
+    """
+    kind = data.experiment.condition.kind
+    if kind == "none":
         return None, None
+    if kind not in ("class", "text"):
+        raise UserError(f"key 'condition.kind' = {kind!r}: benchmarks read pooled vectors only; set text")
+
     held_out = read_split(data, HELD_OUT)
-    condition, rows = held_out.condition(data.experiment.condition.kind), condition_rows(len(held_out), settings)
-    return condition and condition.rows(rows), held_out.clusters[rows]
+    values = held_out.labels if kind == "class" else held_out.texts
+    assert values is not None, "check_experiment asks for a caption encoder"
+    rows = condition_rows(len(held_out), settings)
+    return Condition.of(values[rows]), held_out.clusters[rows]
 
 
 def features_of(images: UInt8[np.ndarray, "n h w 3"], network: PluginConfig, stored: Path) -> Float[Tensor, "n d"]:

@@ -95,10 +95,9 @@ DEMO = Loop("_demo", 128, 4, 4, 4, image_size=24, text_size=512, batch_size=16)
 
 def main(arguments: Sequence[str] | None) -> None:
     """Run the benchmark."""
-    # As ``fit`` does: exempt imported objects from garbage collection, and keep freed memory.
+    # As ``fit`` does: exempt imported objects from garbage collection.
     processes.begin()
     processes.end_imports()
-    processes.keep_heap()
     options = parse(parser(__doc__ or "", fixed=True, device=True), arguments)
     device = device_of(options)
     name = device.type
