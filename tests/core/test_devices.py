@@ -204,4 +204,4 @@ def test_a_damaged_shard_ends_both_with_one_line(finished_run, tmp_path):
     with within(300):
         _, err = finish(fit(run, "ddp"), code=2)
     (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert f"cluster-0/train/{name}: shard is damaged" in line
+    assert f"cluster-0/train/{name}: is damaged" in line
