@@ -26,7 +26,7 @@ from ddm_lightning.config.experiment import Experiment, SampleConfig
 from ddm_lightning.ensemble.residency import ResidentExperts
 from ddm_lightning.ensemble.sampler import sample
 from ddm_lightning.ensemble.velocity import Ensemble
-from ddm_lightning.flow.path import expand_time
+from ddm_lightning.flow.path import expand_rows
 from ddm_lightning.flow.timesteps import sampling_times
 from ddm_lightning.members.member import MONOLITH, ROUTER, Member
 from ddm_lightning.shards.manifest import DataSizes
@@ -139,7 +139,7 @@ def plain_loop(
         chosen = router(x, rows, None).argmax(1)
         velocity = torch.zeros_like(x)
         for k, expert in enumerate(experts):
-            velocity += expand_time((chosen == k).to(x), x) * expert(x, rows, None)
+            velocity += expand_rows((chosen == k).to(x), x) * expert(x, rows, None)
         x = x + (s - t) * velocity
     return x
 

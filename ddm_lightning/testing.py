@@ -35,7 +35,7 @@ from ddm_lightning.encoders.interfaces import ImageEncoder
 from ddm_lightning.ensemble.routing import Batch, Strategy
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.condition import KINDS, Condition, ConditionSpec
-from ddm_lightning.flow.path import PREDICTIONS, Samples, Times, expand_time
+from ddm_lightning.flow.path import PREDICTIONS, Samples, Times, expand_rows
 from ddm_lightning.flow.solvers import Solver
 from ddm_lightning.flow.timesteps import sampling_times
 from ddm_lightning.networks.blocks import compile_blocks
@@ -376,7 +376,7 @@ def check_solver(factory: Callable[[], Any]) -> None:
 
         def velocity(x_t: Samples, t: Times) -> Samples:
             assert t.shape == (len(x_t),) and ((t > 0) & (t <= 1)).all(), f"asks for a velocity at t = {t}"
-            time = expand_time(t, x_t)
+            time = expand_rows(t, x_t)
             variance = 0.25 * (1 - time) ** 2 + time**2
             return (time - 0.25 * (1 - time)) / variance * (x_t - (1 - time)) - 1
 

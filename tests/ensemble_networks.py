@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ddm_lightning.core.registry import EXPERTS, ROUTERS
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.condition import Condition, ConditionSpec
-from ddm_lightning.flow.path import expand_time, x_0_from_velocity
+from ddm_lightning.flow.path import expand_rows, x_0_from_velocity
 
 SHAPE = (3, 8, 8)
 DIT = {"width": 16, "depth": 1, "num_heads": 2, "patch_size": 4}
@@ -37,7 +37,7 @@ class ExactExpert(nn.Module):
         self.num_rows += len(x_t)
         velocity = self.oracle.velocity(x_t, t, self.k)
         if self.prediction == "epsilon":
-            return x_t + (1 - expand_time(t, x_t)) * velocity
+            return x_t + (1 - expand_rows(t, x_t)) * velocity
         return x_0_from_velocity(x_t, velocity, t) if self.prediction == "x_0" else velocity
 
 

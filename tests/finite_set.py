@@ -6,7 +6,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
 
-from ddm_lightning.flow.path import Samples, Times, expand_time
+from ddm_lightning.flow.path import Samples, Times, expand_rows
 
 
 class FiniteSetOracle:
@@ -44,7 +44,7 @@ class FiniteSetOracle:
                 raise ValueError(f"cluster {cluster} is empty and has no velocity")
             logits = logits + self._is_in[:, cluster].log()
         mean = logits.softmax(1) @ self._points
-        return ((x_t.double() - mean.reshape(x_t.shape)) / expand_time(t.double(), x_t)).to(x_t.dtype)
+        return ((x_t.double() - mean.reshape(x_t.shape)) / expand_rows(t.double(), x_t)).to(x_t.dtype)
 
     def cluster_posterior(self, x_t: Samples, t: Times) -> Float[Tensor, "b k"]:
         """``p(k | x_t, t)`` of every cluster, 0 for an empty one, for t > 0."""

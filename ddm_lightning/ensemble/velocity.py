@@ -16,7 +16,7 @@ from ddm_lightning.core.devices import autocast
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.ensemble.residency import ResidentExperts
 from ddm_lightning.flow.condition import Condition, ConditionSpec
-from ddm_lightning.flow.path import Samples, Times, expand_time, guided, velocity_of
+from ddm_lightning.flow.path import Samples, Times, expand_rows, guided, velocity_of
 from ddm_lightning.members.cost import flops_per_sample
 from ddm_lightning.networks.blocks import check_compiler, compile_blocks
 from ddm_lightning.networks.calibration import temperature_at
@@ -335,7 +335,7 @@ class Ensemble:
     def _sum(self, x_t: Samples, t: Times, condition: Condition | None, weights: Float[Tensor, "b K"]) -> Samples:
         velocity = torch.zeros_like(x_t)
         for k, rows, of_expert in self._of_active(x_t, t, condition, weights != 0):
-            share = expand_time(weights[rows, k], of_expert)
+            share = expand_rows(weights[rows, k], of_expert)
             velocity.index_add_(0, rows, (share * of_expert).to(velocity.dtype))
 
         return velocity

@@ -30,13 +30,11 @@ class ConditionSpec:
     """Entries of the text vector of ``tokens+text``; 0 for the other kinds."""
 
     def __post_init__(self) -> None:
-        numbers = (
-            (self.size, self.kind != "none"),
-            (self.length, self.kind in ("tokens", "tokens+text")),
-            (self.vector_size, self.kind == "tokens+text"),
-        )
-        fits = all(number >= 0 and (number > 0) == needed for number, needed in numbers)
-        if self.kind not in KINDS or not fits:
+        has_size = self.kind != "none"
+        has_tokens = self.kind in ("tokens", "tokens+text")
+        has_vector = self.kind == "tokens+text"
+        fits = (self.size > 0, self.length > 0, self.vector_size > 0) == (has_size, has_tokens, has_vector)
+        if self.kind not in KINDS or not fits or min(self.size, self.length, self.vector_size) < 0:
             raise ValueError(
                 f"a condition of kind {self.kind!r} with size {self.size!r}, length {self.length!r} and vector_size "
                 f"{self.vector_size!r}: kinds are {', '.join(KINDS)}; all but none have a size of at least 1, those "
@@ -86,12 +84,10 @@ class Condition:
     @classmethod
     def cat(cls, conditions: Sequence[Condition]) -> Condition:
         """The rows of all ``conditions``, in order."""
-        vectors = [c.vectors for c in conditions if c.vectors is not None]
-        return cls(
-            torch.cat([c.values for c in conditions]),
-            torch.cat([c.keep for c in conditions]),
-            torch.cat(vectors) if vectors else None,
-        )
+        values = torch.cat([one.values for one in conditions])
+        keep = torch.cat([one.keep for one in conditions])
+        vectors = [one.vectors for one in conditions if one.vectors is not None]
+        return cls(values, keep, torch.cat(vectors) if vectors else None)
 
     @property
     def pooled(self) -> Condition:

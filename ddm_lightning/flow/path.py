@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
 PREDICTIONS = ("velocity", "epsilon", "x_0")
@@ -38,9 +38,9 @@ VelocityField: TypeAlias = Callable[[Samples, Times], Samples]
 """``velocity(x_t, t)``: the expected ``noise - x_0`` given ``x_t``, for each row."""
 
 
-def expand_time(t: Times, x: Samples) -> Float[Tensor, "b *ones"]:
-    """``t`` with axes of length 1 appended, to broadcast against ``x``."""
-    return t.reshape(-1, *(1 for _ in x.shape[1:]))
+def expand_rows(values: Shaped[Tensor, " b"], x: Shaped[Tensor, "b *shape"]) -> Shaped[Tensor, "b *ones"]:
+    """One value per row, with axes of length 1 appended, to broadcast against ``x``."""
+    return values.reshape(-1, *[1] * (x.ndim - 1))
 
 
 class Path:
@@ -62,12 +62,12 @@ class Path:
         """``x_tau`` and ``tau`` with the signal-to-noise ratio of ``(x_t, t)``, or the nearest that the path has."""
         tau = self.tau(t)
         alpha, sigma, *_ = self.scales(tau)
-        return x_t * expand_time(alpha + sigma, x_t), tau
+        return x_t * expand_rows(alpha + sigma, x_t), tau
 
     def to_linear(self, x_tau: Samples, tau: Times) -> tuple[Samples, Times]:
         """Inverse of ``from_linear``."""
         alpha, sigma, *_ = self.scales(tau)
-        return x_tau / expand_time(alpha + sigma, x_tau), sigma / (alpha + sigma)
+        return x_tau / expand_rows(alpha + sigma, x_tau), sigma / (alpha + sigma)
 
     def velocity_scale(self, tau: Times) -> Times:
         """Error in the linear path's velocity caused by an error of 1 in this path's velocity, at a given ``x_tau``."""
@@ -126,12 +126,12 @@ def times_on_path(t: Sequence[float], path: str) -> tuple[float, ...]:
 def interpolate(x_0: Samples, noise: Samples, t: Times, path: str = "linear") -> Samples:
     """``x_t = alpha·x_0 + sigma·noise``, in the widest dtype of the three; ``(1-t)·x_0 + t·noise`` by default."""
     alpha, sigma, *_ = PATHS[path].scales(t)
-    return expand_time(alpha, x_0) * x_0 + expand_time(sigma, x_0) * noise
+    return expand_rows(alpha, x_0) * x_0 + expand_rows(sigma, x_0) * noise
 
 
 def x_0_from_velocity(x_t: Samples, velocity: Samples, t: Times) -> Samples:
     """The data end of the line through ``x_t``: ``x_t - t·velocity``."""
-    return x_t - expand_time(t, x_t) * velocity
+    return x_t - expand_rows(t, x_t) * velocity
 
 
 def time_rows(t: float, x_t: Samples) -> Times:
@@ -159,10 +159,11 @@ def to_velocity(prediction: Samples, x_t: Samples, t: Times, kind: str, path: st
     own = PATHS[path]
     tau = t
     x_t, t = own.to_linear(x_t, tau)
-    time = expand_time(t, x_t)
+    time = expand_rows(t, x_t)
     if kind == "velocity":
         _, _, d_alpha, d_sigma = own.scales(tau)
-        return (prediction - expand_time(d_alpha + d_sigma, x_t) * x_t) * expand_time(own.velocity_scale(tau), x_t)
+        error = prediction - expand_rows(d_alpha + d_sigma, x_t) * x_t
+        return error * expand_rows(own.velocity_scale(tau), x_t)
 
     if kind == "epsilon":
         x_0 = (x_t - time * prediction) / (1 - time).clamp(min=MIN_DATA_SCALE)
@@ -182,8 +183,11 @@ def velocity_of(
     Raises:
         ValueError: ``kind`` is none of ``PREDICTIONS``.
     """
-    x_tau, tau = (x_t, t) if path == "linear" else PATHS[path].from_linear(x_t, t)
-    return to_velocity(network(x_tau, tau, condition), x_tau, tau, kind, path)
+    tau = t
+    if path != "linear":
+        x_t, tau = PATHS[path].from_linear(x_t, t)
+
+    return to_velocity(network(x_t, tau, condition), x_t, tau, kind, path)
 
 
 def training_target(x_0: Samples, noise: Samples, t: Times, kind: str, path: str = "linear") -> Samples:
@@ -194,7 +198,7 @@ def training_target(x_0: Samples, noise: Samples, t: Times, kind: str, path: str
     """
     if kind == "velocity":
         _, _, d_alpha, d_sigma = PATHS[path].scales(t)
-        return expand_time(d_alpha, x_0) * x_0 + expand_time(d_sigma, x_0) * noise
+        return expand_rows(d_alpha, x_0) * x_0 + expand_rows(d_sigma, x_0) * noise
 
     if kind == "epsilon":
         return noise
@@ -212,7 +216,7 @@ def velocity_loss_weights(t: Times, kind: str, path: str = "linear") -> Times:
     2511.13720), which trains x_0 predictions with this loss.
     """
     scale = PATHS[path].velocity_scale(t)
-    (_, t) = PATHS[path].to_linear(t, t)
+    _, t = PATHS[path].to_linear(t, t)
     divisor = {"velocity": 1 / scale, "epsilon": 1 - t, "x_0": t}[kind]
     return divisor.clamp(min=MIN_LOSS_SCALE) ** -2
 
@@ -221,8 +225,10 @@ def guided(conditional: Samples, unconditional: Samples, scale: float | Times) -
     """Classifier-free guidance (Ho and Salimans, 2207.12598): ``unconditional + scale·(conditional - unconditional)``.
 
     ``scale``, one number or one per row: 0 returns exactly ``unconditional`` and 1 exactly ``conditional``; the paper's
-    w is ``scale - 1``.
-    Velocity, noise and x_0 at one ``(x_t, t)`` are affine in each other, so guiding any of them gives the same result.
+    w is ``scale - 1``. Velocity, noise and x_0 at one ``(x_t, t)`` are affine in each other, so guiding any of them
+    gives the same result.
     """
-    weight: Any = expand_time(scale, conditional).to(conditional) if isinstance(scale, Tensor) else scale
-    return torch.lerp(unconditional, conditional, weight)
+    if isinstance(scale, Tensor):
+        scale = expand_rows(scale, conditional).to(conditional)
+
+    return torch.lerp(unconditional, conditional, scale)

@@ -57,16 +57,14 @@ def sample_timesteps(
     else:
         ends = (edges.logit() - mean) / std
         # Far in the upper tail the cumulative density rounds to 1, so take the mirror image.
-        if ends[0] > 0:
-            sign = -1
-        else:
-            sign = 1
-
+        sign = -1 if ends[0] > 0 else 1
         first, last = torch.special.log_ndtr(sign * ends).exp().tolist()  # ndtr loses the tail
         uniform = torch.rand(num, generator=generator, device=generator.device, dtype=torch.float64)
-        t = torch.sigmoid(mean + sign * std * torch.special.ndtri(first + (last - first) * uniform))
+        normal = sign * torch.special.ndtri(first + (last - first) * uniform)
+        t = torch.sigmoid(mean + std * normal)
 
-    return shift_timesteps(t, shift).clamp(max(low, _MARGIN), min(high, 1 - _MARGIN)).to(device, torch.float32)
+    shifted = shift_timesteps(t, shift).clamp(max(low, _MARGIN), min(high, 1 - _MARGIN))
+    return shifted.to(device, torch.float32)
 
 
 def stratified_timesteps(num: int = 8) -> Float[Tensor, " b"]:
@@ -75,14 +73,12 @@ def stratified_timesteps(num: int = 8) -> Float[Tensor, " b"]:
 
 
 def sampling_times(
-    num_steps: int, shift: float = 1.0, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+    num_steps: int, shift: float = 1.0, dtype: torch.dtype = torch.float32
 ) -> Float[Tensor, " num_times"]:
     """``num_steps + 1`` times from exactly 1 (noise) down to exactly 0 (data), shifted as in training."""
     times = shift_timesteps(torch.linspace(1, 0, num_steps + 1, dtype=torch.float64), shift)
-    # shift/(1 + (shift-1)) may round
-    times[0] = 1
-    times[-1] = 0
-    return times.to(device, dtype)
+    times[0] = 1  # shift/(1 + (shift-1)) may round
+    return times.to(dtype)
 
 
 def intervals(times: Float[Tensor, " num_times"]) -> list[tuple[float, float]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from jaxtyping import Float
@@ -21,6 +21,8 @@ _KERNELS = {
 }
 """torch's own kernels."""
 
+Rotation: TypeAlias = Float[Tensor, "#b n 2 half"]
+"""Cosines, then sines, of each token's angles; shared by all rows, or one per row."""
 _REMEDY = "set island.attention=sdpa"
 _xformers_ops: Any = None
 
@@ -46,29 +48,29 @@ def attention(
         with sdpa_kernel(_KERNELS[backend]):
             return attention(q, k, v, "sdpa")
 
-    if backend in ("auto", "sdpa"):
-        return functional.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        ).transpose(1, 2)
+    if backend == "xformers":
+        return _xformers(q, k, v)
 
-    return _xformers(q, k, v)
+    q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
+    return functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
 
-def rotate(x: Float[Tensor, "b n h d"], rotation: Float[Tensor, "#b n 2 half"]) -> Float[Tensor, "b n h d"]:
+def rotate(x: Float[Tensor, "b n h d"], rotation: Rotation) -> Float[Tensor, "b n h d"]:
     """Rotate each pair of features (i, i + d/2) by its token's angle (RoPE: Su et al., 2104.09864, eq. 34).
 
     The product of a query and a key then depends only on the difference of their angles.
 
     Args:
         x: queries or keys.
-        rotation: cosines, then sines, from ``embeddings.axial_rotation``; shared by all rows, or one per row of ``x``.
+        rotation: from ``embeddings.axial_rotation``.
 
     Returns:
         Rotated queries or keys in the dtype of ``x``, computed in the wider of the two dtypes.
     """
     cosine, sine = rotation[:, :, None].unbind(3)
     first, second = x.chunk(2, dim=-1)
-    return torch.cat([first * cosine - second * sine, first * sine + second * cosine], dim=-1).to(x.dtype)
+    rotated = [first * cosine - second * sine, first * sine + second * cosine]
+    return torch.cat(rotated, dim=-1).to(x.dtype)
 
 
 def set_attention(module: nn.Module, backend: str) -> None:
@@ -91,10 +93,12 @@ def chosen_kernel(network: nn.Module, device: torch.device) -> str | None:
     None for a network without this package's attention.
     """
     for part in network.modules():
-        if isinstance(qkv := getattr(part, "qkv", None), nn.Linear):
+        qkv = getattr(part, "qkv", None)
+        if isinstance(qkv, nn.Linear):
             one = torch.ones(1, 1, device=device)
+            dtype = (one @ one).dtype  # of a linear layer's output
             size = qkv.in_features // int(part.num_heads)  # type: ignore[arg-type]  # torch expects tensors and modules
-            q = torch.ones(1, 1, 256, size, dtype=(one @ one).dtype, device=device, requires_grad=True)
+            q = torch.ones(1, 1, 256, size, dtype=dtype, device=device, requires_grad=True)
             return SDPBackend(torch._fused_sdp_choice(q, q, q)).name.lower()
 
     return None

@@ -17,10 +17,14 @@ from torch.utils.checkpoint import checkpoint
 
 from ddm_lightning.core.checks import option
 from ddm_lightning.core.errors import UserError, first_line
-from ddm_lightning.networks.attention import attention, rotate
+from ddm_lightning.networks.attention import Rotation, attention, rotate
 
 Tokens: TypeAlias = Float[Tensor, "b n d"]
 """Tokens of each row."""
+TextTokens: TypeAlias = Float[Tensor, "b m d"]
+"""Embedded text tokens of each row."""
+Heads: TypeAlias = Float[Tensor, "b n h e"]
+"""Queries, keys or values of each head."""
 _EPSILON = 1e-6
 # torch compiles a block anew for training, validation and previews, for each kind of batch size, and for a last block
 # that differs. At the default limit of 8 variants, a block compiled with ``fullgraph`` would end the training.
@@ -79,21 +83,16 @@ class Architecture(Recipe):
         Raises:
             ValueError: unknown name, both a name and numbers, or neither a name nor all numbers.
         """
-        given = []
-        for number in (self.depth, self.width, self.num_heads):
-            if number is not None:
-                given.append(number)
+        numbers = [number for number in (self.depth, self.width, self.num_heads) if number is not None]
+        if self.size is None and len(numbers) == 3:
+            return Size(*numbers)
+        if self.size in SIZES and not numbers:
+            return SIZES[self.size]
 
-        if self.size not in (None, *SIZES) or len(given) != (3 if self.size is None else 0):
-            raise ValueError(
-                f"needs either size ({', '.join(SIZES)}) or all of width, depth and num_heads; given are size = "
-                f"{self.size}, width = {self.width}, depth = {self.depth}, num_heads = {self.num_heads}"
-            )
-
-        if self.size is None:
-            return Size(*given)
-
-        return SIZES[self.size]
+        raise ValueError(
+            f"needs either size ({', '.join(SIZES)}) or all of width, depth and num_heads; given are size = "
+            f"{self.size}, width = {self.width}, depth = {self.depth}, num_heads = {self.num_heads}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,28 +108,32 @@ def modulate(x: Tokens, shift: Float[Tensor, "b 1 d"], scale: Float[Tensor, "b 1
 
     ``norm`` is ``layer`` or ``rms`` (Zhang and Sennrich, 1910.07467: does not subtract the mean).
     """
-    normed = functional.rms_norm if norm == "rms" else functional.layer_norm
-    return torch.addcmul(shift, normed(x, x.shape[-1:], eps=_EPSILON), 1 + scale)
+    if norm == "rms":
+        normed = functional.rms_norm(x, x.shape[-1:], eps=_EPSILON)
+    else:
+        normed = functional.layer_norm(x, x.shape[-1:], eps=_EPSILON)
+
+    return torch.addcmul(shift, normed, 1 + scale)
 
 
-def normalised(x: Float[Tensor, "b n h d"], norm: nn.RMSNorm | None) -> Float[Tensor, "b n h d"]:
-    """Queries or keys after ``norm``, in the dtype of ``x``.
+class HeadNorm(nn.RMSNorm):
+    """RMSNorm of each head's queries or keys, against overflow in bfloat16.
 
-    Under autocast the norm computes in its weight's dtype: float32, unless FSDP2 gathers it in bfloat16. Converted
-    back, because xformers needs one dtype for queries, keys and values.
+    Under autocast it computes in its weight's dtype: float32, unless FSDP2 gathers it in bfloat16. The result is
+    converted back, because xformers needs one dtype for queries, keys and values.
     """
-    if norm is None:
-        return x
 
-    return norm(x.to(norm.weight.dtype)).to(x.dtype)
+    def forward(self, x: Heads) -> Heads:
+        """The normalised queries or keys, in the dtype of ``x``."""
+        return super().forward(x.to(self.weight.dtype)).to(x.dtype)
 
 
-def head_norm(width: int, num_heads: int, qk_norm: bool) -> nn.RMSNorm | None:
-    """RMSNorm of each head's queries or keys, against overflow in bfloat16; None without ``qk_norm``."""
+def head_norm(width: int, num_heads: int, qk_norm: bool) -> nn.Module:
+    """``HeadNorm``, or the identity without ``qk_norm``."""
     if qk_norm:
-        return nn.RMSNorm(width // num_heads, eps=_EPSILON)
+        return HeadNorm(width // num_heads, eps=_EPSILON)
 
-    return None
+    return nn.Identity()
 
 
 class SelfAttention(nn.Module):
@@ -143,13 +146,14 @@ class SelfAttention(nn.Module):
         # One product for all three: large matrix products cost less per FLOP.
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
-        self.query_norm, self.key_norm = (head_norm(width, num_heads, qk_norm) for _ in range(2))
+        self.query_norm = head_norm(width, num_heads, qk_norm)
+        self.key_norm = head_norm(width, num_heads, qk_norm)
 
-    def forward(self, x: Tokens, rotation: Float[Tensor, "#b n 2 half"] | None = None) -> Tokens:
+    def forward(self, x: Tokens, rotation: Rotation | None = None) -> Tokens:
         """Every token attends to all tokens of its row; ``rotation`` is that of ``attention.rotate``."""
         q, k, v = self.qkv(x).unflatten(2, (3, self.num_heads, -1)).unbind(2)
-        q = normalised(q, self.query_norm)
-        k = normalised(k, self.key_norm)
+        q = self.query_norm(q)
+        k = self.key_norm(k)
         if rotation is not None:
             q = rotate(q, rotation)
             k = rotate(k, rotation)
@@ -167,15 +171,15 @@ class CrossAttention(nn.Module):
         self.q = nn.Linear(width, width)
         self.kv = nn.Linear(width, 2 * width)
         self.out = nn.Linear(width, width)
-        self.query_norm, self.key_norm = (head_norm(width, num_heads, qk_norm) for _ in range(2))
+        self.query_norm = head_norm(width, num_heads, qk_norm)
+        self.key_norm = head_norm(width, num_heads, qk_norm)
 
-    def forward(self, x: Tokens, context: Float[Tensor, "b m d"]) -> Tokens:
+    def forward(self, x: Tokens, context: TextTokens) -> Tokens:
         """Every token of ``x`` attends to all tokens of ``context`` in its row."""
         q = self.q(x).unflatten(2, (self.num_heads, -1))
         k, v = self.kv(context).unflatten(2, (2, self.num_heads, -1)).unbind(2)
-        q = normalised(q, self.query_norm)
-        k = normalised(k, self.key_norm)
-        return self.out(attention(q, k, v, self.attention_backend).flatten(2))
+        attended = attention(self.query_norm(q), self.key_norm(k), v, self.attention_backend)
+        return self.out(attended.flatten(2))
 
 
 class SwiGLU(nn.Module):
@@ -187,11 +191,7 @@ class SwiGLU(nn.Module):
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
-        if width >= 512:
-            multiple = 64
-        else:
-            multiple = 8
-
+        multiple = 64 if width >= 512 else 8
         gated = multiple * -(-2 * hidden // (3 * multiple))
         # One product for both, as for queries, keys and values.
         self.gate_up = nn.Linear(width, 2 * gated)
@@ -231,22 +231,29 @@ class DiTBlock(nn.Module):
         super().__init__()
         hidden = int(width * recipe.mlp_ratio)
         self.norm = recipe.norm
-        self.modulation: nn.Linear | ModulationTable = (
-            ModulationTable(width) if recipe.modulation == "single" else nn.Linear(width, 6 * width)
-        )
+        self.modulation: nn.Module
+        if recipe.modulation == "single":
+            self.modulation = ModulationTable(width)
+        else:
+            self.modulation = nn.Linear(width, 6 * width)
+
         self.attention = SelfAttention(width, num_heads, recipe.qk_norm)
         self.cross_attention = None
         if cross_attention:
             self.cross_attention = CrossAttention(width, num_heads, recipe.qk_norm)
 
-        self.mlp = SwiGLU(width, hidden) if recipe.mlp == "swiglu" else plain_mlp(width, hidden)
+        self.mlp: nn.Module
+        if recipe.mlp == "swiglu":
+            self.mlp = SwiGLU(width, hidden)
+        else:
+            self.mlp = plain_mlp(width, hidden)
 
     def forward(
         self,
         x: Tokens,
         conditioning: Float[Tensor, "b features"],
-        rotation: Float[Tensor, "#b n 2 half"] | None = None,
-        context: Float[Tensor, "b m d"] | None = None,
+        rotation: Rotation | None = None,
+        context: TextTokens | None = None,
     ) -> Tokens:
         """The tokens after this block.
 
@@ -257,11 +264,13 @@ class DiTBlock(nn.Module):
             context: embedded text tokens, for cross-attention.
         """
         shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = self.modulation(conditioning)[:, None].chunk(6, dim=-1)
-        x = torch.addcmul(x, gate, self.attention(modulate(x, shift, scale, self.norm), rotation))
+        attended = self.attention(modulate(x, shift, scale, self.norm), rotation)
+        x = torch.addcmul(x, gate, attended)
         if self.cross_attention is not None:
             x = x + self.cross_attention(x, context)
 
-        return torch.addcmul(x, mlp_gate, self.mlp(modulate(x, mlp_shift, mlp_scale, self.norm)))
+        update = self.mlp(modulate(x, mlp_shift, mlp_scale, self.norm))
+        return torch.addcmul(x, mlp_gate, update)
 
 
 class FinalLayer(nn.Module):

@@ -70,11 +70,11 @@ class Calibration:
         self, index: int, logits: Float[Tensor, "n K"], clusters: Int[Tensor, " n"], sample_ids: Int[Tensor, " n"]
     ) -> None:
         """Add predictions at the ``index``-th time; all tensors are on the CPU."""
-        log_probabilities = (logits[None] / _CHOICES.to(logits)[:, None, None]).log_softmax(2).double()
+        scaled = logits / _CHOICES.to(logits)[:, None, None]
+        log_probabilities = scaled.log_softmax(2).double()
         first = is_fitted(sample_ids)
-        rows = log_probabilities[:, first]
-        own = clusters[first]
-        self.loss[index] -= rows.gather(2, own.expand(len(rows), -1)[..., None]).sum((1, 2))
+        own = clusters[first].expand(len(_CHOICES), -1)
+        self.loss[index] -= log_probabilities[:, first].gather(2, own[..., None]).sum((1, 2))
         self.reliability[index] += reliability(log_probabilities[:, ~first], clusters[~first])
 
     def temperatures(self) -> list[float]:
@@ -94,5 +94,7 @@ class Calibration:
     def errors(self) -> tuple[list[float], list[float]]:
         """ECE at each time on the second half, before and after calibration."""
         errors = calibration_error(self.reliability)
+        before = errors[:, len(_CHOICES) // 2]
         nearest = [int((_CHOICES - one).abs().argmin()) for one in self.temperatures()]
-        return errors[:, len(_CHOICES) // 2].tolist(), errors[range(len(errors)), nearest].tolist()
+        after = errors[range(len(errors)), nearest]
+        return before.tolist(), after.tolist()

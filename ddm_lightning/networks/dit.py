@@ -12,8 +12,9 @@ from torch.nn import functional
 
 from ddm_lightning.core.registry import EXPERTS, ROUTERS
 from ddm_lightning.flow.condition import Condition, ConditionSpec
-from ddm_lightning.flow.path import Times
+from ddm_lightning.flow.path import Samples, Times
 from ddm_lightning.networks import embeddings
+from ddm_lightning.networks.attention import Rotation
 from ddm_lightning.networks.blocks import (
     Architecture,
     DiTBlock,
@@ -58,9 +59,14 @@ class PatchTransformer(embeddings.Conditioned):
         self.patch_size = patch_size
         self.patch_embedding = nn.Linear(channels * patch_size**2, width)
         grid = (height_cells // patch_size, width_cells // patch_size)
-        positions = None if options.rope else embeddings.sincos_positions(width, *grid)
+        positions = None
+        rotation = None
+        if options.rope:
+            rotation = embeddings.axial_rotation(width // num_heads, *grid)
+        else:
+            positions = embeddings.sincos_positions(width, *grid)
+
         self.register_buffer("positions", positions, persistent=False)
-        rotation = embeddings.axial_rotation(width // num_heads, *grid) if options.rope else None
         self.register_buffer("rotation", rotation, persistent=False)
         self.time_embedding = embeddings.TimestepEmbedding(width)
 
@@ -113,7 +119,7 @@ class Trunk(PatchTransformer):
         self,
         tokens: Tokens,
         conditioning: Float[Tensor, "b d"],
-        rotation: Float[Tensor, "#b n 2 half"] | None,
+        rotation: Rotation | None,
         condition: Condition | None,
     ) -> Tokens:
         """The tokens after all blocks.
@@ -172,11 +178,12 @@ class DiT(Trunk):
         self.prediction = options.prediction
         initialise(self)
 
-    def forward(self, x_t: Float[Tensor, "b c h w"], t: Times, condition: Condition | None) -> Float[Tensor, "b c h w"]:
+    def forward(self, x_t: Samples, t: Times, condition: Condition | None) -> Samples:
         """The prediction, in the dtype of ``x_t``; ``condition=None`` is the learned null in every row."""
         conditioning = self.conditioning(t, condition)
         tokens = self.run(self.tokens(x_t), conditioning, self.rotation, condition)
-        return embeddings.unpatchify(self.final(tokens, conditioning), self.x_shape, self.patch_size).to(x_t.dtype)
+        patches = self.final(tokens, conditioning)
+        return embeddings.unpatchify(patches, self.x_shape, self.patch_size).to(x_t.dtype)
 
 
 @ROUTERS.register("router-dit")
@@ -221,9 +228,7 @@ class RouterDiT(Trunk):
         initialise(self)
         nn.init.normal_(self.class_token, std=0.02)
 
-    def forward(
-        self, x_t: Float[Tensor, "b c h w"], t: Times, condition: Condition | None
-    ) -> Float[Tensor, "b num_clusters"]:
+    def forward(self, x_t: Samples, t: Times, condition: Condition | None) -> Float[Tensor, "b num_clusters"]:
         """Logits of the clusters; ``condition=None`` is the learned null in every row."""
         if condition is not None and self.training and self.text_dropout:
             condition = replace(condition, values=functional.dropout(condition.values, self.text_dropout))
@@ -234,13 +239,14 @@ class RouterDiT(Trunk):
         if self.training and self.dropout:
             kept = sample_kept(patches, self.dropout)
             patches = patches.gather(1, kept[:, :, None].expand(-1, -1, patches.shape[2]))
-            rotation = None if rotation is None else rotation[0, kept]
+            if rotation is not None:
+                rotation = rotation[0, kept]
 
         class_token = self.class_token.to(patches.dtype).expand(len(patches), 1, -1)
         tokens = torch.cat([class_token, patches], dim=1)
         if rotation is not None:
-            first = rotation[:, :1, 0]
-            still = torch.stack([torch.ones_like(first), torch.zeros_like(first)], dim=2)  # cosines 1, sines 0
+            still = torch.zeros_like(rotation[:, :1])  # sines of the class token
+            still[:, :, 0] = 1  # cosines
             rotation = torch.cat([still, rotation], dim=1)
 
         tokens = self.run(tokens, conditioning, rotation, condition)

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ddm_lightning.flow.condition import Condition, ConditionSpec
-from ddm_lightning.flow.path import Times
+from ddm_lightning.flow.path import Times, expand_rows
 
 _MAX_PERIOD = 10_000.0
+_TIME_FEATURES = 256
 
 
 def patchify(x: Float[Tensor, "b c h w"], patch_size: int) -> Float[Tensor, "b n p"]:
@@ -42,8 +43,9 @@ def sincos_positions(width: int, rows: int, columns: int) -> Float[Tensor, "n wi
     if width % 4:
         raise ValueError(f"width = {width} must be divisible by 4, for sines and cosines of two coordinates")
 
-    angles = _angles(width // 4, rows, columns)
-    return torch.cat([wave(angle) for angle in angles for wave in (torch.sin, torch.cos)], dim=1).float()
+    of_columns, of_rows = _angles(width // 4, rows, columns)
+    waves = [of_columns.sin(), of_columns.cos(), of_rows.sin(), of_rows.cos()]
+    return torch.cat(waves, dim=1).float()
 
 
 def axial_rotation(head_size: int, rows: int, columns: int) -> Float[Tensor, "1 n 2 half"]:
@@ -101,8 +103,8 @@ class TwoLayers(nn.Module):
 class TimestepEmbedding(TwoLayers):
     """Embedding of the time: ``sinusoidal`` in float32, then a two-layer MLP (Peebles and Xie, 2212.09748)."""
 
-    def __init__(self, width: int, num_frequencies: int = 256) -> None:
-        super().__init__(num_frequencies, width)
+    def __init__(self, width: int) -> None:
+        super().__init__(_TIME_FEATURES, width)
 
     def forward(self, t: Float[Tensor, " b"]) -> Float[Tensor, "b width"]:
         """One vector per row."""
@@ -132,9 +134,13 @@ class ConditionEmbedding(nn.Module):
 
     def __init__(self, spec: ConditionSpec, width: int, keep_tokens: bool = False) -> None:
         super().__init__()
-        self.embed: nn.Module = (nn.Embedding if spec.kind == "class" else nn.Linear)(spec.size, width)
-        if spec.kind != "class" and not keep_tokens:
-            self.embed = nn.Sequential(UnitNorm(), self.embed)
+        self.embed: nn.Module
+        if spec.kind == "class":
+            self.embed = nn.Embedding(spec.size, width)
+        elif keep_tokens:
+            self.embed = nn.Linear(spec.size, width)
+        else:
+            self.embed = nn.Sequential(UnitNorm(), nn.Linear(spec.size, width))
 
         self.null = nn.Parameter(torch.zeros(width))
         self.tokens = (spec.length,) if keep_tokens else ()
@@ -142,12 +148,11 @@ class ConditionEmbedding(nn.Module):
     def initialise(self) -> None:
         """Initialise null and weights, as they act on unscaled vectors, from a normal distribution with std 0.02."""
         weight = next(self.embed.parameters())
+        std = 0.02
         if isinstance(self.embed, nn.Sequential):
-            scale = math.sqrt(weight.shape[1])
-        else:
-            scale = 1.0
+            std *= math.sqrt(weight.shape[1])
 
-        nn.init.normal_(weight, std=0.02 * scale)
+        nn.init.normal_(weight, std=std)
         nn.init.normal_(self.null, std=0.02)
 
     def forward(self, condition: Condition | None, num_rows: int) -> Float[Tensor, "b *m width"]:
@@ -160,9 +165,10 @@ class ConditionEmbedding(nn.Module):
         if not isinstance(self.embed, nn.Embedding):
             # Text may be stored in float16.
             values = values.to(self.null.dtype)
-            values = values if self.tokens or values.ndim == 2 else values.mean(1)  # the mean: in plug-ins
+            if values.ndim == 3 and not self.tokens:  # in plug-ins
+                values = values.mean(1)
 
-        return torch.where(condition.keep.view(-1, *(1 for _ in null.shape[1:])), self.embed(values), null)
+        return torch.where(expand_rows(condition.keep, null), self.embed(values), null)
 
 
 class Conditioned(nn.Module):

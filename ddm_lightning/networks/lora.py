@@ -27,14 +27,14 @@ def adaptable(network: nn.Module) -> list[str]:
     It would not on a projection that ``nn.MultiheadAttention`` reads past its layer, nor on a weight that is computed
     from others (weight norm). Nor does peft take every rank for grouped convolutions.
     """
-    return [
-        name
-        for name, part in network.named_modules()
-        if isinstance(part, nn.Linear | nn.Conv2d)
-        and not isinstance(part, NonDynamicallyQuantizableLinear)
-        and "weight" in dict(part.named_parameters(recurse=False))
-        and getattr(part, "groups", 1) == 1
-    ]
+    names = []
+    for name, part in network.named_modules():
+        is_layer = isinstance(part, nn.Linear | nn.Conv2d) and not isinstance(part, NonDynamicallyQuantizableLinear)
+        has_weight = "weight" in dict(part.named_parameters(recurse=False))
+        if is_layer and has_weight and getattr(part, "groups", 1) == 1:
+            names.append(name)
+
+    return names
 
 
 def adapt(network: nn.Module, lora: LoraConfig, base: Mapping[str, Tensor]) -> None:
@@ -62,14 +62,15 @@ def adapt(network: nn.Module, lora: LoraConfig, base: Mapping[str, Tensor]) -> N
 
     chosen: list[str] = []
     for target in lora.target_modules or [""]:
-        found = [name for name in layers if f".{name}".endswith(f".{target}")]
+        found = [re.escape(name) for name in layers if f".{name}".endswith(f".{target}")]
         if not found:
-            known = ", ".join(dict.fromkeys(re.sub(r".*\.\d+\.(?=\D)", "", name) for name in layers))
+            known = dict.fromkeys(re.sub(r".*\.\d+\.(?=\D)", "", name) for name in layers)
             raise UserError(
-                f"lora.target_modules: no layer that takes adapters ends in {target!r}; such layers are {known}"
+                f"lora.target_modules: no layer that takes adapters ends in {target!r}; "
+                f"such layers are {', '.join(known)}"
             )
 
-        chosen += map(re.escape, found)
+        chosen += found
 
     config.target_modules = "|".join(chosen)
     # In eval mode, the fused path of nn.TransformerEncoderLayer reads weights past their layers.
@@ -93,8 +94,11 @@ def merged(network: nn.Module) -> dict[str, Tensor]:
     """Weights ``W + (alpha / rank)·B·A`` with which the network without adapters computes what this one does."""
     from peft.tuners.lora import LoraLayer
 
-    own = {name.replace(".base_layer.", "."): value for name, value in network.state_dict().items()}
-    weights = frozen(network) | {name: value for name, value in own.items() if ".lora_" not in name}
+    weights = frozen(network)
+    for name, value in network.state_dict().items():
+        if ".lora_" not in name:
+            weights[name.replace(".base_layer.", ".")] = value
+
     for name, layer in network.named_modules():
         if isinstance(layer, LoraLayer):
             weights[f"{name}.weight"] = weights[f"{name}.weight"] + layer.get_delta_weight(_NAME)
@@ -114,13 +118,10 @@ def write_peft(folder: Path, lora: LoraConfig, state: Mapping[str, Tensor], inne
     adapters = {}
     for name, value in state.items():
         if ".lora_" in name:
-            adapters[name.removeprefix(inner)] = value
+            theirs = name.removeprefix(inner).replace(f".{_NAME}.", ".")
+            adapters[f"base_model.model.{theirs}"] = value
 
-    named = {}
-    for name, value in adapters.items():
-        named[f"base_model.model.{name.replace(f'.{_NAME}.', '.')}"] = value
-
-    save_weights(folder / "adapter_model.safetensors", named, str(folder))
+    save_weights(folder / "adapter_model.safetensors", adapters, str(folder))
     _of_peft(lora).save_pretrained(str(folder))
 
 
@@ -128,11 +129,8 @@ def _of_peft(lora: LoraConfig) -> Any:
     require("key 'expert.network.lora'", "peft", extra="lora")
     import peft
 
-    return peft.LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.rank if lora.alpha is None else lora.alpha,
-        target_modules=list(lora.target_modules),
-    )
+    alpha = lora.rank if lora.alpha is None else lora.alpha
+    return peft.LoraConfig(r=lora.rank, lora_alpha=alpha, target_modules=list(lora.target_modules))
 
 
 def _place(network: nn.Module, name: str) -> tuple[Any, str]:

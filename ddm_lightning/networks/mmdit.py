@@ -16,17 +16,17 @@ from ddm_lightning.networks.attention import attention
 from ddm_lightning.networks.blocks import (
     Architecture,
     FinalLayer,
+    Heads,
+    TextTokens,
     Tokens,
     head_norm,
     initialise,
     modulate,
-    normalised,
     plain_mlp,
 )
 from ddm_lightning.networks.dit import PatchTransformer
 from ddm_lightning.networks.embeddings import ConditionEmbedding, TwoLayers, unpatchify
 
-Heads: TypeAlias = Float[Tensor, "b n h e"]
 Modulation: TypeAlias = Float[Tensor, "b 1 features"]
 
 
@@ -44,7 +44,7 @@ class ReadStream(nn.Module):
         """No queries, keys and values."""
         shift, scale = modulation.chunk(2, dim=-1)
         k, v = self.kv(modulate(x, shift, scale)).unflatten(2, (2, self.num_heads, -1)).unbind(2)
-        return k[:, :0], normalised(k, self.key_norm), v
+        return k[:, :0], self.key_norm(k), v
 
     def update(self, x: Tokens, attended: Float[Tensor, "b 0 h e"], modulation: Modulation) -> None:
         """No tokens."""
@@ -59,14 +59,15 @@ class Stream(nn.Module):
         self.modulation = nn.Linear(width, 6 * width)
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
-        self.query_norm, self.key_norm = (head_norm(width, num_heads, qk_norm) for _ in range(2))
+        self.query_norm = head_norm(width, num_heads, qk_norm)
+        self.key_norm = head_norm(width, num_heads, qk_norm)
         self.mlp = plain_mlp(width, int(width * mlp_ratio))
 
     def heads(self, x: Tokens, modulation: Modulation) -> tuple[Heads, Heads, Heads]:
         """Queries, keys and values."""
         shift, scale = modulation.chunk(6, dim=-1)[:2]
         q, k, v = self.qkv(modulate(x, shift, scale)).unflatten(2, (3, self.num_heads, -1)).unbind(2)
-        return normalised(q, self.query_norm), normalised(k, self.key_norm), v
+        return self.query_norm(q), self.key_norm(k), v
 
     def update(self, x: Tokens, attended: Heads, modulation: Modulation) -> Tokens:
         """``x`` plus the gated attention, then plus the gated MLP."""
@@ -85,13 +86,15 @@ class JointBlock(nn.Module):
         super().__init__()
         self.attention_backend = "auto"
         self.patches = Stream(width, num_heads, mlp_ratio, qk_norm)
-        self.text: Stream | ReadStream = (
-            ReadStream(width, num_heads, qk_norm) if is_last else Stream(width, num_heads, mlp_ratio, qk_norm)
-        )
+        self.text: Stream | ReadStream
+        if is_last:
+            self.text = ReadStream(width, num_heads, qk_norm)
+        else:
+            self.text = Stream(width, num_heads, mlp_ratio, qk_norm)
 
     def forward(
-        self, x: Tokens, text: Float[Tensor, "b m d"], conditioning: Float[Tensor, "b d"]
-    ) -> tuple[Tokens, Float[Tensor, "b m d"] | None]:
+        self, x: Tokens, text: TextTokens, conditioning: Float[Tensor, "b d"]
+    ) -> tuple[Tokens, TextTokens | None]:
         """Patches and text tokens after the block; the last block returns None as text.
 
         Args:
@@ -103,7 +106,8 @@ class JointBlock(nn.Module):
         of_text = self.text.modulation(conditioning)[:, None]
         heads = zip(self.patches.heads(x, of_patches), self.text.heads(text, of_text), strict=True)
         q, k, v = (torch.cat(of_both, dim=1) for of_both in heads)
-        patches, others = attention(q, k, v, self.attention_backend).tensor_split([x.shape[1]], dim=1)
+        attended = attention(q, k, v, self.attention_backend)
+        patches, others = attended.tensor_split([x.shape[1]], dim=1)
         return self.patches.update(x, patches, of_patches), self.text.update(text, others, of_text)
 
 
@@ -170,14 +174,14 @@ class MMDiT(PatchTransformer):
         x = self.tokens(x_t)
         # In float32 under autocast, like the patches: FSDP2 may gather the embedding and its null in bfloat16.
         text = self.token_embedding(condition, len(x_t)).to(x.dtype)
-        embed = self.vector_embedding
-        if embed is None:
+        if self.vector_embedding is None:
             pooled = text.mean(1)
         else:
-            pooled = embed(condition and condition.pooled, len(x_t)).to(x.dtype)
+            pooled = self.vector_embedding(condition and condition.pooled, len(x_t)).to(x.dtype)
 
         conditioning = functional.silu(self.time_embedding(t) + self.pooled_text(pooled))
         for block in self.blocks:
             x, text = block(x, text, conditioning)
 
-        return unpatchify(self.final(x, conditioning), self.x_shape, self.patch_size).to(x_t.dtype)
+        patches = self.final(x, conditioning)
+        return unpatchify(patches, self.x_shape, self.patch_size).to(x_t.dtype)

@@ -49,37 +49,35 @@ class UNetBlock(nn.Module):
     ) -> None:
         super().__init__()
         joined = channels + skip_channels
-        self.upsample = nn.Upsample(scale_factor=2) if resample == "up" else nn.Identity()
-        if resample == "down":
-            stride = 2
-        else:
-            stride = 1
+        self.upsample: nn.Module = nn.Identity()
+        self.resample: nn.Module = nn.Identity()
+        if resample == "up":
+            self.upsample = nn.Upsample(scale_factor=2)
+            self.resample = nn.Conv2d(channels, channels, 3, padding=1)
+        elif resample == "down":
+            self.resample = nn.Conv2d(channels, channels, 3, stride=2, padding=1)
 
-        self.resample = nn.Conv2d(channels, channels, 3, stride, padding=1) if resample else nn.Identity()
         self.norms = nn.ModuleList([_norm(joined), _norm(out_channels)])
         self.first = nn.Conv2d(joined, out_channels, 3, padding=1)
         self.second = nn.Conv2d(out_channels, out_channels, 3, padding=1)
         self.modulation = nn.Linear(features, 2 * out_channels)
-        self.shortcut = nn.Conv2d(joined, out_channels, 1) if joined != out_channels else nn.Identity()
-        self.attention_norm = None
-        if num_heads:
-            self.attention_norm = _norm(out_channels)
+        self.shortcut: nn.Module = nn.Identity()
+        if joined != out_channels:
+            self.shortcut = nn.Conv2d(joined, out_channels, 1)
 
         self.attention = None
         if num_heads:
+            self.attention_norm = _norm(out_channels)
             self.attention = SelfAttention(out_channels, num_heads, qk_norm=False)
-
-        self.context = None
-        if reads_tokens:
-            self.context = nn.Linear(features, out_channels)
 
         self.cross_attention = None
         if reads_tokens:
+            self.context = nn.Linear(features, out_channels)
             self.cross_attention = CrossAttention(out_channels, num_heads, qk_norm=False)
 
     def forward(
         self,
-        x: Float[Tensor, "b c h w"],
+        x: Samples,
         conditioning: Float[Tensor, "b features"],
         context: Float[Tensor, "b m features"] | None,
         skip: Float[Tensor, "b s h2 w2"] | None = None,
@@ -93,12 +91,12 @@ class UNetBlock(nn.Module):
         shift, scale = self.modulation(conditioning)[:, :, None, None].chunk(2, dim=1)
         hidden = torch.addcmul(shift, self.norms[1](hidden), 1 + scale)
         x = self.shortcut(x) + self.second(functional.silu(hidden))
-        if self.attention is None or self.attention_norm is None:
+        if self.attention is None:
             return x
 
         tokens = self.attention_norm(x).flatten(2).transpose(1, 2)
         attended = self.attention(tokens)
-        if self.cross_attention is not None and self.context is not None:
+        if self.cross_attention is not None:
             attended = attended + self.cross_attention(tokens, self.context(context))
 
         return x + attended.transpose(1, 2).unflatten(2, x.shape[2:])
@@ -143,17 +141,17 @@ class UNet(Conditioned):
             raise ValueError("width must be even, and num_blocks, num_heads and all multipliers at least 1")
 
         sizes = [width * multiplier for multiplier in multipliers]
-        if not set(attention) <= set(range(len(sizes))) or any(sizes[level] % num_heads for level in (*attention, -1)):
+        last = len(sizes) - 1
+        with_heads = {*attention, last}
+        if not with_heads <= {*range(len(sizes))} or any(sizes[level] % num_heads for level in with_heads):
             raise ValueError(
-                f"attention = {list(attention)} names levels from 0 to {len(sizes) - 1}, whose channels "
+                f"attention = {list(attention)} names levels from 0 to {last}, whose channels "
                 f"(and those of the last level) num_heads = {num_heads} must divide"
             )
 
-        if any(cells % 2 ** (len(multipliers) - 1) for cells in x_shape[1:]):
-            raise ValueError(
-                f"{len(multipliers)} levels need sizes divisible by {2 ** (len(multipliers) - 1)}, "
-                f"not {x_shape[1]}x{x_shape[2]}"
-            )
+        channels, rows, columns = x_shape
+        if rows % 2**last or columns % 2**last:
+            raise ValueError(f"{len(sizes)} levels need sizes divisible by {2**last}, not {rows}x{columns}")
 
         if prediction not in PREDICTIONS:
             raise ValueError(f"prediction = {prediction!r} is none of {', '.join(PREDICTIONS)}")
@@ -163,35 +161,36 @@ class UNet(Conditioned):
         self.time_embedding = TimestepEmbedding(features)
         self.add_condition(condition, features)
 
-        levels = [level for level in range(len(sizes)) for _ in range(num_blocks)]
-        self.num_down = len(levels)
-        levels += [levels[-1], levels[-1], *reversed(levels)]
-        blocks = []
-        for index, (before, level) in enumerate(zip([0, *levels], levels, strict=False)):
+        down = sorted([*range(len(sizes))] * num_blocks)
+        levels = [*down, last, last, *reversed(down)]
+        self.num_down = len(down)
+        self.blocks = nn.ModuleList()
+        before = 0
+        for index, level in enumerate(levels):
+            resample = ""
             if level > before:
                 resample = "down"
             elif level < before:
                 resample = "up"
-            else:
-                resample = ""
 
-            if level in attention or 0 <= index - self.num_down < 2:
-                heads = num_heads
-            else:
-                heads = 0
+            is_up = index >= self.num_down + 2
+            is_middle = index >= self.num_down and not is_up
+            has_attention = level in attention or is_middle
+            block = UNetBlock(
+                channels=sizes[before],
+                skip_channels=sizes[level] if is_up else 0,
+                out_channels=sizes[level],
+                features=features,
+                resample=resample,
+                num_heads=num_heads if has_attention else 0,
+                reads_tokens=has_attention and condition.length > 0,
+            )
+            self.blocks.append(block)
+            before = level
 
-            if index >= self.num_down + 2:
-                skip = sizes[level]
-            else:
-                skip = 0
-
-            reads_tokens = condition.length > 0 and heads > 0
-            blocks.append(UNetBlock(sizes[before], skip, sizes[level], features, resample, heads, reads_tokens))
-
-        self.blocks = nn.ModuleList(blocks)
-        self.stem = nn.Conv2d(x_shape[0], sizes[0], 3, padding=1)
+        self.stem = nn.Conv2d(channels, sizes[0], 3, padding=1)
         self.final_norm = _norm(sizes[0])
-        self.final = nn.Conv2d(sizes[0], x_shape[0], 3, padding=1)
+        self.final = nn.Conv2d(sizes[0], channels, 3, padding=1)
         for name, part in self.named_modules():
             if isinstance(part, (TwoLayers, ConditionEmbedding)):
                 part.initialise()
@@ -210,7 +209,8 @@ class UNet(Conditioned):
         x = self.stem(x_t.to(self.stem.weight.dtype))
         skips: list[Tensor] = []
         for index, block in enumerate(self.blocks):
-            x = block(x, conditioning, context, skips.pop() if index >= self.num_down + 2 else None)
+            skip = skips.pop() if index >= self.num_down + 2 else None
+            x = block(x, conditioning, context, skip)
             if index < self.num_down:
                 skips.append(x)
 

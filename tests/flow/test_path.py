@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from ddm_lightning.flow.path import (
-    expand_time,
+    expand_rows,
     interpolate,
     time_rows,
     x_0_from_velocity,
@@ -47,8 +47,8 @@ def test_time_is_not_rounded_to_the_dtype_of_half_precision_data():
 
 def test_expand_time_only_adds_axes():
     t = torch.tensor([0.25, 0.5])
-    assert expand_time(t, torch.zeros(2, 3, 4, 5)).shape == (2, 1, 1, 1)
-    assert torch.equal(expand_time(t, torch.zeros(2)), t)
+    assert expand_rows(t, torch.zeros(2, 3, 4, 5)).shape == (2, 1, 1, 1)
+    assert torch.equal(expand_rows(t, torch.zeros(2)), t)
 
 
 @pytest.mark.parametrize(

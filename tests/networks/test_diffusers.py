@@ -309,7 +309,7 @@ def test_an_adapter_is_written_merged_with_its_base(tmp_path):
         (DIT, {"x_shape": (3, 8, 8)}, r"samples of shape \(4, 8, 8\), not \(3, 8, 8\)"),
         (PIXART, {"condition": TOKENS, "x_shape": (4, 16, 16)}, r"samples of shape \(4, 8, 8\)"),
         (SD3, {"condition": TOKENS, "x_shape": (4, 14, 14)}, "of at most 12 and divisible by 2"),
-        (PRX, {"condition": TOKENS, "x_shape": (4, 8, 7)}, r"\(4, height, width\), divisible by 2, not"),
+        (PRX, {"condition": TOKENS, "x_shape": (4, 8, 7)}, r"\(4, height, width\) divisible by 2, not"),
         (LUMINA, {"condition": TOKENS, "x_shape": (4, 18, 8)}, "of at most 16 and divisible by 2"),
         (LUMINA, {"condition": ConditionSpec("tokens", 6, 6)}, "of size 6, at most 5, not .* length 6"),
         (DIT, {"condition": TOKENS}, "kind 'class' of at most 5, or 'none', not kind 'tokens', size 6"),

@@ -3,6 +3,7 @@ from functools import partial
 import pytest
 import torch
 from networks.small import moved, random, randomised
+from torch import nn
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import EXPERTS
@@ -51,7 +52,10 @@ def normed(x):
 
 
 def rms(x, norm):
-    return x if norm is None else x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight
+    if isinstance(norm, nn.Identity):
+        return x
+
+    return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight
 
 
 def by_formula(block, x, text, conditioning):

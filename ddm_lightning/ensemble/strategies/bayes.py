@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ddm_lightning.core.registry import STRATEGIES
 from ddm_lightning.ensemble.routing import Batch, Strategy, choose
-from ddm_lightning.flow.path import Samples, Times, expand_time, time_rows
+from ddm_lightning.flow.path import Samples, Times, expand_rows, time_rows
 from ddm_lightning.flow.solvers import Solver
 from ddm_lightning.flow.solvers.built_in import reverse_kernel
 from ddm_lightning.flow.timesteps import intervals
@@ -147,7 +147,7 @@ def filter_chain(
         x_t = x_s
 
     # The weights of a row in which an expert failed are NaN; its image must be, too, so that the sampler notices.
-    return x_t + expand_time(0 * log_weights[:num].exp().sum(1), x_t).to(x_t)
+    return x_t + expand_rows(0 * log_weights[:num].exp().sum(1), x_t).to(x_t)
 
 
 def _pruned(log_weights: Float[Tensor, "r K"]) -> Float[Tensor, "r K"]:

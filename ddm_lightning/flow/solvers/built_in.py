@@ -17,7 +17,7 @@ from ddm_lightning.flow.path import (
     Samples,
     Times,
     VelocityField,
-    expand_time,
+    expand_rows,
     time_rows,
     x_0_from_velocity,
 )
@@ -98,9 +98,8 @@ class DPMSolver2M(Solver):
             rows = time_rows(t, x_t)
             x_0 = x_0_from_velocity(x_t, velocity(x_t, rows), rows)
             length = _log_snr(s) - _log_snr(t)
-            if s == 0 or last == math.inf:
-                weight = 0.0
-            else:
+            weight = 0.0
+            if s > 0 and last < math.inf:
                 weight = length / (2 * last)
 
             x_t = s / t * x_t + (t - s) / t * (x_0 + weight * (x_0 - before))
@@ -133,11 +132,10 @@ class Ancestral(Solver):
         x_t = x_1
         for step, (t, s) in enumerate(intervals(times)):
             rows = time_rows(t, x_t)
-            mean, variance = reverse_kernel(x_t, x_0_from_velocity(x_t, velocity(x_t, rows), rows), t, s)
-            if s == 0:
-                x_t = mean
-            else:
-                x_t = mean + variance.sqrt() * noise(step)
+            x_0 = x_0_from_velocity(x_t, velocity(x_t, rows), rows)
+            x_t, variance = reverse_kernel(x_t, x_0, t, s)
+            if s > 0:
+                x_t = x_t + variance.sqrt() * noise(step)
 
         return x_t
 
@@ -195,7 +193,7 @@ class DormandPrince(Solver):
 
     def solve(self, velocity: VelocityField, x_1: Samples, times: TimeGrid, noise: Noise = no_noise) -> Samples:
         steps = intervals(times)
-        (start, second) = steps[0]
+        start, second = steps[0]
         end = steps[-1][1]
         stop = end or MIN_NOISE_SCALE
         x_t = x_1
@@ -208,16 +206,17 @@ class DormandPrince(Solver):
             x_s, next_slope, error = self._attempt(velocity, x_t, t, step, slope)
             # Not "error <= 1", so that a row that is not finite goes on, as it does with fixed steps.
             accepted = ~(error > 1) | (step <= MIN_STEP)
-            rows = accepted.reshape(-1, *(1 for _ in x_t.shape[1:]))
+            rows = expand_rows(accepted, x_t)
             x_t = torch.where(rows, x_s, x_t)
             slope = torch.where(rows, next_slope, slope)
-            t = torch.where(accepted, torch.where(step >= t - stop, stop, t - step), t)
+            reached = torch.where(step >= t - stop, stop, t - step)
+            t = torch.where(accepted, reached, t)
             step = step * (0.9 * error**-0.2).nan_to_num(nan=5.0).clamp(0.2, 5.0)
 
         if end:
             return x_t
 
-        return x_t - expand_time(t, x_t) * slope
+        return x_t - expand_rows(t, x_t) * slope
 
     def _attempt(
         self, velocity: VelocityField, x_t: Samples, t: Times, step: Times, slope: Samples
@@ -225,7 +224,7 @@ class DormandPrince(Solver):
         """The value and the slope after ``step``, and the error of each row."""
         slopes = [slope]
         x_s = x_t
-        length = expand_time(step, x_t)
+        length = expand_rows(step, x_t)
         for node, weights in _STAGES:
             x_s = x_t - length * _weighted(weights, slopes)
             slopes.append(velocity(x_s, t - node * step))

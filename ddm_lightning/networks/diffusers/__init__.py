@@ -65,8 +65,11 @@ class DiffusersTransformer(nn.Module):
             build, settings = _resolved(config)
             self.family = FAMILIES[build.__name__]
             self.family.check(settings, x_shape, condition)
-            is_told_sizes = settings.get("use_additional_conditions", False)  # null: at a size of 128
-            if is_told_sizes or (is_told_sizes is None and settings["sample_size"] == 128):
+            reads_sizes = settings.get("use_additional_conditions", False)
+            if reads_sizes is None:
+                reads_sizes = settings["sample_size"] == 128
+
+            if reads_sizes:
                 raise ValueError(
                     "the model reads resolution and aspect ratio (use_additional_conditions), which shards lack"
                 )
@@ -81,26 +84,19 @@ class DiffusersTransformer(nn.Module):
         self.path = self.family.path
         self.x_shape = x_shape
         self.null_class = settings.get("num_embeds_ada_norm", 0)
-        if self.family.mask:
-            num_null = 1
-        else:
-            num_null = condition.length
-
         self.null = None
         if self.family.text:
+            num_null = 1 if self.family.mask else condition.length
             self.null = nn.Parameter(torch.zeros(num_null, condition.size))
 
-        pooled = self.family.pooled
         self.null_vector = None
+        self.pooled = None
         if condition.vector_size:
             self.null_vector = nn.Parameter(torch.zeros(condition.vector_size))
-
-        self.pooled = None
-        if pooled and self.null_vector is None:
-            self.pooled = nn.Linear(condition.size, settings[pooled])
-
-        for parameter in () if self.pooled is None else self.pooled.parameters():
-            nn.init.zeros_(parameter)
+        elif self.family.pooled:
+            self.pooled = nn.Linear(condition.size, settings[self.family.pooled])
+            nn.init.zeros_(self.pooled.weight)
+            nn.init.zeros_(self.pooled.bias)
 
         for part in self.model.modules():
             if hasattr(part, "dropout_prob"):  # of classes, which training drops already
@@ -151,8 +147,11 @@ class DiffusersTransformer(nn.Module):
         return (upper - 1 + (t - below) / (above - below)).clamp(0, _NUM_STEPS - 1)
 
     def _classes(self, num_rows: int, condition: Condition | None) -> dict[str, Tensor]:
-        null = torch.full((num_rows,), self.null_class, device=self.times.device)
-        return {"class_labels": null if condition is None else torch.where(condition.keep, condition.values, null)}
+        classes = torch.full((num_rows,), self.null_class, device=self.times.device)
+        if condition is not None:
+            classes = torch.where(condition.keep, condition.values, classes)
+
+        return {"class_labels": classes}
 
     def _text(self, null: Tensor, num_rows: int, condition: Condition | None) -> dict[str, Tensor]:
         tokens = null.expand(num_rows, -1, -1)
@@ -171,15 +170,14 @@ class DiffusersTransformer(nn.Module):
         if self.family.mask:
             given[self.family.mask] = is_token
 
-        if self.null_vector is not None:
+        if self.pooled is not None:
+            given["pooled_projections"] = self.pooled(tokens.mean(1))
+        elif self.null_vector is not None:
             vectors = self.null_vector.expand(num_rows, -1)
             if condition is not None and condition.vectors is not None:
                 vectors = torch.where(condition.keep[:, None], condition.vectors.to(null.dtype), vectors)
 
             given["pooled_projections"] = vectors
-
-        if self.pooled is not None:
-            given["pooled_projections"] = self.pooled(tokens.mean(1))
 
         return given
 
@@ -201,9 +199,9 @@ def _resolved(config: Any) -> tuple[Any, dict[str, Any]]:
 
     require("expert 'diffusers'", "diffusers", extra="latents")
     build = getattr(importlib.import_module("diffusers"), name)
-    found = {}
-    for key, one in inspect.signature(build).parameters.items():
-        found[key] = config.get(key, one.default)
+    settings = {}
+    for key, parameter in inspect.signature(build).parameters.items():
+        value = config.get(key, parameter.default)
+        settings[key] = list(value) if isinstance(value, tuple) else value  # as JSON would return it
 
-    # As JSON would return it.
-    return build, {key: list(value) if isinstance(value, tuple) else value for key, value in found.items()}
+    return build, settings

@@ -45,11 +45,11 @@ def _lumina2(
     cells = torch.cartesian_prod(torch.arange(rows, device=x.device), torch.arange(columns, device=x.device))
     behind = encoder_attention_mask.sum(1)[:, None, None].expand(-1, len(cells), 1)
     places = torch.cat([words, torch.cat([behind, cells.expand(len(x), -1, -1)], dim=2)], dim=1)
-    tables = []
-    for table in model.rope_embedder.freqs_cis:
-        tables.append(table.to(x.device, torch.complex64))
+    angles = []
+    for axis, table in enumerate(model.rope_embedder.freqs_cis):
+        angles.append(table.to(x.device, torch.complex64)[places[:, :, axis]])
 
-    rotary = torch.cat([table[places[:, :, axis]] for axis, table in enumerate(tables)], dim=2)
+    rotary = torch.cat(angles, dim=2)
     mask = functional.pad(encoder_attention_mask, (0, len(cells)), value=True)
 
     time, text = model.time_caption_embed(x, timestep, encoder_hidden_states)
@@ -107,39 +107,41 @@ class Family:
             raise ValueError(f"axes_lens is more than {_LONGEST_AXIS}")
 
         channels = settings["in_channels"]
-        patch = settings["patch_size"]
         largest = self.largest(settings)
+        _, height, width = x_shape
         if self.has_one_size:
             size = settings["sample_size"]
-            fits = x_shape[1:] == (size, size)
+            fits = height == width == size
             wanted = f"({channels}, {size}, {size})"
         else:
-            fits = all(cells % patch == 0 and cells <= largest for cells in x_shape[1:])
+            patch = settings["patch_size"]
+            fits = height % patch == width % patch == 0 and max(height, width) <= largest
+            wanted = f"({channels}, height, width)"
             if largest < math.inf:
-                limit = f" of at most {largest} and"
-            else:
-                limit = ","
+                wanted += f" of at most {largest} and"
 
-            wanted = f"({channels}, height, width){limit} divisible by {patch}"
+            wanted += f" divisible by {patch}"
 
         if not fits or x_shape[0] != channels:
             raise ValueError(f"the model takes samples of shape {wanted}, not {x_shape}")
 
         if self.text:
             size = next(settings[key] for key in self.text if settings[key] is not None)
+            wanted = f"'tokens' of size {size}"
             most = self.most_tokens(settings)
+            if most < math.inf:
+                wanted += f", at most {most}"
+
+            vector = 0
             if self.pooled:
                 vector = settings[self.pooled]
-            else:
-                vector = 0
+                wanted += f", or 'tokens+text' with a vector of size {vector}"
 
             fits = condition.size == size and 0 < condition.length <= most and condition.vector_size in (0, vector)
-            wanted = f"'tokens' of size {size}" + (f", at most {most}" if most < math.inf else "")
-            wanted += f", or 'tokens+text' with a vector of size {vector}" if vector else ""
         else:
             size = settings["num_embeds_ada_norm"]
-            fits = condition.kind == "none" or (condition.kind == "class" and condition.size <= size)
             wanted = f"'class' of at most {size}, or 'none'"
+            fits = condition.kind == "none" or (condition.kind == "class" and condition.size <= size)
 
         if not fits:
             given = ", ".join(f"{name} {value!r}" for name, value in vars(condition).items() if value)
