@@ -207,9 +207,9 @@ def test_members_stop_when_what_started_them_is_killed(disturbed):
 def test_a_member_is_trained_once_at_a_time(disturbed):
     assert disturbed.code_second == 2
     (line,) = disturbed.err_second.splitlines()
-    folder = re.escape(str(disturbed.run / "members" / KILLED))
-    words = r"is in use by another process( \(\d+\))?; wait for it or stop it"
-    assert re.fullmatch(f"error: {folder}: {KILLED} {words}", line)
+    lock = re.escape(str(disturbed.run / "members" / KILLED / ".lock"))
+    words = r"is in use by another process( \(\d+\))?; wait for it or stop it, or remove this file if .*"
+    assert re.fullmatch(f"error: {lock}: {KILLED} {words}", line)
 
 
 @pytest.mark.long
