@@ -289,6 +289,20 @@ def test_another_number_of_clusters_groups_the_fine_centroids_that_are_there(tmp
     assert other.partition_sha256 != found.partition_sha256
 
 
+def test_a_changed_partition_of_another_run_is_taken_over(tmp_path):
+    theirs = changed(partition=PartitionConfig(kind="random", num_clusters=2))
+    run(theirs, tmp_path / "theirs")
+    path = str(tmp_path / "theirs" / "prepared" / "partition.safetensors")
+    ours = changed(partition=PartitionConfig(kind="existing", num_clusters=2, path=path))
+    before, _ = run(ours, tmp_path / "ours")
+    theirs.seed = 1
+    run(theirs, tmp_path / "theirs")
+    after, listener = run(ours, tmp_path / "ours")
+    assert listener.stages == ["partition", "shards", "merge"]
+    fresh, _ = run(ours, tmp_path / "fresh")
+    assert after == fresh != before
+
+
 def test_the_image_of_the_clusters_credits_the_source(tmp_path):
     """The credit is in the manifest and takes room at the foot of the image."""
     plain, _ = run(tiny_experiment(), tmp_path / "plain")
