@@ -33,13 +33,7 @@ from ddm_lightning.core.files import atomic_write
 from ddm_lightning.core.formatting import format_bytes
 from ddm_lightning.core.weights import free_bytes
 from ddm_lightning.partition.columns import Rows
-from ddm_lightning.partition.kmeans import (
-    balanced_kmeans,
-    balanced_prices,
-    capacity,
-    squared_distances,
-    weighted_means,
-)
+from ddm_lightning.partition.kmeans import balanced_kmeans, balanced_prices, capacity, squared_distances, weighted_means
 from ddm_lightning.partition.lloyd import LARGEST_OVER_MEAN, lloyd_kmeans
 from ddm_lightning.partition.nearest import OnProgress, nearest, nearest_of_rows, one_thread, prepared
 from ddm_lightning.partition.partition import (
@@ -66,21 +60,28 @@ def check_partition(config: PartitionConfig, num_samples: int | None) -> None:
     Raises:
         UserError: no such device, too many clusters or fine centroids, or too small a part to fit them on.
     """
+    devices = ["cpu"]
     num_gpus = torch.cuda.device_count()
-    devices = ["cpu", *["cuda"][:num_gpus], *(f"cuda:{number}" for number in range(num_gpus))]
+    if num_gpus:
+        devices += ["cuda", *(f"cuda:{number}" for number in range(num_gpus))]
+
     if config.device not in devices:
         raise _refusal(config, "device", f"must be {' or '.join(devices)} on this machine")
     if num_samples is None:
         return
 
+    keys = ["num_clusters"]
+    if config.kind == "kmeans":
+        keys.append("num_fine_centroids")
+
     num_fitted = max(1, round(config.fit_fraction * num_samples))
-    for key in ("num_clusters", "num_fine_centroids") if config.kind == "kmeans" else ("num_clusters",):
+    for key in keys:
         number = getattr(config, key)
-        name = key.removeprefix("num_").replace("_", " ")
         if number > num_samples:
             raise _refusal(config, key, f"the source has only {num_samples} samples; use fewer")
 
         if number > num_fitted:
+            name = key.removeprefix("num_").replace("_", " ")
             problem = f"leaves {num_fitted} of {num_samples} samples for {number} {name}; raise it"
             raise _refusal(config, "fit_fraction", problem)
 
@@ -137,9 +138,8 @@ def _in_memory(rows: Rows, config: PartitionConfig) -> Shaped[np.ndarray, "n d"]
     needed = len(rows) * row_bytes
     free = free_bytes()
     if needed > 0.7 * free:
-        size = format_bytes(needed)
-        most = format_bytes(free)
-        raise _refusal(config, "fit_fraction", f"takes {size} of memory, and {most} are free; lower it")
+        problem = f"takes {format_bytes(needed)} of memory, and {format_bytes(free)} are free; lower it"
+        raise _refusal(config, "fit_fraction", problem)
 
     return rows[:]
 
@@ -160,11 +160,12 @@ def displaced_fractions(
     some = np.arange(0, len(rows), max(1, len(rows) // _MOST_COMPARED))
     x = rows.take(some)
     displaced = nearest(x, rule.centroids, rule.metric, device).numpy() != clusters[some]
-    if isinstance(rule, PricedCentroid):
-        return float(displaced.mean()), float(displaced.mean())
+    by_balance = displaced
+    if isinstance(rule, NearestCentroid):
+        moved = nearest(rule.fine_centroids.numpy(), rule.centroids, rule.metric, device) != rule.cluster_of_fine
+        cells = nearest(x, rule.fine_centroids, rule.metric, device)
+        by_balance = displaced & moved[cells].numpy()
 
-    moved = nearest(rule.fine_centroids.numpy(), rule.centroids, rule.metric, device) != rule.cluster_of_fine
-    by_balance = displaced & moved[nearest(x, rule.fine_centroids, rule.metric, device)].numpy()
     return float(displaced.mean()), float(by_balance.mean())
 
 
@@ -238,13 +239,11 @@ def fit_flat(rows: Rows, config: PartitionConfig, generator: torch.Generator, fe
     Raises:
         UserError: fewer distinct samples than clusters.
     """
-    # Other samples divide a little differently: three standard deviations of a cluster's share.
+    largest_over_mean = config.max_largest_over_mean
     if config.fit_fraction < 1:
-        room = 3 * (config.num_clusters / len(rows)) ** 0.5
-    else:
-        room = 0.0
+        # Other samples divide a little differently: three standard deviations of a cluster's share.
+        largest_over_mean = max(1.0, largest_over_mean - 3 * (config.num_clusters / len(rows)) ** 0.5)
 
-    largest_over_mean = max(1.0, config.max_largest_over_mean - room)
     with one_thread(), _refusing(config, "num_clusters", "use fewer, or remove duplicates from the source"):
         x = prepared(_in_memory(rows, config), config.metric)
         mean = x.mean(0)
@@ -292,9 +291,11 @@ def _two_stages(
 
     def fit() -> dict[str, Tensor]:
         fine = fit_fine(rows, config, generator, lambda: on_progress(next(passes) * size, total)).contiguous()
-        nearest_fine = nearest_of_rows(
-            rows, fine, config.metric, config.device, lambda done, num: on_progress(total - num + done, total)
-        )
+
+        def last_pass(done: int, num: int) -> None:
+            on_progress(total - num + done, total)
+
+        nearest_fine = nearest_of_rows(rows, fine, config.metric, config.device, last_pass)
         return {"fine": fine, "nearest": torch.from_numpy(nearest_fine), "generator": generator.get_state()}
 
     if kept_fine is None:
@@ -344,12 +345,11 @@ def _existing(config: PartitionConfig, rows: Rows, features: str) -> Rule:
         theirs = found.rule.features
         size = found.rule.centroids.shape[1]
         if (size,) != rows.row_shape or (features and theirs and features != theirs):
-            raise _refusal(
-                config,
-                "path",
+            problem = (
                 f"was made from features {theirs!r} with {size} entries, these are {features!r} with "
-                f"{rows.row_shape[0]}; set prepare.features to those of the other run",
+                f"{rows.row_shape[0]}; set prepare.features to those of the other run"
             )
+            raise _refusal(config, "path", problem)
 
     return found.rule
 

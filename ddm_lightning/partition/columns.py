@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 from zipfile import BadZipFile
 
 import numpy as np
@@ -14,6 +14,7 @@ from jaxtyping import Int, Shaped
 
 from ddm_lightning.core.errors import UserError, first_line
 
+RowNumbers: TypeAlias = Int[np.ndarray, "m"]
 _ROWS_AT_ONCE = 65_536
 
 
@@ -83,7 +84,7 @@ class StoredArray:
     def __len__(self) -> int:
         return self.shape[0]
 
-    def __getitem__(self, which: slice | Int[np.ndarray, "m"]) -> Shaped[np.ndarray, "m ..."]:
+    def __getitem__(self, which: slice | RowNumbers) -> Shaped[np.ndarray, "m ..."]:
         """Return a copy of these rows.
 
         Raises:
@@ -128,7 +129,7 @@ class PackedStrings:
     def __len__(self) -> int:
         return self.shape[0]
 
-    def __getitem__(self, which: slice | Int[np.ndarray, "m"]) -> Shaped[np.ndarray, "m"]:
+    def __getitem__(self, which: slice | RowNumbers) -> Shaped[np.ndarray, "m"]:
         """Return these strings, as objects."""
         with opened(self.path) as arrays:
             text = arrays[self.name].tobytes()
@@ -149,7 +150,7 @@ def packed_strings(name: str, values: Sequence[str]) -> dict[str, Shaped[np.ndar
     return {name: np.frombuffer(b"".join(encoded), np.uint8), f"{name}_ends": ends}
 
 
-def _numbers(which: slice | Int[np.ndarray, "m"], num_rows: int) -> Int[np.ndarray, "m"]:
+def _numbers(which: slice | RowNumbers, num_rows: int) -> RowNumbers:
     if isinstance(which, slice):
         return np.arange(*which.indices(num_rows))
 
@@ -170,7 +171,7 @@ class Rows(Sequence[Any]):
     def __init__(
         self,
         arrays: Sequence[Shaped[np.ndarray, "n ..."] | StoredArray | PackedStrings],
-        kept: Sequence[Int[np.ndarray, "m"] | None] | None = None,
+        kept: Sequence[RowNumbers | None] | None = None,
     ) -> None:
         if not arrays or len({(array.dtype, array.shape[1:]) for array in arrays}) != 1:
             raise ValueError("rows need at least one array, all of one dtype and row shape")
@@ -188,7 +189,7 @@ class Rows(Sequence[Any]):
     def __len__(self) -> int:
         return int(self.starts[-1])
 
-    def take(self, rows: Int[np.ndarray, "m"]) -> Shaped[np.ndarray, "m ..."]:
+    def take(self, rows: RowNumbers) -> Shaped[np.ndarray, "m ..."]:
         """Return a copy of the given rows, in the given order.
 
         Raises:

@@ -10,10 +10,20 @@ from __future__ import annotations
 
 import math
 from operator import itemgetter
+from typing import TypeAlias
 
 import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
+
+Points: TypeAlias = Float[Tensor, "n d"]
+Centroids: TypeAlias = Float[Tensor, "k d"]
+Weights: TypeAlias = Float[Tensor, "n"]
+Costs: TypeAlias = Float[Tensor, "n k"]
+"""Cost of each sample in each cluster."""
+PerCluster: TypeAlias = Float[Tensor, "k"]
+Assignment: TypeAlias = Int64[Tensor, "n"]
+"""Cluster of each sample."""
 
 # How much more than its best cluster a sample may cost at the end of the auction, in std of the costs.
 _AUCTION_STEP = 3e-3
@@ -22,14 +32,14 @@ _RISES_PER_CLUSTER = 200
 
 
 def balanced_kmeans(
-    x: Float[Tensor, "n d"],
+    x: Points,
     num_clusters: int,
     generator: torch.Generator,
     num_iterations: int = 20,
     max_largest_over_mean: float = math.inf,
-    weights: Float[Tensor, "n"] | None = None,
+    weights: Weights | None = None,
     num_restarts: int = 1,
-) -> tuple[Float[Tensor, "k d"], Int64[Tensor, "n"]]:
+) -> tuple[Centroids, Assignment]:
     """Run k-means with clusters that weigh at most ``max_largest_over_mean`` times the mean.
 
     With unit weights the limit always holds. With unequal weights it may be out of reach; then moves and swaps of
@@ -52,14 +62,12 @@ def balanced_kmeans(
     """
     if weights is None:
         weights = x.new_ones(len(x))
-    else:
-        weights = weights.to(x)
 
     # Centred, because |x|² + |c|² - 2xc loses digits if the mean is large against the spread.
     mean = x.mean(0)
     x = x - mean
     limit = capacity(float(weights.sum()), num_clusters, max_largest_over_mean)
-    found = []
+    starts = []
     for _ in range(num_restarts):
         centroids = plus_plus(x, num_clusters, weights, generator)
         assignment = torch.full((len(x),), -1)
@@ -72,10 +80,12 @@ def balanced_kmeans(
 
         cost = float((weights * (x - centroids[assignment]).square().sum(1)).sum())
         # A start within the limit beats a cheaper one beyond it.
-        cost += math.inf if float(loads(assignment, weights, num_clusters).max()) > limit else 0.0
-        found.append((cost, centroids, assignment))
+        if float(loads(assignment, weights, num_clusters).max()) > limit:
+            cost = math.inf
 
-    _, centroids, assignment = min(found, key=itemgetter(0))
+        starts.append((cost, centroids, assignment))
+
+    _, centroids, assignment = min(starts, key=itemgetter(0))
     return centroids + mean, assignment
 
 
@@ -88,18 +98,18 @@ def capacity(total: float, num_clusters: int, max_largest_over_mean: float) -> f
     return float(max(math.floor(max_largest_over_mean * mean + 1e-9), math.ceil(mean - 1e-9)))
 
 
-def squared_distances(x: Float[Tensor, "n d"], centroids: Float[Tensor, "k d"]) -> Float[Tensor, "n k"]:
+def squared_distances(x: Points, centroids: Centroids) -> Costs:
     """Return squared Euclidean distances, from one matrix product."""
     norms = x.square().sum(1, keepdim=True) + centroids.square().sum(1)
     return torch.addmm(norms, x, centroids.T, alpha=-2).clamp_(min=0)
 
 
-def loads(assignment: Int64[Tensor, "n"], weights: Float[Tensor, "n"], num_clusters: int) -> Float[Tensor, "k"]:
+def loads(assignment: Assignment, weights: Weights, num_clusters: int) -> PerCluster:
     """Return the total weight of each cluster."""
     return weights.new_zeros(num_clusters).index_add_(0, assignment, weights)
 
 
-def balanced_assignment(cost: Float[Tensor, "n k"], weights: Float[Tensor, "n"], limit: float) -> Int64[Tensor, "n"]:
+def balanced_assignment(cost: Costs, weights: Weights, limit: float) -> Assignment:
     """Return the cluster of each sample: least total cost, with a weight of at most ``limit`` in each cluster.
 
     Raises the price of the most crowded cluster until exactly its excess prefers to leave, and repeats. With unit
@@ -136,7 +146,7 @@ def balanced_assignment(cost: Float[Tensor, "n k"], weights: Float[Tensor, "n"],
     return repair(cost, weights, assignment, limit)
 
 
-def balanced_prices(cost: Float[Tensor, "n k"], limit: float) -> Float[Tensor, "k"]:
+def balanced_prices(cost: Costs, limit: float) -> PerCluster:
     """Return prices at which no cluster is the cheapest (cost plus price) for more than ``limit`` samples.
 
     The auction of ``balanced_assignment`` for samples of weight 1, but at each rise every sample takes its cheapest
@@ -152,7 +162,8 @@ def balanced_prices(cost: Float[Tensor, "n k"], limit: float) -> Float[Tensor, "
         assignment = offers.argmin(1)
         load = assignment.bincount(minlength=num_clusters)
         crowded = int(load.argmax())
-        if (excess := int(load[crowded]) - math.floor(limit)) <= 0:
+        excess = int(load[crowded]) - math.floor(limit)
+        if excess <= 0:
             break
 
         members = offers[assignment == crowded]
@@ -163,38 +174,34 @@ def balanced_prices(cost: Float[Tensor, "n k"], limit: float) -> Float[Tensor, "
     return prices
 
 
-def repair(
-    cost: Float[Tensor, "n k"], weights: Float[Tensor, "n"], assignment: Int64[Tensor, "n"], limit: float
-) -> Int64[Tensor, "n"]:
+def repair(cost: Costs, weights: Weights, assignment: Assignment, limit: float) -> Assignment:
     """Bring crowded clusters under the limit by the cheapest moves and swaps of single samples.
 
     If no change brings both of its clusters under the limit, make the cheapest one that lowers the larger of the two
     loads. Every change lowers the sum of squared loads, so the loop ends.
     """
-    num_clusters = cost.shape[1]
-    load = loads(assignment, weights, num_clusters)
+    load = loads(assignment, weights, cost.shape[1])
     while float(load.max()) > limit:
         crowded = int(load.argmax())
-        found = (
-            cheapest(cost, weights, assignment, load, crowded, bound)
-            for bound in (limit, float(load[crowded]) * (1 - 1e-6))
-            for cheapest in (_cheapest_move, _cheapest_swap)
-        )
-        change = next(filter(None, found), None)
-        if change is None:
+        change: list[tuple[int, int]] = []
+        for bound in (limit, float(load[crowded]) * (1 - 1e-6)):
+            change = change or _cheapest_move(cost, weights, assignment, load, crowded, bound)
+            change = change or _cheapest_swap(cost, weights, assignment, load, crowded, bound)
+
+        if not change:
             break
 
         for sample, cluster in change:
             assignment[sample] = cluster
 
-        load = loads(assignment, weights, num_clusters)
+        load = loads(assignment, weights, cost.shape[1])
 
     return assignment
 
 
 def _cheapest_move(
-    cost: Tensor, weights: Tensor, assignment: Tensor, load: Tensor, crowded: int, limit: float
-) -> list[tuple[int, int]] | None:
+    cost: Costs, weights: Weights, assignment: Assignment, load: PerCluster, crowded: int, limit: float
+) -> list[tuple[int, int]]:
     members = ((assignment == crowded) & (weights > 0)).nonzero().squeeze(1)
     # Cost per unit of weight, so that one heavy sample and many light ones compare fairly.
     price = cost[members] - cost[members, crowded].unsqueeze(1)
@@ -202,14 +209,14 @@ def _cheapest_move(
     price[:, crowded] = math.inf
     flat = int(price.argmin())
     if math.isinf(float(price.flatten()[flat])):
-        return None
+        return []
 
     return [(int(members[flat // len(load)]), flat % len(load))]
 
 
 def _cheapest_swap(
-    cost: Tensor, weights: Tensor, assignment: Tensor, load: Tensor, crowded: int, limit: float
-) -> list[tuple[int, int]] | None:
+    cost: Costs, weights: Weights, assignment: Assignment, load: PerCluster, crowded: int, limit: float
+) -> list[tuple[int, int]]:
     """Exchange a heavy sample of ``crowded`` for a lighter one of a cluster with room."""
     members = (assignment == crowded).nonzero().squeeze(1)
     others = (assignment != crowded).nonzero().squeeze(1)
@@ -219,20 +226,17 @@ def _cheapest_swap(
     price = price + weights[others] * (cost[others, crowded] - cost[others, home])
     price[(surplus <= 0) | (load[home] + surplus > limit)] = math.inf
     if price.numel() == 0:
-        return None
+        return []
 
     flat = int((price / surplus.clamp(min=1e-12)).argmin())
-    row = flat // len(others)
-    column = flat % len(others)
+    row, column = divmod(flat, len(others))
     if math.isinf(float(price[row, column])):
-        return None
+        return []
 
     return [(int(members[row]), int(home[column])), (int(others[column]), crowded)]
 
 
-def plus_plus(
-    x: Float[Tensor, "n d"], num_clusters: int, weights: Float[Tensor, "n"], generator: torch.Generator
-) -> Float[Tensor, "k d"]:
+def plus_plus(x: Points, num_clusters: int, weights: Weights, generator: torch.Generator) -> Centroids:
     """Choose starting centroids by k-means++ (Arthur and Vassilvitskii, 2007), weighted.
 
     Raises:
@@ -257,15 +261,13 @@ def plus_plus(
     return x[chosen]
 
 
-def weighted_means(
-    x: Float[Tensor, "n d"], weights: Float[Tensor, "n"], assignment: Int64[Tensor, "n"], old: Float[Tensor, "k d"]
-) -> Float[Tensor, "k d"]:
+def weighted_means(x: Points, weights: Weights, assignment: Assignment, old: Centroids) -> Centroids:
     """Return the weighted means of the clusters; an empty cluster keeps its ``old`` centroid."""
     sums = torch.zeros_like(old).index_add_(0, assignment, x * weights.unsqueeze(1))
     return means(sums, loads(assignment, weights, len(old)), old)
 
 
-def means(sums: Float[Tensor, "k d"], totals: Shaped[Tensor, "k"], old: Float[Tensor, "k d"]) -> Float[Tensor, "k d"]:
+def means(sums: Centroids, totals: Shaped[Tensor, "k"], old: Centroids) -> Centroids:
     """Return ``sums`` over ``totals``; an empty cluster keeps its ``old`` centroid."""
     divisors = totals.to(sums.dtype).clamp(min=1e-12).unsqueeze(1)
     return torch.where(totals.unsqueeze(1) > 0, sums / divisors, old).to(old.dtype)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ddm_lightning.config.experiment import PartitionConfig
 from ddm_lightning.partition.columns import Rows
-from ddm_lightning.partition.kmeans import means, plus_plus
+from ddm_lightning.partition.kmeans import Centroids, PerCluster, means, plus_plus
 from ddm_lightning.partition.nearest import in_order, one_thread, prepared, rows_at_once
 
 # Rows from which the starting centroids are drawn: per centroid, and at least.
@@ -34,7 +34,7 @@ _SPLIT = 0.1
 
 def lloyd_kmeans(
     rows: Rows, config: PartitionConfig, generator: torch.Generator, on_progress: Callable[[], None] = lambda: None
-) -> Float[Tensor, "k d"]:
+) -> Centroids:
     """Run k-means to ``num_fine_centroids``; the result is the same for any split of the rows into arrays.
 
     Args:
@@ -62,9 +62,7 @@ def lloyd_kmeans(
     return (centroids + centre).cpu()
 
 
-def _start(
-    rows: Rows, config: PartitionConfig, generator: torch.Generator
-) -> tuple[Float[Tensor, "k d"], Float[Tensor, "d"]]:
+def _start(rows: Rows, config: PartitionConfig, generator: torch.Generator) -> tuple[Centroids, Float[Tensor, "d"]]:
     """Return starting centroids relative to a centre, and that centre."""
     num_clusters = config.num_fine_centroids
     num_rows = max(_ROWS_PER_CENTROID * num_clusters, _LEAST_START_ROWS)
@@ -79,8 +77,8 @@ def _start(
 
 
 def _pass(
-    rows: Rows, centroids: Float[Tensor, "k d"], centre: Float[Tensor, "d"], config: PartitionConfig
-) -> tuple[Int64[Tensor, "k"], Float[Tensor, "k d"], Float[Tensor, "k"]]:
+    rows: Rows, centroids: Centroids, centre: Float[Tensor, "d"], config: PartitionConfig
+) -> tuple[Int64[Tensor, "k"], Centroids, PerCluster]:
     """Assign every sample.
 
     Returns:
@@ -118,8 +116,8 @@ def _sums(x: Tensor, order: Tensor, starts: Tensor) -> Tensor:
 
 
 def _relocated(
-    centroids: Float[Tensor, "k d"], counts: Int64[Tensor, "k"], costs: Float[Tensor, "k"], generator: torch.Generator
-) -> Float[Tensor, "k d"]:
+    centroids: Centroids, counts: Int64[Tensor, "k"], costs: PerCluster, generator: torch.Generator
+) -> Centroids:
     """Split crowded cells in halves, with the centroids of empty cells, then of the lightest."""
     load = counts.double().cpu()
     # Rounding may make the cost of a cell of equal samples negative.

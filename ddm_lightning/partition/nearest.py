@@ -9,12 +9,12 @@ from typing import TypeVar
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int32, Int64, Shaped
-from torch import Tensor
+from jaxtyping import Int32, Shaped
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.processes import num_cores
 from ddm_lightning.partition.columns import Rows
+from ddm_lightning.partition.kmeans import Assignment, Centroids, PerCluster, Points
 
 # Entries of one matrix of rows times centroids: 32 MB in float32.
 _SCORES_AT_ONCE = 1 << 23
@@ -36,7 +36,7 @@ def rows_at_once(num_centroids: int) -> int:
 
 def prepared(
     features: Shaped[np.ndarray, "n d"], metric: str, device: str = "cpu", dtype: torch.dtype = torch.float32
-) -> Float[Tensor, "n d"]:
+) -> Points:
     """Copy features to the device; normalise their rows if the metric is spherical."""
     # A copy, because torch warns about read-only memory.
     x = torch.from_numpy(features.copy()).to(device, dtype)
@@ -76,11 +76,11 @@ def in_order(work: Callable[[int], T], items: Sequence[int], device: str) -> Ite
 
 def nearest(
     features: Shaped[np.ndarray, "n d"],
-    centroids: Float[Tensor, "k d"],
+    centroids: Centroids,
     metric: str,
     device: str = "cpu",
-    prices: Float[Tensor, "k"] | None = None,
-) -> Int64[Tensor, "n"]:
+    prices: PerCluster | None = None,
+) -> Assignment:
     """Return the nearest centroid of each row by Euclidean distance; of equally near ones, the first.
 
     Distances are float64, and centroids that float64 cannot tell apart count as equally near. So the answer does not
@@ -119,11 +119,11 @@ def nearest(
 
 def nearest_of_rows(
     rows: Rows,
-    centroids: Float[Tensor, "k d"],
+    centroids: Centroids,
     metric: str,
     device: str = "cpu",
     on_progress: OnProgress = lambda *_: None,
-    prices: Float[Tensor, "k"] | None = None,
+    prices: PerCluster | None = None,
 ) -> Int32[np.ndarray, "n"]:
     """Apply ``nearest`` to features that may be larger than memory, in one pass.
 

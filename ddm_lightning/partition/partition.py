@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple, TypeAlias, get_args
@@ -19,7 +19,7 @@ from torch import Tensor
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write
 from ddm_lightning.partition.columns import Rows
-from ddm_lightning.partition.kmeans import repair
+from ddm_lightning.partition.kmeans import Centroids, PerCluster, repair
 from ddm_lightning.partition.nearest import OnProgress, nearest_of_rows
 
 FORMAT_VERSION = 2
@@ -43,7 +43,7 @@ class NearestCentroid:
     kind = "kmeans"
     fine_centroids: Float[Tensor, "f d"]
     cluster_of_fine: Int64[Tensor, "f"]
-    centroids: Float[Tensor, "k d"]
+    centroids: Centroids
     """Means of the clusters: fine centroids weighted by their numbers of samples."""
     metric: str
     """``spherical`` or ``euclidean``."""
@@ -67,9 +67,9 @@ class PricedCentroid:
     """Assigns a sample to the cluster of least squared distance plus price; kind ``flat``."""
 
     kind = "flat"
-    centroids: Float[Tensor, "k d"]
+    centroids: Centroids
     """Means of the clusters in the fit."""
-    prices: Float[Tensor, "k"]
+    prices: PerCluster
     """At least 0; a price keeps a cluster in a crowded place from growing too large."""
     metric: str
     """``spherical`` or ``euclidean``."""
@@ -155,12 +155,11 @@ class ClusterOfLabel:
         """
         table = np.append(self.cluster_of_label.numpy(), -1)
         clusters = table[np.minimum(samples.labels, len(table) - 1)]
-        if len(unknown := np.flatnonzero(clusters < 0)):
-            key = samples.keys[unknown[0]]
-            label = samples.labels[unknown[0]]
+        if (clusters < 0).any():
+            first = int(clusters.argmin())
             raise UserError(
-                f"sample {key!r}: the partition has no cluster for its class {label}; raise "
-                "prepare.partition.fit_fraction or, with kind = existing, make a new partition"
+                f"sample {samples.keys[first]!r}: the partition has no cluster for its class {samples.labels[first]}; "
+                "raise prepare.partition.fit_fraction or, with kind = existing, make a new partition"
             )
 
         return clusters
@@ -184,28 +183,23 @@ class Partition:
         return len(self.counts)
 
     @property
-    def priors(self) -> Float[Tensor, "k"]:
+    def priors(self) -> PerCluster:
         """Each cluster's share of the samples, float64."""
         return self.counts.double() / self.counts.sum()
 
     def save(self, path: Path) -> None:
         """Write a safetensors file atomically; equal partitions give equal bytes."""
-        tensors = {}
-        for name, value in vars(self.rule).items():
-            if isinstance(value, Tensor):
-                tensors[name] = value
-
+        tensors = {"counts": self.counts.contiguous()}
         settings = {}
         for name, value in vars(self.rule).items():
-            if name not in tensors:
+            if isinstance(value, Tensor):
+                tensors[name] = value.contiguous()
+            else:
                 settings[name] = value
 
-        tensors["counts"] = self.counts
         header = {"kind": "partition", "format_version": FORMAT_VERSION, "rule": self.rule.kind, "settings": settings}
-        data = save(
-            {name: tensor.contiguous() for name, tensor in tensors.items()},
-            {"ddm_lightning": json.dumps(header)},  # one key only: safetensors writes several in no fixed order
-        )
+        # One key only: safetensors writes several in no fixed order.
+        data = save(tensors, {"ddm_lightning": json.dumps(header)})
         atomic_write(path, lambda temporary: temporary.write_bytes(data))
 
     @classmethod
@@ -223,9 +217,9 @@ class Partition:
 
                 values = header["settings"] | {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
 
-            rule_type = _RULES[header["rule"]]
-            return cls(rule_type(**{field.name: values[field.name] for field in fields(rule_type)}), values["counts"])
-        except (SafetensorError, ValueError, KeyError, OSError) as error:
+            counts = values.pop("counts")
+            return cls(_RULES[header["rule"]](**values), counts)
+        except (SafetensorError, ValueError, KeyError, TypeError, OSError) as error:
             raise UserError(f"{path}: the partition cannot be read ({error}); run prepare again") from None
 
 
