@@ -10,6 +10,7 @@ from omegaconf import MISSING
 
 from ddm_lightning.core.checks import CHANGEABLE, INTERVAL, SHA256, Check, matching, option
 
+ROLE_NAMES = ("expert", "router", "monolith", "student")
 LOGGERS = ("tensorboard", "csv", "wandb")
 TRAINER_FLAGS = (
     "benchmark",

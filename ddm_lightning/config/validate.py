@@ -10,38 +10,44 @@ from typing import Any, TypeAlias
 
 from omegaconf import OmegaConf
 
-from ddm_lightning.config.experiment import Experiment, ExpertConfig, InitConfig, IslandConfig
+from ddm_lightning.config.experiment import (
+    ROLE_NAMES,
+    Experiment,
+    ExpertConfig,
+    InitConfig,
+    IslandConfig,
+    PrepareConfig,
+)
 from ddm_lightning.config.merge import expert_clusters, expert_section, init_keys, init_of, island_of
 from ddm_lightning.core import checks
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import LAUNCHERS, SOLVERS, STRATEGIES
 
-Rule: TypeAlias = tuple[bool, str, str]
-"""Whether the rule is broken, the key to blame, and the problem."""
-_KINDS = ("expert", "router", "monolith", "student")
+Problem: TypeAlias = tuple[str, str]
+"""Key to blame, and what is wrong with it."""
 # Columns that the shards have already.
 _COLUMNS = r"x_0|x_0_flipped|label|sample_id|cluster|has_caption|(text|caption).*"
 
 
 def blamed(source: str | Path, overrides: Sequence[str], key: str, problem: str = "") -> str:
     """Name ``source``, such as a file, and the override that caused the ``problem`` of ``key``, if there is one."""
-    typed = {text: text.partition("=")[0] for text in overrides}
-    # The override sets the key, a section around it, or a key below it.
-    own = []
-    for text, at in typed.items():
-        if f"{key}.".startswith(f"{at}.") or at.startswith(f"{key}."):
-            own.append(text)
-
+    culprit = None
     # If two keys contradict each other, ``key`` may be in the file, and ``problem`` names the overridden one.
-    other = []
-    for text, at in typed.items():
-        if "." in at and at in problem:
-            other.append(text)
+    for text in overrides:
+        typed = text.partition("=")[0]
+        if "." in typed and typed in problem:
+            culprit = text
 
-    if own or other:
-        return f"{source} with {(own or other)[-1]!r}"
+    # The override sets the key, a section around it, or a key below it.
+    for text in overrides:
+        typed = text.partition("=")[0]
+        if f"{key}.".startswith(f"{typed}.") or typed.startswith(f"{key}."):
+            culprit = text
 
-    return str(source)
+    if culprit is None:
+        return str(source)
+
+    return f"{source} with {culprit!r}"
 
 
 def check_experiment(
@@ -59,12 +65,9 @@ def check_experiment(
         UserError: the line names ``source``, key and remedy.
     """
     checks.check(asdict(experiment), Experiment, "", str(source), references=False)
-    experts = [f"expert-{number}" for number in range(experiment.num_experts)]
-    own: tuple[tuple[str, dict[str, Any], type, list[str], str], ...] = (
-        ("expert.overrides", experiment.expert.overrides, ExpertConfig, experts, "expert"),
-        ("islands", experiment.islands, IslandConfig, [*experts, *_KINDS], "member or kind"),
-    )
-    for section, changes, schema, names, word in own:
+    experts = _experts(experiment)
+
+    def check_changes(section: str, changes: dict[str, Any], schema: type, names: Sequence[str], word: str) -> None:
         for name, change in changes.items():
             key = f"{section}.{name}"
             where = blamed(source, overrides, key)
@@ -76,191 +79,183 @@ def check_experiment(
 
             checks.check(change, schema, key, where, references=False)
 
-    overrides_of = {f"expert.overrides.{name}": change for name, change in experiment.expert.overrides.items()}
-    sections = {"expert": vars(experiment.expert), "router": vars(experiment.router), **overrides_of}
-    for section, keys in sections.items():
-        if (given := keys.get("init_from")) is not None:
+    check_changes("expert.overrides", experiment.expert.overrides, ExpertConfig, experts, "expert")
+    check_changes("islands", experiment.islands, IslandConfig, [*experts, *ROLE_NAMES], "member or kind")
+    initial = {"expert": experiment.expert.init_from, "router": experiment.router.init_from}
+    for name, change in experiment.expert.overrides.items():
+        initial[f"expert.overrides.{name}"] = change.get("init_from")
+
+    for section, given in initial.items():
+        if given is not None:
             key = f"{section}.init_from"
             checks.check(init_keys(given), InitConfig, key, blamed(source, overrides, key), references=False)
 
-    for is_wrong, key, problem in (_rules_of_sampling if sampling_only else _rules)(experiment):
-        if is_wrong:
-            value = OmegaConf.select(OmegaConf.create(asdict(experiment)), key)
-            raise UserError(f"{blamed(source, overrides, key, problem)}: key {key!r} = {value!r}: {problem}")
+    if sampling_only:
+        problems = _problems_of_sampling(experiment)
+    else:
+        problems = _problems(experiment)
+
+    for key, problem in problems:
+        value = OmegaConf.select(OmegaConf.create(asdict(experiment)), key)
+        raise UserError(f"{blamed(source, overrides, key, problem)}: key {key!r} = {value!r}: {problem}")
 
 
-def _rules(experiment: Experiment) -> Iterator[Rule]:
-    prepare = experiment.prepare
-    router = experiment.router.train
-    partition = prepare.partition
-    yield from [
-        *_rules_of_columns(experiment),
-        (
-            (partition.path is not None) != (partition.kind == "existing"),
-            "prepare.partition.path",
-            "belongs to prepare.partition.kind = existing; set both or neither",
-        ),
-        (
-            partition.kind == "kmeans" and partition.num_clusters > partition.num_fine_centroids,
+def _experts(experiment: Experiment) -> list[str]:
+    return [f"expert-{number}" for number in range(experiment.num_experts)]
+
+
+def _problems(experiment: Experiment) -> Iterator[Problem]:
+    partition = experiment.prepare.partition
+    yield from _problems_of_columns(experiment.prepare)
+    if (partition.path is not None) != (partition.kind == "existing"):
+        yield "prepare.partition.path", "belongs to prepare.partition.kind = existing; set both or neither"
+
+    if partition.kind == "kmeans" and partition.num_clusters > partition.num_fine_centroids:
+        yield (
             "prepare.partition.num_clusters",
             f"exceeds prepare.partition.num_fine_centroids = {partition.num_fine_centroids}, which form the clusters; "
             "lower it",
-        ),
-    ]
-    if experiment.launch and (unknown := {*experiment.launch} - {*LAUNCHERS.names()}):
-        yield True, "launch", f"there is no launcher {min(unknown)!r}; {LAUNCHERS.known()}"
+        )
 
-    for name in ("expert", *experiment.expert.overrides):
-        yield from _rules_of_expert(name, expert_section(name, experiment), experiment)
+    for launcher in sorted(experiment.launch):
+        if launcher not in LAUNCHERS.names():
+            yield "launch", f"there is no launcher {launcher!r}; {LAUNCHERS.known()}"
 
-    held: dict[int, list[list[float]]] = {cluster: [] for cluster in range(partition.num_clusters)}
-    for number, cluster in enumerate(expert_clusters(experiment)):
-        held[cluster].append(expert_section(f"expert-{number}", experiment).interval)
+    for key, problem in _problems_of_expert("expert", experiment):
+        yield f"expert.{key}", problem
 
-    for cluster, intervals in held.items():
-        problem = checks.uncovered(intervals)
-        remedy = "change an expert's interval or cluster, or expert.num_experts"
-        yield problem is not None, "expert.overrides", f"cluster {cluster} has {problem}; {remedy}"
+    for name in experiment.expert.overrides:
+        for key, problem in _problems_of_expert(name, experiment):
+            yield f"expert.overrides.{name}", f"{key} {problem}"
 
     all_samples = experiment.expert.train.global_batch_size
-    batch_sizes = {
-        **{
-            name: expert_section(name, experiment).train.global_batch_size // experiment.num_experts
-            for name in (f"expert-{number}" for number in range(experiment.num_experts))
-        },
-        "router": router.global_batch_size,
-        "monolith": all_samples,
-        "student": experiment.distill.global_batch_size or all_samples,
-    }
+    batch_sizes = {}
+    intervals: list[list[list[float]]] = [[] for _ in range(partition.num_clusters)]
+    for name, cluster in zip(_experts(experiment), expert_clusters(experiment), strict=True):
+        expert = expert_section(name, experiment)
+        batch_sizes[name] = expert.train.global_batch_size // experiment.num_experts
+        intervals[cluster].append(expert.interval)
+
+    batch_sizes["router"] = experiment.router.train.global_batch_size
+    batch_sizes["monolith"] = all_samples
+    batch_sizes["student"] = experiment.distill.global_batch_size or all_samples
+    for cluster, held in enumerate(intervals):
+        if (gap := checks.uncovered(held)) is not None:
+            remedy = "change an expert's interval or cluster, or expert.num_experts"
+            yield "expert.overrides", f"cluster {cluster} has {gap}; {remedy}"
+
     for name, batch_size in batch_sizes.items():
-        yield from _rules_of_island(name, batch_size, experiment)
+        yield from _problems_of_island(name, batch_size, experiment)
 
-    yield from _rules_of_sampling(experiment)
+    yield from _problems_of_sampling(experiment)
 
 
-def _rules_of_columns(experiment: Experiment) -> Iterator[Rule]:
-    prepare = experiment.prepare
+def _problems_of_columns(prepare: PrepareConfig) -> Iterator[Problem]:
     for name, condition in prepare.filters.items():
         is_least = name == "min_side" and checks.is_number(condition)
-        is_right = condition is None or is_least or checks.COMPARISON[0](condition)
-        yield not is_right, "prepare.filters", f"{name!r} must be {checks.COMPARISON[1]}"
+        if not (condition is None or is_least or checks.COMPARISON[0](condition)):
+            yield "prepare.filters", f"{name!r} must be {checks.COMPARISON[1]}"
 
-    columns = [caption.column for caption in prepare.captions]
-    yield len({*columns}) < len(columns), "prepare.captions", "names a column twice; remove one of them"
-    is_weighted = not columns or any(caption.weight > 0 for caption in prepare.captions)
-    yield not is_weighted, "prepare.captions", "has no weight above 0; raise one"
-    taken = [name for name in prepare.keep if re.fullmatch(_COLUMNS, name) or prepare.keep.count(name) > 1]
-    problem = f"{next(iter(taken), None)!r} is listed twice, or is the name of another column of the shards; remove it"
-    yield bool(taken), "prepare.keep", problem
+    columns = {caption.column for caption in prepare.captions}
+    if len(columns) < len(prepare.captions):
+        yield "prepare.captions", "names a column twice; remove one of them"
+
+    if columns and not any(caption.weight > 0 for caption in prepare.captions):
+        yield "prepare.captions", "has no weight above 0; raise one"
+
+    for name in prepare.keep:
+        if re.fullmatch(_COLUMNS, name) or prepare.keep.count(name) > 1:
+            yield (
+                "prepare.keep",
+                f"{name!r} is listed twice, or is the name of another column of the shards; remove it",
+            )
 
 
-def _rules_of_expert(name: str, expert: ExpertConfig, experiment: Experiment) -> Iterator[Rule]:
-    """Rules of the section ``expert``, or of it with the overrides of the expert ``name``."""
-    num_clusters = experiment.prepare.partition.num_clusters
+def _problems_of_expert(name: str, experiment: Experiment) -> Iterator[Problem]:
+    """Problems of the section ``expert``, or of the overrides of the expert ``name``; keys are relative to these."""
     base = experiment.expert
-    batch = expert.train.global_batch_size
+    num_clusters = experiment.prepare.partition.num_clusters
     num_experts = experiment.num_experts
-    if base.num_experts:
-        number = "expert.num_experts"
-    else:
-        number = "prepare.partition.num_clusters"
+    expert = expert_section(name, experiment)
+    if expert is base:
+        if base.cluster is not None:
+            yield "cluster", "belongs in expert.overrides, for one expert"
 
-    for is_wrong, key, problem in (
-        *(
-            (expert is not base and key in base.overrides.get(name, {}), key, "cannot be overridden; remove it")
-            for key in ("overrides", "num_experts")
-        ),
-        (expert is base and base.cluster is not None, "cluster", "belongs in expert.overrides, for one expert"),
-        (
-            expert is base and base.interval != [0, 1],
-            "interval",
-            "belongs in expert.overrides: the monolith and the student need all noise levels",
-        ),
-        (
-            (expert.cluster or 0) >= num_clusters,
-            "cluster",
-            f"{expert.cluster} does not exist; give one from 0 to {num_clusters - 1}",
-        ),
-        (
-            expert.timesteps.shift != base.timesteps.shift,
-            "timesteps.shift",
-            "must be that of all experts, because sampling uses it; remove it",
-        ),
-        (
-            batch % num_experts > 0,
+        if base.interval != [0, 1]:
+            yield "interval", "belongs in expert.overrides: the monolith and the student need all noise levels"
+
+    else:
+        for key in ("overrides", "num_experts"):
+            if key in base.overrides[name]:
+                yield key, "cannot be overridden; remove it"
+
+    if (expert.cluster or 0) >= num_clusters:
+        yield "cluster", f"{expert.cluster} does not exist; give one from 0 to {num_clusters - 1}"
+
+    if expert.timesteps.shift != base.timesteps.shift:
+        yield "timesteps.shift", "must be that of all experts, because sampling uses it; remove it"
+
+    batch_size = expert.train.global_batch_size
+    if batch_size % num_experts:
+        number = "expert.num_experts" if base.num_experts else "prepare.partition.num_clusters"
+        suggestion = -(-batch_size // num_experts) * num_experts
+        yield (
             "train.global_batch_size",
             f"must be divisible by {number} = {num_experts}, because each expert takes an equal part of it; set "
-            f"expert.train.global_batch_size={-(-batch // num_experts) * num_experts}",
-        ),
-        (
-            expert.network.lora is not None and expert.init_from is None,
-            "init_from",
-            f"must name the base that {name}.network.lora adapts; set it",
-        ),
-        (
-            None not in (expert.network.lora, base.network.lora) and init_of(expert) != init_of(base),
-            "init_from",
-            "must be that of all experts, because adapters share one base; remove it",
-        ),
-    ):
-        if name == "expert":
-            own = (f"expert.{key}", problem)
-        else:
-            own = (f"expert.overrides.{name}", f"{key} {problem}")
+            f"expert.train.global_batch_size={suggestion}",
+        )
 
-        yield is_wrong, *own
+    if expert.network.lora is not None:
+        if expert.init_from is None:
+            yield "init_from", f"must name the base that {name}.network.lora adapts; set it"
+
+        if base.network.lora is not None and init_of(expert) != init_of(base):
+            yield "init_from", "must be that of all experts, because adapters share one base; remove it"
 
 
-def _rules_of_island(name: str, batch_size: int, experiment: Experiment) -> Iterator[Rule]:
-    """Rules of the island of the member ``name``, whose steps have ``batch_size`` samples."""
-    island = island_of(name, experiment)
-    own = (name, name.partition("-")[0])
-    section = next((f"islands.{key}" for key in own if key in experiment.islands), "island")
-    if island.nodes > 1:
-        times = f"times nodes = {island.nodes} "
-    else:
-        times = ""
+def _problems_of_island(name: str, batch_size: int, experiment: Experiment) -> Iterator[Problem]:
+    """Problems of the island of the member ``name``, whose steps have ``batch_size`` samples."""
+    for key, problem in _problems_of_devices(name, batch_size, island_of(name, experiment)):
+        for section in (name, name.partition("-")[0]):
+            if section in experiment.islands:
+                yield f"islands.{section}", f"{key} {problem}"
 
-    for is_wrong, key, problem in (
-        (
-            batch_size % island.num_ranks > 0,
-            "devices",
-            f"{times}must divide the {batch_size} samples per step of {name}; change one of them",
-        ),
-        (
-            island.strategy == "single" and island.num_ranks > 1,
-            "devices",
-            f"{times}must be 1 with island.strategy = 'single'; set ddp or fsdp",
-        ),
-        (
-            island.attention == "xformers" and island.accelerator == "cpu",
-            "attention",
-            "needs a CUDA device, but island.accelerator = 'cpu'; set sdpa or auto",
-        ),
-    ):
-        yield is_wrong, *((f"island.{key}", problem) if section == "island" else (section, f"{key} {problem}"))
+        yield f"island.{key}", problem
 
 
-def _rules_of_sampling(experiment: Experiment) -> Iterator[Rule]:
+def _problems_of_devices(name: str, batch_size: int, island: IslandConfig) -> Iterator[Problem]:
+    times = f"times nodes = {island.nodes} " if island.nodes > 1 else ""
+    if batch_size % island.num_ranks:
+        yield "devices", f"{times}must divide the {batch_size} samples per step of {name}; change one of them"
+
+    if island.strategy == "single" and island.num_ranks > 1:
+        yield "devices", f"{times}must be 1 with island.strategy = 'single'; set ddp or fsdp"
+
+    if island.attention == "xformers" and island.accelerator == "cpu":
+        yield "attention", "needs a CUDA device, but island.accelerator = 'cpu'; set sdpa or auto"
+
+
+def _problems_of_sampling(experiment: Experiment) -> Iterator[Problem]:
     sample = experiment.sample
     condition = experiment.condition
     reads_text = condition.kind not in ("class", "none")
-    yield from [
-        (sample.strategy not in STRATEGIES.names(), "sample.strategy", f"is unknown; {STRATEGIES.known()}"),
-        (sample.solver not in SOLVERS.names(), "sample.solver", f"is unknown; {SOLVERS.known()}"),
-        (
-            reads_text and experiment.prepare.caption_encoder is None,
-            "condition.kind",
-            "needs prepare.caption_encoder, which is null; set it",
-        ),
-        (
-            bool(sample.prompts) and not reads_text,
+    if sample.strategy not in STRATEGIES.names():
+        yield "sample.strategy", f"is unknown; {STRATEGIES.known()}"
+
+    if sample.solver not in SOLVERS.names():
+        yield "sample.solver", f"is unknown; {SOLVERS.known()}"
+
+    if reads_text and experiment.prepare.caption_encoder is None:
+        yield "condition.kind", "needs prepare.caption_encoder, which is null; set it"
+
+    if sample.prompts and not reads_text:
+        yield (
             "condition.kind",
             "sample.prompts need condition.kind text, tokens or tokens+text; remove them, or change it",
-        ),
-        (
-            sample.guidance_scale != 1 and (condition.kind == "none" or condition.dropout == 0),
+        )
+
+    if sample.guidance_scale != 1 and (condition.kind == "none" or condition.dropout == 0):
+        yield (
             "sample.guidance_scale",
             "guidance needs a condition.kind other than none, and condition.dropout above 0; set 1",
-        ),
-    ]
+        )

@@ -53,12 +53,6 @@ def one_of(choices: Iterable[str]) -> Check:
     return lambda value: value in choices, f"one of {', '.join(choices)}"
 
 
-def each(check: Check) -> Check:
-    """Check for a list whose entries ``check`` accepts."""
-    is_right, wanted = check
-    return lambda values: all(map(is_right, values)), f"a list, each {wanted}"
-
-
 def version(number: int) -> Check:
     """Check for the version of a format."""
     return within(number, number)[0], f"{number} (for another, install the release of ddm_lightning that wrote it)"
@@ -76,8 +70,13 @@ def _is_normalisation(value: Any) -> bool:
     if set(value) != {"scale", "shift"}:
         return False
 
-    scale, shift = (entry if isinstance(entry, list) else [entry] for entry in (value["scale"], value["shift"]))
-    return bool(scale and shift) and all(map(is_number, [*scale, *shift])) and 0 not in scale
+    numbers = {}
+    for name, entry in value.items():
+        numbers[name] = entry if isinstance(entry, list) else [entry]
+        if not numbers[name] or not all(map(is_number, numbers[name])):
+            return False
+
+    return 0 not in numbers["scale"]
 
 
 def uncovered(intervals: Iterable[list[float] | tuple[float, float]]) -> str | None:
@@ -136,11 +135,10 @@ def option(
 
     A value that may be null is checked only if it is not.
     """
-    metadata = {
-        "check": check or (one_of(choices) if choices else within(low, high)),
-        "choices": choices,
-        "changeable": changeable,
-    }
+    if choices:
+        check = one_of(choices)
+
+    metadata = {"check": check or within(low, high), "changeable": changeable}
     if isinstance(default, list):
         return field(default_factory=default.copy, metadata=metadata)
 
@@ -206,31 +204,22 @@ def read_record(path: Path, kind: type[_Kind], what: str, remedy: str) -> _Kind:
 def kept(record: Any, kind: Any) -> Any:
     """The keys of a record that the dataclass ``kind`` has; others, of earlier releases, do not count."""
     kind, _ = without_none(kind)
-    is_section = is_dataclass(kind) and isinstance(record, dict)
-    if is_section:
-        known = hints(kind)
-    else:
-        known = {}
+    if not (is_dataclass(kind) and isinstance(record, dict)):
+        return record
 
-    if is_section:
-        return {name: kept(record[name], known[name]) for name in record if name in known}
-
-    return record
+    known = hints(kind)
+    return {name: kept(value, known[name]) for name, value in record.items() if name in known}
 
 
 @functools.cache
 def without_none(kind: Any) -> tuple[Any, bool]:
     """A type without its option None, and whether it has that option."""
-    options = []
-    for inner in typing.get_args(kind):
-        if inner is not type(None):
-            options.append(inner)
-
-    is_union = isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union
+    is_union = typing.get_origin(kind) in (types.UnionType, typing.Union)
+    options = [inner for inner in typing.get_args(kind) if inner is not type(None)]
     if is_union and len(options) == 1:
-        return (options[0], True)
+        return options[0], True
 
-    return (kind, False)
+    return kind, False
 
 
 # Of each kind: whether a value is one, its name, and the remedy for any other value of settings.
@@ -290,21 +279,22 @@ class _Checker:
 
         inner = (typing.get_args(kind) if origin in _CONTAINERS else ()) or (Any,)
         if isinstance(value, (list, tuple)):
-            entries = []
-            for index, entry in enumerate(value):
-                entries.append(self.checked(entry, inner[0], f"{key}[{index}]"))
-
+            entries = [self.checked(entry, inner[0], f"{key}[{index}]") for index, entry in enumerate(value)]
             if origin is tuple:
                 return tuple(entries)
 
             return entries
 
         if isinstance(value, dict):
-            for name in value:
+            found = {}
+            for name, entry in value.items():
+                below = f"{key}.{name}"
                 if not isinstance(name, str):
-                    self._refuse_value(f"{key}.{name}", "a string as a key", name, "put the key into quotes")
+                    self._refuse_value(below, "a string as a key", name, "put the key into quotes")
 
-            return {name: self.checked(entry, inner[-1], f"{key}.{name}") for name, entry in value.items()}
+                found[name] = self.checked(entry, inner[-1], below)
+
+            return found
 
         if kind is float:
             return float(value)
@@ -329,11 +319,7 @@ class _Checker:
 
         found = {}
         for own in fields(kind):
-            if key:
-                below = f"{key}.{own.name}"
-            else:
-                below = own.name
-
+            below = _below(key, own.name)
             if own.name in value:
                 inner = value[own.name]
                 found[own.name] = self.checked(inner, kinds[own.name], below)
@@ -344,18 +330,9 @@ class _Checker:
 
         for name in value:
             if name not in kinds:
-                near = difflib.get_close_matches(str(name), list(kinds), n=1)
-                if near:
-                    guess = f"did you mean {near[0]!r}? "
-                else:
-                    guess = ""
-
-                if key:
-                    below = f"{key}.{name}"
-                else:
-                    below = str(name)
-
-                self._refuse(f"unknown key {below!r}; {guess}{known}")
+                near = difflib.get_close_matches(str(name), kinds, n=1)
+                guess = f"did you mean {near[0]!r}? " if near else ""
+                self._refuse(f"unknown key {_below(key, name)!r}; {guess}{known}")
 
         if not self.remedy:
             return found
@@ -371,20 +348,21 @@ class _Checker:
             self._refuse(f"key {key!r} = {_short(value)}: must be {wanted}")
 
     def _refuse_value(self, key: str, wanted: str, value: Any, remedy: str) -> NoReturn:
-        if key:
-            where = f"key {key!r}: "
-        else:
-            where = ""
-
-        if value is None:
-            shown = "null"
-        else:
-            shown = _short(value)
-
-        self._refuse(f"{where}must be {wanted}, is {shown}", remedy)
+        where = f"key {key!r}: " if key else ""
+        found = "null" if value is None else _short(value)
+        self._refuse(f"{where}must be {wanted}, is {found}", remedy)
 
     def _refuse(self, problem: str, remedy: str = "") -> NoReturn:
-        raise UserError("; ".join(filter(None, (f"{self.source}: {problem}", self.remedy or remedy))))
+        remedy = self.remedy or remedy
+        raise UserError(f"{self.source}: {problem}" + (f"; {remedy}" if remedy else ""))
+
+
+def _below(key: str, name: Any) -> str:
+    """Dotted key of an entry of a section."""
+    if key:
+        return f"{key}.{name}"
+
+    return str(name)
 
 
 def _short(value: Any) -> str:

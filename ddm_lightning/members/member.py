@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ddm_lightning.config.experiment import (
+    ROLE_NAMES,
     Experiment,
     ExpertConfig,
     InitConfig,
@@ -33,10 +34,7 @@ from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.networks.lora import adapt
 from ddm_lightning.shards.manifest import DataSizes, Manifest
 
-EXPERT = "expert"
-ROUTER = "router"
-MONOLITH = "monolith"
-STUDENT = "student"
+EXPERT, ROUTER, MONOLITH, STUDENT = ROLE_NAMES
 
 
 class Role:

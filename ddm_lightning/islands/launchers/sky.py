@@ -29,7 +29,7 @@ from ddm_lightning.islands.job import Job, Launcher, ask
 _RECOVERY = {"strategy": "EAGER_NEXT_REGION", "max_restarts_on_errors": 3, "recover_on_exit_codes": [STOPPED]}
 _ENDED = ("SUCCEEDED", "FAILED", "CANCELLED")
 _NONE = "No in-progress managed jobs"
-_NAMES = checks.each(checks.matching(r"[A-Za-z_]\w*", "the name of a variable"))
+_NAMES: checks.Check = (lambda names: all(map(str.isidentifier, names)), "a list, each the name of a variable")
 _SETUP = (
     "python3 -m venv --system-site-packages .venv && "
     ".venv/bin/pip install -c <(grep -v ^torch constraints.txt) -e '.[latents]'"
