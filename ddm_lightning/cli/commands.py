@@ -14,7 +14,15 @@ from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
-from ddm_lightning.cli.islands import command_line, launch_members, print_skipped, show_plan, show_status, table_of
+from ddm_lightning.cli.islands import (
+    check_positive,
+    command_line,
+    launch_members,
+    print_skipped,
+    show_plan,
+    show_status,
+    table_of,
+)
 from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.config.merge import island_of
 from ddm_lightning.core import processes
@@ -24,7 +32,7 @@ from ddm_lightning.core.errors import UserError, note, redacted
 from ddm_lightning.core.formatting import Bars
 from ddm_lightning.core.registry import require
 from ddm_lightning.ensemble.changes import added, removed, replaced
-from ddm_lightning.ensemble.manifest import assemble
+from ddm_lightning.ensemble.manifest import EnsembleManifest, assemble
 from ddm_lightning.islands.local import default_jobs, fit_alone, fit_members
 from ddm_lightning.islands.publish import published
 from ddm_lightning.islands.shared import check_free, is_shared, publish_prepared, pull_ensemble, pull_manifest
@@ -42,21 +50,7 @@ from ddm_lightning.use.saved import fetched, manifest_with_about, resolve, save_
 def _prepare(experiment: Experiment, options: argparse.Namespace) -> None:
     _check(experiment, options)
     if options.dry_run:
-        from ddm_lightning.prepare.dry_run import dry_run, dry_run_table
-        from ddm_lightning.prepare.engine import num_gpus_for, num_processes_for
-        from ddm_lightning.prepare.filters import filter_table
-
-        plan = dry_run(experiment, RunFolder.of(experiment).root, _networks_check(experiment, options))
-        num_processes = num_processes_for(experiment.prepare, plan.num_parts, plan.num_samples)
-        Console().print(dry_run_table(plan, num_processes, num_gpus_for(experiment.prepare)))
-        print(plan.seen)
-        if experiment.prepare.filters or experiment.prepare.drop_keys:
-            title = f"filters, by {plan.num_looked_at:,} samples"
-            Console().print(filter_table(plan.num_looked_at, plan.filtered, plan.num_broken, title))
-
-        print(f"stages to run: {', '.join(plan.stages) or 'none, all is up to date'}")
-        print(f"parts to encode: {plan.num_unfinished_parts} of {plan.num_parts}\nnothing was written")
-        print(f"what the members will need (your GPU: add --device NAME): {command_line('plan', options)}")
+        _dry_run(experiment, options)
         return
 
     run = _prepared(experiment, options)
@@ -72,6 +66,26 @@ def _prepare(experiment: Experiment, options: argparse.Namespace) -> None:
     print(f"shards: {redacted(run.shards)}")
     print(f"report: {prepared / 'report' / 'report.html'}, {prepared / 'clusters.png'}")
     print(f"next: {command_line('fit', options)}")
+
+
+def _dry_run(experiment: Experiment, options: argparse.Namespace) -> None:
+    from ddm_lightning.prepare.dry_run import dry_run, dry_run_table
+    from ddm_lightning.prepare.engine import num_gpus_for, num_processes_for
+    from ddm_lightning.prepare.filters import filter_table
+
+    prepare = experiment.prepare
+    console = Console()
+    plan = dry_run(experiment, RunFolder.of(experiment).root, _networks_check(experiment, options))
+    num_processes = num_processes_for(prepare, plan.num_parts, plan.num_samples)
+    console.print(dry_run_table(plan, num_processes, num_gpus_for(prepare)))
+    print(plan.seen)
+    if prepare.filters or prepare.drop_keys:
+        title = f"filters, by {plan.num_looked_at:,} samples"
+        console.print(filter_table(plan.num_looked_at, plan.filtered, plan.num_broken, title))
+
+    print(f"stages to run: {', '.join(plan.stages) or 'none, all is up to date'}")
+    print(f"parts to encode: {plan.num_unfinished_parts} of {plan.num_parts}\nnothing was written")
+    print(f"what the members will need (your GPU: add --device NAME): {command_line('plan', options)}")
 
 
 def _check(experiment: Experiment, options: argparse.Namespace, members: Sequence[str] = ()) -> None:
@@ -98,21 +112,18 @@ def _prepared(experiment: Experiment, options: argparse.Namespace) -> Run | None
     from ddm_lightning.prepare.share import Share, prepare_share
     from ddm_lightning.prepare.stages import prepare
 
-    share = None
-    if getattr(options, "parts", None) is not None:
-        share = Share.parse(options.parts)
-
+    parts = getattr(options, "parts", None)  # fit has neither this option nor --prune
     folder = RunFolder.of(experiment).root
     check = _networks_check(experiment, options, initial=True)
-    check_free(Run(experiment), parts=share is not None)
+    check_free(Run(experiment), parts=parts is not None)
     with Bars(Console(), transient=True) as bars:
-        prune = getattr(options, "prune", False)
         reporter = Reporter(bars)
-        manifest = (
-            prepare(experiment, folder, reporter, check, prune)
-            if share is None
-            else prepare_share(experiment, folder, share, reporter, check)
-        )
+        manifest: Manifest | None
+        if parts is None:
+            manifest = prepare(experiment, folder, reporter, check, getattr(options, "prune", False))
+        else:
+            manifest = prepare_share(experiment, folder, Share.parse(parts), reporter, check)
+
         if manifest is None:
             return None
 
@@ -135,10 +146,9 @@ def _one_member(experiment: Experiment, options: argparse.Namespace) -> str:
 
 def _fit(experiment: Experiment, options: argparse.Namespace) -> int | None:
     members = parse_members(options.member, experiment)
-    if options.jobs is not None and options.jobs < 1:
-        raise UserError(f"--jobs {options.jobs}: must be at least 1")
-
-    for island in (island_of(member, experiment) for member in members):
+    check_positive("--jobs", options.jobs)
+    for member in members:
+        island = island_of(member, experiment)
         check_devices(island.accelerator, island.devices)
 
     if len(members) == 1 and options.member != "all":
@@ -151,7 +161,11 @@ def _fit_one(member: str, experiment: Experiment, options: argparse.Namespace) -
     experiment = replace(experiment, island=island_of(member, experiment))
     _check(experiment, options, [member])
     run = Run(experiment)
-    (pull_ensemble if member == STUDENT and run.url else pull_manifest)(run)  # a student needs its teacher
+    if member == STUDENT and run.url:  # it needs its teacher
+        pull_ensemble(run)
+    else:
+        pull_manifest(run)
+
     manifest = run.manifest  # an island gets prepared shards; it does not make them
     if not run.folder.experiment.exists():
         _networks_check(experiment, options)(manifest)
@@ -170,12 +184,14 @@ def _fit_one(member: str, experiment: Experiment, options: argparse.Namespace) -
 def _fit_several(members: list[str], experiment: Experiment, options: argparse.Namespace) -> int | None:
     console = Console()
     check_strategy(experiment, options.config, options.overrides)
-    if (started := Ranks.read().world_size) > 1:
+    started = Ranks.read().world_size
+    if started > 1:
         raise UserError(f"{started} processes of fit were started, as by torchrun; start it once, or name a member")
 
     leave_ranks()
     for member in members:
-        if (nodes := island_of(member, experiment).nodes) > 1:
+        nodes = island_of(member, experiment).nodes
+        if nodes > 1:
             raise UserError(f"key 'island.nodes' = {nodes}: start fit on each node with member={member} alone")
 
     if not (is_shared(Run(experiment)) or is_collected(members, Run(experiment))):
@@ -187,10 +203,10 @@ def _fit_several(members: list[str], experiment: Experiment, options: argparse.N
     failures = fit_members(members, run, options.jobs or default_jobs(members, experiment), console)
     console.print(table_of(run, width=console.width))
     print_skipped(members, run, options)
-    for member, failure in failures.items():
-        print(f"{member}: {failure.reason}", file=sys.stderr)
-
     if failures:
+        for member, failure in failures.items():
+            print(f"{member}: {failure.reason}", file=sys.stderr)
+
         print(f"logs: {run.folder.root / 'members'}; run the same command again to train the rest", file=sys.stderr)
         codes = {failure.code for failure in failures.values()}
         if codes in ({2}, {processes.STOPPED}):
@@ -198,26 +214,32 @@ def _fit_several(members: list[str], experiment: Experiment, options: argparse.N
 
         return 1
 
-    if all(run.is_finished(member) for member in run.names):
-        is_new = assemble(run)
-        grid = _grid(experiment)
-        clusters = run.folder.prepared / "clusters.png"
-        if grid.exists() and not is_new:
-            print("all members are finished and their samples are there: nothing to do")
-        else:
-            from ddm_lightning.use.samples import write_samples
-
-            ensemble = DecentralizedEnsemble.open(experiment, partial=True)
-            write_samples(ensemble, grid, experiment.sample.prompts, show_progress=True)
-
-        print(f"ensemble: {run.folder.ensemble}\nsamples: {grid}")
-        if clusters.exists():
-            print(f"clusters: {clusters}")
-
-        print(f"next: {_sample_command(experiment, options)}")
+    if all(map(run.is_finished, run.names)):
+        _assemble(run, options)
 
     print(f"curves: tensorboard --logdir {run.folder.root}")
     return None
+
+
+def _assemble(run: Run, options: argparse.Namespace) -> None:
+    """Assemble the ensemble, and generate its samples if they are missing or of other members."""
+    experiment = run.experiment
+    is_new = assemble(run)
+    grid = _grid(experiment)
+    if grid.exists() and not is_new:
+        print("all members are finished and their samples are there: nothing to do")
+    else:
+        from ddm_lightning.use.samples import write_samples
+
+        ensemble = DecentralizedEnsemble.open(experiment, partial=True)
+        write_samples(ensemble, grid, experiment.sample.prompts, show_progress=True)
+
+    print(f"ensemble: {run.folder.ensemble}\nsamples: {grid}")
+    clusters = run.folder.prepared / "clusters.png"
+    if clusters.exists():
+        print(f"clusters: {clusters}")
+
+    print(f"next: {_sample_command(experiment, options)}")
 
 
 def _grid(experiment: Experiment) -> Path:
@@ -229,7 +251,8 @@ def _sample_command(experiment: Experiment, options: argparse.Namespace) -> str:
     return command_line("sample", options) + {"class": " --class …", "none": ""}.get(kind, " --prompt …")
 
 
-def _captions(experiment: Experiment, options: argparse.Namespace) -> None:
+def _print_captions(experiment: Experiment, given: str) -> None:
+    """Print the captions that contain a word."""
     from ddm_lightning.prepare.prepared import Prepared
 
     prepared = Prepared(Run.open(experiment).folder.prepared)
@@ -237,16 +260,20 @@ def _captions(experiment: Experiment, options: argparse.Namespace) -> None:
         if not file.exists():
             raise UserError(f"{file}: is missing; search for captions on the machine that has the images")
 
-    word = options.captions.casefold()
+    word = given.casefold()
     found = sorted({text for text in prepared.texts("captions") if word in text.casefold()})
     if not found:
-        raise UserError(f"--captions {options.captions!r}: no caption contains it; give another word, or '' for all")
+        raise UserError(f"--captions {given!r}: no caption contains it; give another word, or '' for all")
 
     print(*found, sep="\n")
 
 
 def _sample(experiment: Experiment, options: argparse.Namespace) -> None:
-    from ddm_lightning.use.samples import check_out, settings_line, write_samples
+    if options.captions is not None:
+        _print_captions(experiment, options.captions)
+        return
+
+    from ddm_lightning.use.samples import settings_line, write_samples
 
     given = {"--strategy": options.strategy, "--num": options.num, "--seed": options.seed}
     settings = resolve(
@@ -257,23 +284,7 @@ def _sample(experiment: Experiment, options: argparse.Namespace) -> None:
         num_per_prompt=options.num,
         seed=options.seed,
     )
-    own = RunFolder.of(settings).samples
-    if options.out is None:
-        path = own
-    else:
-        path = check_out(options.out)
-
-    if path.suffix != ".png":
-        changed = (options.prompt, options.classes, options.num, options.seed is not None)
-        is_own = not any(changed) and not any(text.startswith("sample.") for text in options.overrides)
-        name = settings.sample.member or settings.sample.strategy
-        # A new file, so that earlier grids stay.
-        new = (path / f"{name}-{number:03d}.png" for number in itertools.count(1))
-        if is_own and path == own:
-            path = _grid(settings)
-        else:
-            path = next(p for p in new if not p.exists())
-
+    path = _grid_to_write(settings, options)
     ensemble = DecentralizedEnsemble.open(settings, partial=True)
     files = write_samples(
         ensemble,
@@ -293,23 +304,41 @@ def _sample(experiment: Experiment, options: argparse.Namespace) -> None:
     print(f"cost: {cost.gflop:.3g} GFLOP per image, {cost.experts:.2f} active experts on average")
 
 
+def _grid_to_write(settings: Experiment, options: argparse.Namespace) -> Path:
+    """The grid that ``fit`` writes if nothing but its strategy was asked for; else a new file, so that others stay."""
+    from ddm_lightning.use.samples import check_out
+
+    folder = RunFolder.of(settings).samples
+    if options.out is not None:
+        folder = check_out(options.out)
+        if folder.suffix == ".png":
+            return folder
+
+    changed = [options.prompt, options.classes, options.num, options.seed is not None]
+    changed += [text.startswith("sample.") for text in options.overrides]
+    if folder == RunFolder.of(settings).samples and not any(changed):
+        return _grid(settings)
+
+    name = settings.sample.member or settings.sample.strategy
+    numbered = (folder / f"{name}-{number:03d}.png" for number in itertools.count(1))
+    return next(path for path in numbered if not path.exists())
+
+
 def _evaluate(experiment: Experiment, options: argparse.Namespace) -> None:
     check_strategy(experiment, options.config, options.overrides)
     check_devices(experiment.island.accelerator, 1)
 
     from ddm_lightning.evaluation.evaluate import evaluate
 
-    images, out = (None if path is None else Path(path) for path in (options.images, options.out))
-    if found := evaluate(Run(experiment), images, out, show_progress=True):
+    found = evaluate(Run(experiment), options.images, options.out, show_progress=True)
+    if found is not None:
         path, table = found
         Console().print(table)
         print(f"results: {path}")
 
 
 def _diagnose(experiment: Experiment, options: argparse.Namespace) -> None:
-    if options.num < 1:
-        raise UserError(f"--num {options.num}: must be at least 1")
-
+    check_positive("--num", options.num)
     check_devices(experiment.island.accelerator, 1)
     run = Run.open(experiment)
 
@@ -336,12 +365,12 @@ def _replay(experiment: Experiment, options: argparse.Namespace) -> None:
 
 def _ema(experiment: Experiment, options: argparse.Namespace) -> None:
     member = _one_member(experiment, options)
-    try:
-        width = None
-        if options.use not in (None, "original"):
+    width = None
+    if options.use not in (None, "original"):
+        try:
             width = float(options.use)
-    except ValueError:
-        raise UserError(f"--use {options.use}: give a width such as 0.08, or original") from None
+        except ValueError:
+            raise UserError(f"--use {options.use}: give a width such as 0.08, or original") from None
 
     run = Run.open(experiment)
 
@@ -364,63 +393,73 @@ def _ema(experiment: Experiment, options: argparse.Namespace) -> None:
 
 
 def _export(experiment: Experiment, options: argparse.Namespace) -> None:
-    out = Path(options.out)
+    out = options.out
     member = experiment.sample.member if options.to == "diffusers" else None
     manifest = manifest_with_about(RunFolder.of(experiment).root, experiment, member=member)
     if options.to == "peft":
-        if others := export_peft(manifest, out):
+        others = export_peft(manifest, out)
+        if others:
             note(f"{', '.join(others)}: trained, but no adapters; {CONDITION_FILE} beside each adapter keeps them")
-        if whole := [name for name in manifest.experts if manifest.metas[name].lora is None]:
+
+        whole = [name for name in manifest.experts if manifest.metas[name].lora is None]
+        if whole:
             note(f"{', '.join(whole)}: left out, no adapter")
 
         print(f"peft: {out}")
         return
 
-    if member is None:
-        write = save_ensemble if options.to == "ensemble" else export_diffusers
-        write(manifest, out, options.licence)
-    elif lost := export_member(manifest, out, options.licence):
-        note(
-            f"diffusers has no place for {', '.join(lost)}; {out / CONDITION_FILE} keeps it, but its pipelines do not "
-            "read that file: the model card says what to do"
-        )
+    if options.to == "ensemble":
+        save_ensemble(manifest, out, options.licence)
+    elif member is None:
+        export_diffusers(manifest, out, options.licence)
+    else:
+        lost = export_member(manifest, out, options.licence)
+        if lost:
+            note(
+                f"diffusers has no place for {', '.join(lost)}; {out / CONDITION_FILE} keeps it, but its pipelines do "
+                "not read that file: the model card says what to do"
+            )
 
     print(f"{options.to}: {out}\nmodel card: {out / 'README.md'}")
 
 
 def change_ensemble(options: argparse.Namespace) -> None:
     """Run ``ensemble add``, ``remove`` or ``replace``, which need no experiment."""
-    if options.action != "remove" and options.images is not None and options.images < 1:
-        raise UserError(f"--images {options.images}: must be at least 1")
+    if options.action != "remove":
+        check_positive("--images", options.images)
 
     before = manifest_with_about(fetched(options.folder), partial=True)
-    out = Path(options.out)
-    if options.action != "remove" and options.trust:
-        verify(Path(options.artifact), Path(options.artifact) / SIGNATURE, [Path(key) for key in options.trust])
-
-    if options.action == "remove":
-        after = removed(before, options.member)
-    elif options.action == "replace":
-        after = replaced(before, options.member, Path(options.artifact), options.images)
-    else:
-        after = added(before, Path(options.artifact), options.images)
-
     with TemporaryDirectory() as scratch:
-        if options.action == "add" and options.tune_router and ROUTER not in after.folders:
-            from ddm_lightning.training.extension import extend_router
-
-            expert = Path(options.artifact)
-            router = Path(scratch) / ROUTER
-            seen, new = (RunFolder(Path(run)) for run in options.tune_router)
-            extend_router(before, expert, options.images / after.description.num_images, seen, new, router)
-            after = added(before, expert, options.images, router)
-
-        save_ensemble(after, out)
+        after = _changed(before, options, Path(scratch))
+        save_ensemble(after, options.out)
 
     shares = [f"{name} {prior:.4f}" for name, prior in after.shares.items()]
-    print(f"ensemble: {out}\npriors: {', '.join(shares)}")
+    print(f"ensemble: {options.out}\npriors: {', '.join(shares)}")
     if ROUTER in before.folders and ROUTER not in after.folders:
         print("the router does not know this cluster and was left out: use the strategy bayes, or train a router anew")
+
+
+def _changed(before: EnsembleManifest, options: argparse.Namespace, scratch: Path) -> EnsembleManifest:
+    """The changed ensemble; with ``--tune-router``, its router is in ``scratch``."""
+    if options.action == "remove":
+        return removed(before, options.member)
+
+    expert = options.artifact
+    if options.trust:
+        verify(expert, expert / SIGNATURE, options.trust)
+
+    if options.action == "replace":
+        return replaced(before, options.member, expert, options.images)
+
+    after = added(before, expert, options.images)
+    if options.tune_router is None or ROUTER in after.folders:
+        return after
+
+    from ddm_lightning.training.extension import extend_router
+
+    seen, new = map(RunFolder, options.tune_router)
+    extend_router(before, expert, options.images / after.description.num_images, seen, new, scratch / ROUTER)
+    return added(before, expert, options.images, scratch / ROUTER)
 
 
 def _demo(experiment: Experiment, options: argparse.Namespace) -> None:
@@ -443,11 +482,13 @@ def run_command(experiment: Experiment, options: argparse.Namespace) -> int:
     configure_torch(experiment.island.accelerator, experiment.island.num_threads)
     # Of several ranks of ``evaluate``, the others wait for the first.
     if options.command in _NEED_ENSEMBLE and Ranks.read().rank == 0:
-        needs_all = options.command == "diagnose" or getattr(options, "to", None) in ("ensemble", "peft")
-        pull_ensemble(Run(experiment), None if needs_all else experiment.sample.member)
+        member = experiment.sample.member
+        if options.command == "diagnose" or getattr(options, "to", None) in ("ensemble", "peft"):
+            member = None  # it needs all
 
-    command = _captions if getattr(options, "captions", None) is not None else COMMANDS[options.command]
-    return command(experiment, options) or 0
+        pull_ensemble(Run(experiment), member)
+
+    return COMMANDS[options.command](experiment, options) or 0
 
 
 _NEED_ENSEMBLE = ("sample", "demo", "evaluate", "diagnose", "export")

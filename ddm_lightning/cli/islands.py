@@ -59,9 +59,7 @@ def launch_members(experiment: Experiment, options: argparse.Namespace) -> None:
 
 def show_plan(experiment: Experiment, options: argparse.Namespace) -> None:
     """Run ``plan``: print what each member needs on each device, the cheapest that fits in detail."""
-    if options.samples is not None and options.samples < 1:
-        raise UserError(f"--samples {options.samples}: must be at least 1")
-
+    check_positive("--samples", options.samples)
     members = parse_members(options.only, experiment, "--only")
     rates = plan.rates_of(options.mfu, options.prices or ())
     devices, source = plan.devices_of(experiment, options.device, rates)
@@ -173,6 +171,12 @@ def table_of(run: Run, members: Sequence[Seen] | None = None, width: int = 80) -
     table.caption = preparing_line(run)
     table.caption_justify = "left"
     return table
+
+
+def check_positive(option: str, value: int | None) -> None:
+    """Refuse a number below 1 behind an option of the command line."""
+    if value is not None and value < 1:
+        raise UserError(f"{option} {value}: must be at least 1")
 
 
 def command_line(name: str, options: argparse.Namespace) -> str:

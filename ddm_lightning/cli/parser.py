@@ -6,7 +6,8 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from pathlib import Path
+from typing import Any
 
 from ddm_lightning import __version__
 from ddm_lightning.core import environment
@@ -35,8 +36,7 @@ _PLACES = {
     **dict.fromkeys(("diagnose", "replay", "ema", "status"), f"{_PLACE}, or run folder"),
 }
 """Help of ``--config`` where it takes more than a file."""
-_Options: TypeAlias = dict[str, dict[str, Any]]
-"""Arguments of ``add_argument`` by the name of the option."""
+_ALLOW_PATHS = "let encoders load local paths or hub models that only the ensemble's files name"
 
 
 class _Describe(argparse.Action):
@@ -61,15 +61,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"ddm_lightning {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, (text, options) in _commands().items():
+
+    def add(name: str, text: str, *, exclusive: bool = False) -> argparse._ActionsContainer:
         command = commands.add_parser(name, help=text, description=text)
-        if name == "ensemble":
-            actions = command.add_subparsers(dest="action", metavar="ACTION", required=True)
-            for action, (words, own) in _changes().items():
-                _add(actions.add_parser(action, help=words, description=words), own)
-
-            continue
-
         command.add_argument("-c", "--config", required=True, metavar="FILE", help=_PLACES.get(name, _PLACE))
         command.add_argument(
             "overrides",
@@ -77,182 +71,152 @@ def build_parser() -> argparse.ArgumentParser:
             metavar="key=value",
             help="settings that override the file, such as sample.num_steps=20",
         )
-        _add(command.add_mutually_exclusive_group() if name in ("prepare", "ema", "status") else command, options)
+        if exclusive:
+            return command.add_mutually_exclusive_group()
+
+        return command
+
+    prepare = add("prepare", "Cluster the data set and write one folder of shards per cluster.", exclusive=True)
+    prepare.add_argument("--dry-run", action="store_true", help="print stages, samples, bytes and hours; write nothing")
+    prepare.add_argument("--prune", action="store_true", help="remove encoded parts that the source no longer lists")
+    prepare.add_argument(
+        "--parts", metavar="I/N", help="prepare as machine I of N; run it on each machine with the same remote"
+    )
+
+    fit = add("fit", "Train the members (member=all by default, or names such as member=expert-3) and assemble them.")
+    fit.add_argument("--jobs", type=int, help="members trained at once (default: as many as fit this machine)")
+
+    sample = add("sample", "Generate images with the ensemble.")
+    sample.add_argument("--prompt", action="append", help="text prompt; repeat it for more rows")
+    sample.add_argument(
+        "--class", dest="classes", action="append", metavar="NAME", help="class name or number; repeat it for more rows"
+    )
+    sample.add_argument("--strategy", help=f"routing: {', '.join(STRATEGIES.names())}")
+    sample.add_argument("--num", type=int, help="images per row (default: the experiment's)")
+    sample.add_argument("--seed", type=int, help="noise seed (default: the experiment's)")
+    sample.add_argument(
+        "--out",
+        metavar="PATH",
+        help="PNG file for the grid, or folder for a new one (default: the run's samples folder); single images "
+        "go into a folder beside the grid, with the same name",
+    )
+    sample.add_argument(
+        "--captions", metavar="WORD", help="print the captions that contain WORD, to use as prompts; '' for all"
+    )
+    sample.add_argument("--gif", action="store_true", help="also write the sampling trajectory as a GIF")
+    sample.add_argument("--allow-paths", action="store_true", help=_ALLOW_PATHS)
+
+    demo = add("demo", "Try the ensemble on a local page (extra [page]).")
+    demo.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
+    demo.add_argument("--port", type=int, default=7860, help="port (default: 7860; 0 for any free one)")
+    demo.add_argument("--allow-paths", action="store_true", help=_ALLOW_PATHS)
+
+    evaluate = add("evaluate", "Score the ensemble's samples against held-out images (resumable; minutes on a CPU).")
+    evaluate.add_argument(
+        "--images", type=Path, metavar="PATH", help="folder or .npz file to score instead of new samples"
+    )
+    evaluate.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="results folder (default: one in the run's evaluation/)"
+    )
+    evaluate.add_argument("--allow-paths", action="store_true", help=_ALLOW_PATHS)
+
+    diagnose = add(
+        "diagnose",
+        "Measure experts by cluster, the router by noise level and the clusters' shares in samples; takes minutes.",
+    )
+    diagnose.add_argument("--strategy", action="append", help="strategy whose samples are classified; repeat for more")
+    diagnose.add_argument("--num", type=int, default=256, help="images per strategy (default: 256)")
+
+    replay = add("replay", "Repeat a step of member=expert-3 that was skipped because its gradient was not finite.")
+    replay.add_argument("--step", type=int, help="number of the step (default: the last skipped one)")
+    replay.add_argument("--rank", type=int, default=0, help="rank whose samples are replayed (default: 0)")
+
+    ema = add("ema", "Compare EMA widths of a finished member (member=expert-3) by held-out loss.", exclusive=True)
+    ema.add_argument("--width", action="append", type=float, help="width to compare; repeat it for more")
+    ema.add_argument("--use", metavar="WIDTH", help="put this width's average into the artifact; original undoes it")
+
+    export = add("export", "Write the ensemble as a folder for others: artifacts, hashes and a model card.")
+    export.add_argument(
+        "--to",
+        required=True,
+        choices=("ensemble", "diffusers", "peft"),
+        help="diffusers adds its pipeline, or with sample.member=NAME writes that member's own transformer; "
+        "peft writes only the experts' adapters, for peft",
+    )
+    export.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="new folder")
+    export.add_argument("--licence", metavar="TEXT", help="licence of the weights, for the model card")
+
+    _add_ensemble(commands)
+    launch = add("launch", "Start each member on an island of its own, unless it runs or is finished.")
+    launch.add_argument("--on", metavar="NAME", help=f"launcher: {', '.join(LAUNCHERS.names())}")
+    launch.add_argument("--only", default="all", help="members, such as expert-0,router (default: all of the ensemble)")
+    launch.add_argument("--cancel", action="store_true", help="stop the members; all but sky wait for a checkpoint")
+    launch.add_argument("--dry-run", action="store_true", help="print the jobs; start nothing")
+
+    plan = add("plan", "Show what each member needs before you rent anything: memory, hours, traffic and price.")
+    plan.add_argument(
+        "--device", action="append", metavar="NAME", help="GPU, such as 'A100 80GB'; repeat it to compare"
+    )
+    plan.add_argument("--prices", action="append", metavar="FILE", help="YAML file of dollars per hour by GPU")
+    plan.add_argument("--mfu", metavar="SHARE|FILE", help="share of the GPU's peak, or a result of benchmarks/mfu.py")
+    plan.add_argument("--samples", type=int, metavar="N", help="images of the source, if they are not prepared")
+    plan.add_argument("--only", default="all", help="members, such as expert-0,router (default: all of the ensemble)")
+    plan.add_argument("--json", action="store_true", help="print one JSON object instead")
+
+    status = add(
+        "status", "Show the progress of each member, on all islands if the experiment has a remote.", exclusive=True
+    )
+    status.add_argument("--watch", action="store_true", help="refresh every few seconds until all members are done")
+    status.add_argument("--json", action="store_true", help="print one JSON object per member instead")
+    status.add_argument("--html", metavar="FILE", help="write a page with the table and all curves instead")
+
+    config = add("config", "Print the experiment with all defaults and overrides resolved.")
+    config.add_argument("--describe", action=_Describe, nargs=0, help="print every key's type, default and meaning")
 
     return parser
 
 
-def _add(command: argparse._ActionsContainer, options: _Options) -> None:
-    for name, settings in options.items():
-        command.add_argument(name, **settings)
+def _add_ensemble(commands: Any) -> None:
+    """Add ``ensemble``, whose actions take no experiment."""
+    text = "Add, remove or replace an expert; writes a new ensemble."
+    ensemble = commands.add_parser("ensemble", help=text, description=text)
+    actions = ensemble.add_subparsers(dest="action", metavar="ACTION", required=True)
+    for name, text in {
+        "add": "Add an expert; one of other data needs the strategy bayes, or --tune-router.",
+        "remove": "Remove an expert; the router's probabilities of the others are renormalised.",
+        "replace": "Put another artifact in the place of an expert.",
+    }.items():
+        action = actions.add_parser(name, help=text, description=text)
+        action.add_argument("folder", metavar="FOLDER", help="run folder, saved ensemble, or URL of one")
+        if name != "add":
+            action.add_argument("member", metavar="EXPERT", help="name of the expert, such as expert-2")
 
+        if name != "remove":
+            action.add_argument("artifact", type=Path, metavar="ARTIFACT", help="artifact folder of the new expert")
+            action.add_argument(
+                "--images", type=int, required=name == "add", metavar="N", help="images in its cluster, for its prior"
+            )
 
-def _commands() -> dict[str, tuple[str, _Options]]:
-    """Description and options of each command."""
-    allow_paths = {
-        "--allow-paths": _option(
-            "let encoders load local paths or hub models that only the ensemble's files name", action="store_true"
-        )
-    }
-    return {
-        "prepare": (
-            "Cluster the data set and write one folder of shards per cluster.",
-            {
-                "--dry-run": _option("print stages, samples, bytes and hours; write nothing", action="store_true"),
-                "--prune": _option("remove encoded parts that the source no longer lists", action="store_true"),
-                "--parts": _option(
-                    "prepare as machine I of N; run it on each machine with the same remote",
-                    metavar="I/N",
-                ),
-            },
-        ),
-        "fit": (
-            "Train the members (member=all by default, or names such as member=expert-3) and assemble them.",
-            {"--jobs": _option("members trained at once (default: as many as fit this machine)", type=int)},
-        ),
-        "sample": (
-            "Generate images with the ensemble.",
-            {
-                "--prompt": _option("text prompt; repeat it for more rows", action="append"),
-                "--class": _option(
-                    "class name or number; repeat it for more rows", dest="classes", action="append", metavar="NAME"
-                ),
-                "--strategy": _option(f"routing: {', '.join(STRATEGIES.names())}"),
-                "--num": _option("images per row (default: the experiment's)", type=int),
-                "--seed": _option("noise seed (default: the experiment's)", type=int),
-                "--out": _option(
-                    "PNG file for the grid, or folder for a new one (default: the run's samples folder); single images "
-                    "go into a folder beside the grid, with the same name",
-                    metavar="PATH",
-                ),
-                "--captions": _option(
-                    "print the captions that contain WORD, to use as prompts; '' for all", metavar="WORD"
-                ),
-                "--gif": _option("also write the sampling trajectory as a GIF", action="store_true"),
-                **allow_paths,
-            },
-        ),
-        "demo": (
-            "Try the ensemble on a local page (extra [page]).",
-            {
-                "--host": _option("address to listen on (default: this machine only)", default="127.0.0.1"),
-                "--port": _option("port (default: 7860; 0 for any free one)", type=int, default=7860),
-                **allow_paths,
-            },
-        ),
-        "evaluate": (
-            "Score the ensemble's samples against held-out images (resumable; minutes on a CPU).",
-            {
-                "--images": _option("folder or .npz file to score instead of new samples", metavar="PATH"),
-                "--out": _option("results folder (default: one in the run's evaluation/)", metavar="FOLDER"),
-                **allow_paths,
-            },
-        ),
-        "diagnose": (
-            "Measure experts by cluster, the router by noise level and the clusters' shares in samples; takes minutes.",
-            {
-                "--strategy": _option("strategy whose samples are classified; repeat for more", action="append"),
-                "--num": _option("images per strategy (default: 256)", type=int, default=256),
-            },
-        ),
-        "replay": (
-            "Repeat a step of member=expert-3 that was skipped because its gradient was not finite.",
-            {
-                "--step": _option("number of the step (default: the last skipped one)", type=int),
-                "--rank": _option("rank whose samples are replayed (default: 0)", type=int, default=0),
-            },
-        ),
-        "ema": (
-            "Compare EMA widths of a finished member (member=expert-3) by held-out loss.",
-            {
-                "--width": _option("width to compare; repeat it for more", action="append", type=float),
-                "--use": _option("put this width's average into the artifact; original undoes it", metavar="WIDTH"),
-            },
-        ),
-        "export": (
-            "Write the ensemble as a folder for others: artifacts, hashes and a model card.",
-            {
-                "--to": _option(
-                    "diffusers adds its pipeline, or with sample.member=NAME writes that member's own transformer; "
-                    "peft writes only the experts' adapters, for peft",
-                    required=True,
-                    choices=("ensemble", "diffusers", "peft"),
-                ),
-                "--out": _option("new folder", required=True, metavar="FOLDER"),
-                "--licence": _option("licence of the weights, for the model card", metavar="TEXT"),
-            },
-        ),
-        "ensemble": ("Add, remove or replace an expert; writes a new ensemble.", {}),
-        "launch": (
-            "Start each member on an island of its own, unless it runs or is finished.",
-            {
-                "--on": _option(f"launcher: {', '.join(LAUNCHERS.names())}", metavar="NAME"),
-                "--only": _option("members, such as expert-0,router (default: all of the ensemble)", default="all"),
-                "--cancel": _option("stop the members; all but sky wait for a checkpoint", action="store_true"),
-                "--dry-run": _option("print the jobs; start nothing", action="store_true"),
-            },
-        ),
-        "plan": (
-            "Show what each member needs before you rent anything: memory, hours, traffic and price.",
-            {
-                "--device": _option("GPU, such as 'A100 80GB'; repeat it to compare", action="append", metavar="NAME"),
-                "--prices": _option("YAML file of dollars per hour by GPU", action="append", metavar="FILE"),
-                "--mfu": _option("share of the GPU's peak, or a result of benchmarks/mfu.py", metavar="SHARE|FILE"),
-                "--samples": _option("images of the source, if they are not prepared", type=int, metavar="N"),
-                "--only": _option("members, such as expert-0,router (default: all of the ensemble)", default="all"),
-                "--json": _option("print one JSON object instead", action="store_true"),
-            },
-        ),
-        "status": (
-            "Show the progress of each member, on all islands if the experiment has a remote.",
-            {
-                "--watch": _option("refresh every few seconds until all members are done", action="store_true"),
-                "--json": _option("print one JSON object per member instead", action="store_true"),
-                "--html": _option("write a page with the table and all curves instead", metavar="FILE"),
-            },
-        ),
-        "config": (
-            "Print the experiment with all defaults and overrides resolved.",
-            {"--describe": _option("print every key's type, default and meaning", action=_Describe, nargs=0)},
-        ),
-    }
+        if name == "add":
+            action.add_argument(
+                "--tune-router",
+                type=Path,
+                nargs=2,
+                metavar=("RUN", "NEW_RUN"),
+                help="train the router on the new cluster, too: run folders with the old clusters' shards and with the "
+                "new one's",
+            )
 
+        if name != "remove":
+            action.add_argument(
+                "--trust",
+                type=Path,
+                action="append",
+                metavar="KEY",
+                help="public key that must have signed ARTIFACT; repeat it for more",
+            )
 
-def _changes() -> dict[str, tuple[str, _Options]]:
-    """Description and arguments of each action of ``ensemble``."""
-    folder = {"folder": _option("run folder, saved ensemble, or URL of one", metavar="FOLDER")}
-    member = {"member": _option("name of the expert, such as expert-2", metavar="EXPERT")}
-    artifact = {"artifact": _option("artifact folder of the new expert", metavar="ARTIFACT")}
-    images = _option("images in its cluster, for its prior", type=int, metavar="N")
-    trust = _option("public key that must have signed ARTIFACT; repeat it for more", action="append", metavar="KEY")
-    out = {"--out": _option("new folder, a saved ensemble", required=True, metavar="OUT")}
-    tune = "train the router on the new cluster, too: run folders with the old clusters' shards and with the new one's"
-    return {
-        "add": (
-            "Add an expert; one of other data needs the strategy bayes, or --tune-router.",
-            {
-                **folder,
-                **artifact,
-                "--images": {**images, "required": True},
-                "--tune-router": _option(tune, nargs=2, metavar=("RUN", "NEW_RUN")),
-                "--trust": trust,
-                **out,
-            },
-        ),
-        "remove": (
-            "Remove an expert; the router's probabilities of the others are renormalised.",
-            {**folder, **member, **out},
-        ),
-        "replace": (
-            "Put another artifact in the place of an expert.",
-            {**folder, **member, **artifact, "--images": images, "--trust": trust, **out},
-        ),
-    }
-
-
-def _option(help_text: str, **settings: Any) -> dict[str, Any]:
-    """Arguments of ``add_argument``."""
-    return {"help": help_text, **settings}
+        action.add_argument("--out", type=Path, required=True, metavar="OUT", help="new folder, a saved ensemble")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -277,11 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {line}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        if options.command in _RESUMABLE:
-            remedy = "; run the same command again to resume"
-        else:
-            remedy = ""
-
+        remedy = "; run the same command again to resume" if options.command in _RESUMABLE else ""
         print(f"interrupted{remedy}", file=sys.stderr)
         return STOPPED
 
@@ -297,17 +257,12 @@ def _run(options: argparse.Namespace) -> int:
     from ddm_lightning.config.load import load_experiment, to_yaml
 
     if options.command in ("fit", "replay", "ema"):
-        chosen = []
+        options.member = "all"
         for text in options.overrides:
             if text.startswith("member="):
-                chosen.append(text)
+                options.member = text.removeprefix("member=")
 
-        if chosen:
-            options.member = chosen[-1].removeprefix("member=")
-        else:
-            options.member = "all"
-
-        options.overrides = [text for text in options.overrides if text not in chosen]
+        options.overrides = [text for text in options.overrides if not text.startswith("member=")]
 
     if options.command == "fit" and options.member != "all":
         stop_as_by_ctrl_c()
@@ -347,7 +302,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
         argcomplete.autocomplete(parser)
 
-    arguments = [_at_home(hide_passwords(text)) for text in (sys.argv[1:] if arguments is None else arguments)]
+    if arguments is None:
+        arguments = sys.argv[1:]
+
+    arguments = [_at_home(hide_passwords(text)) for text in arguments]
     if not arguments:
         parser.print_help(sys.stderr)
         raise SystemExit(2)
@@ -355,7 +313,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options, rest = parser.parse_known_args(arguments)
     # argparse takes positionals from one place only; overrides may also stand between and after options.
     is_fixed = options.command == "ensemble"
-    if strays := [text for text in rest if is_fixed or text.startswith("-") or "=" not in text]:
+    strays = [text for text in rest if is_fixed or text.startswith("-") or "=" not in text]
+    if strays:
         parser.error(f"unrecognized arguments: {' '.join(strays)}; settings are given as key=value")
 
     options.overrides = [*getattr(options, "overrides", ()), *rest]

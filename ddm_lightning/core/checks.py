@@ -204,7 +204,8 @@ def read_record(path: Path, kind: type[_Kind], what: str, remedy: str) -> _Kind:
 def kept(record: Any, kind: Any) -> Any:
     """The keys of a record that the dataclass ``kind`` has; others, of earlier releases, do not count."""
     kind, _ = without_none(kind)
-    if not (is_dataclass(kind) and isinstance(record, dict)):
+    is_section = is_dataclass(kind) and isinstance(record, dict)
+    if not is_section:
         return record
 
     known = hints(kind)
