@@ -36,6 +36,7 @@ from ddm_lightning.ensemble.manifest import EnsembleManifest, assemble
 from ddm_lightning.islands.local import default_jobs, fit_alone, fit_members
 from ddm_lightning.islands.publish import published
 from ddm_lightning.islands.shared import check_free, is_shared, publish_prepared, pull_ensemble, pull_manifest
+from ddm_lightning.islands.status import Watch
 from ddm_lightning.members.member import ROUTER, STUDENT, parse_members
 from ddm_lightning.members.preflight import check_networks, check_plugins, check_strategy, is_collected, refuse_stale
 from ddm_lightning.members.run import Run
@@ -201,7 +202,7 @@ def _fit_several(members: list[str], experiment: Experiment, options: argparse.N
     run = Run.open(experiment, create=True)
     refuse_stale(members, run)
     failures = fit_members(members, run, options.jobs or default_jobs(members, experiment), console)
-    console.print(table_of(run, width=console.width))
+    console.print(table_of(run, Watch(run).look(), console.width))
     print_skipped(members, run, options)
     if failures:
         for member, failure in failures.items():

@@ -65,20 +65,25 @@ def show_plan(experiment: Experiment, options: argparse.Namespace) -> None:
     devices, source = plan.devices_of(experiment, options.device, rates)
     data = plan.data_of(experiment, options.samples)
     planner = plan.Planner(experiment, members, data, rates)
-    plans = sorted(
-        map(planner.on, devices),
-        key=lambda one: (not one.fits, one.totals["dollars"] is None, one.totals["dollars"] or 0.0),
-    )
+    plans = sorted(map(planner.on, devices), key=_by_price)
     best = plans[0] = planner.with_suggestions(plans[0])
     sources = plan_tables.sources_of(data, rates, source)
     warnings = [*best.warnings()]
     if options.json:
-        found = {"experiment": experiment.name, "sources": sources, "warnings": warnings}
-        print(json.dumps({**found, "plans": [*map(plan_tables.as_json, plans)]}))
+        found = {
+            "experiment": experiment.name,
+            "sources": sources,
+            "warnings": warnings,
+            "plans": [plan_tables.as_json(one) for one in plans],
+        }
+        print(json.dumps(found))
         return
 
-    console = Console()
-    console.print(*plan_tables.tables(best), *([plan_tables.comparison(plans)] if len(plans) > 1 else []))
+    tables = plan_tables.tables(best)
+    if len(plans) > 1:
+        tables.append(plan_tables.comparison(plans))
+
+    Console().print(*tables)
     for title, lines in {
         "fewest devices of one node": plan_tables.suggestions(best),
         "sources": [f"{name}: {text}" for name, text in sources.items()],
@@ -86,6 +91,12 @@ def show_plan(experiment: Experiment, options: argparse.Namespace) -> None:
     }.items():
         if lines:
             print(f"{title}:", *lines, sep="\n  ")
+
+
+def _by_price(one: plan.Plan) -> tuple[bool, bool, float]:
+    """Sort plans that fit first, then by price, known ones first."""
+    dollars = one.totals["dollars"]
+    return not one.fits, dollars is None, dollars or 0.0
 
 
 def show_status(experiment: Experiment, options: argparse.Namespace) -> None:
@@ -117,8 +128,10 @@ def show_status(experiment: Experiment, options: argparse.Namespace) -> None:
         console.width = max(console.width, _SHARED_WIDTH)
 
     console.print(table_of(run, members, console.width))
-    for word in dict.fromkeys(seen.health for seen in members if seen.health in NOTES):
-        print(f"{word}: {NOTES[word]}")
+    states = {seen.health for seen in members}
+    for state, meaning in NOTES.items():
+        if state in states:
+            print(f"{state}: {meaning}")
 
     print_skipped(run.started, run, options)
     print("curves: add --html FILE" if run.url else f"curves: tensorboard --logdir {run.folder.root}")
@@ -152,22 +165,17 @@ def _watch(run: Run) -> None:
 def print_skipped(members: Sequence[str], run: Run, options: argparse.Namespace) -> None:
     """Print how many steps each member has skipped, and how to look at them."""
     for member in members:
-        if num := len({skipped.step for skipped in skipped_of(run.folder.member(member))}):
-            if num == 1:
-                steps = "1 step"
-            else:
-                steps = f"{num} steps"
-
-            print(
-                f"{member}: skipped {steps} without a finite gradient; "
-                f"see {command_line('replay', options)} member={member}"
-            )
+        num = len({skipped.step for skipped in skipped_of(run.folder.member(member))})
+        if num:
+            steps = "1 step" if num == 1 else f"{num} steps"
+            replay = f"{command_line('replay', options)} member={member}"
+            print(f"{member}: skipped {steps} without a finite gradient; see {replay}")
 
 
-def table_of(run: Run, members: Sequence[Seen] | None = None, width: int = 80) -> Table:
-    """Table of the run's members, by default as they are now; on all islands if it has a URL."""
+def table_of(run: Run, members: Sequence[Seen], width: int) -> Table:
+    """Table of the run's members, on all islands if it has a URL."""
     title = redacted(run.url or str(run.folder.root))
-    table = status_table(title, Watch(run).look() if members is None else members, width)
+    table = status_table(title, members, width)
     table.caption = preparing_line(run)
     table.caption_justify = "left"
     return table

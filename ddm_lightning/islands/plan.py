@@ -6,7 +6,7 @@ hours, and names the source of each figure.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from omegaconf import OmegaConf
 
-from ddm_lightning.config.experiment import Experiment, IslandConfig
+from ddm_lightning.config.experiment import Experiment, IslandConfig, PrepareConfig
 from ddm_lightning.config.load import read_yaml
 from ddm_lightning.config.merge import island_of
 from ddm_lightning.core.checks import is_number
@@ -63,47 +63,68 @@ def data_of(experiment: Experiment, num_samples: int | None = None) -> Data:
         UserError: the manifest is damaged.
     """
     run_dir = RunFolder.of(experiment).root
-    prepare = experiment.prepare
     if manifest_path(run_dir).exists():
         manifest = Manifest.read(run_dir)
         samples = [cluster.train for cluster in manifest.clusters]
         return Data(manifest, bytes_per_sample(manifest.columns), samples, "counted in the manifest")
 
+    prepare = experiment.prepare
+    try:
+        sizes, sample_bytes, num_images = _sizes_of_plugins(prepare)
+        source = "from the source and the encoders"
+    except (UserError, OSError) as error:
+        sizes, sample_bytes = _assumed_sizes(prepare)
+        num_images = None
+        source = f"assumed: Stable Diffusion's latents, CLIP ViT-L/14's text, 1000 classes ({first_line(error)})"
+
+    if num_samples:
+        num_images = num_samples
+        source += ", --samples"
+
+    if num_images is None:
+        return Data(sizes, sample_bytes, None, source)
+
+    num_clusters = prepare.partition.num_clusters
+    each = round(num_images * (1 - prepare.held_out_fraction) / num_clusters)
+    return Data(sizes, sample_bytes, [each] * num_clusters, source)
+
+
+def _sizes_of_plugins(prepare: PrepareConfig) -> tuple[DataSizes, int, int | None]:
+    """Sizes of the data, bytes of a sample and number of images; None if the source does not say."""
     from ddm_lightning.prepare.reading import Plugins
     from ddm_lightning.prepare.records import count_samples
 
-    copies = 1 + prepare.horizontal_flips
+    plugins = Plugins(prepare)
+    sizes = plugins.sizes()
+    num_images = count_samples(plugins.parts)
+    images = plugins.image_encoder
+    latent = prod(sizes.x_shape) * np.dtype(images.dtype).itemsize
+    if images.stores == "posterior":  # mean and std
+        latent *= 2
+
+    text = 0
+    if plugins.caption_encoder is not None:
+        text = bytes_per_sample(plugins.caption_encoder.columns)
+
+    return sizes, _sample_bytes(prepare, latent, text) + bytes_per_sample({"label": "int32"}), num_images
+
+
+def _assumed_sizes(prepare: PrepareConfig) -> tuple[DataSizes, int]:
+    """Sizes of the data and bytes of a sample with Stable Diffusion's latents and CLIP ViT-L/14's text."""
+    edge = (prepare.images.size or 256) // 8
+    sizes = DataSizes((4, edge, edge), 768, (77, 768), 1000)
+    text = 2 * 768
+    if prepare.caption_encoder is not None:
+        text = {"ids": 4 * 77, "tokens": 2 * 77 * 768}.get(prepare.caption_encoder.params.get("store", ""), text)
+
+    return sizes, _sample_bytes(prepare, 4 * prod(sizes.x_shape), text)
+
+
+def _sample_bytes(prepare: PrepareConfig, latent: int, text: int) -> int:
+    """Bytes of a sample by those of one latent and of one caption."""
+    num_latents = 1 + prepare.horizontal_flips
     num_captions = max(1, len(prepare.captions))
-    try:
-        plugins = Plugins(prepare)
-        sizes = plugins.sizes()
-        found = count_samples(plugins.parts)
-        images = plugins.image_encoder
-        captions = plugins.caption_encoder
-        stored = prod(sizes.x_shape) * np.dtype(images.dtype).itemsize * (1 + (images.stores == "posterior"))
-        text = num_captions * bytes_per_sample(captions.columns if captions else {})
-        sample_bytes = copies * stored + bytes_per_sample({"label": "int32"}) + text
-        source = "from the source and the encoders"
-    except (UserError, OSError) as error:
-        edge = (prepare.images.size or 256) // 8
-        sizes = DataSizes((4, edge, edge), 768, (77, 768), 1000)
-        found = None
-        if prepare.caption_encoder:
-            params = prepare.caption_encoder.params
-        else:
-            params = {}
-
-        text = {"ids": 4 * 77, "tokens": 2 * 77 * 768}.get(params.get("store", ""), 2 * 768)
-        sample_bytes = copies * 4 * prod(sizes.x_shape) + num_captions * text
-        source = f"assumed: Stable Diffusion's latents, CLIP ViT-L/14's text, 1000 classes ({first_line(error)})"
-
-    num = num_samples or found
-    clusters = prepare.partition.num_clusters
-    each = None
-    if num is not None:
-        each = [round(num * (1 - prepare.held_out_fraction) / clusters)] * clusters
-
-    return Data(sizes, sample_bytes, each, source + (", --samples" if num_samples else ""))
+    return num_latents * latent + num_captions * text
 
 
 @dataclass(frozen=True)
@@ -131,25 +152,12 @@ def rates_of(mfu: str | None, files: Sequence[str]) -> Rates:
     value = ASSUMED_MFU
     source = "assumed; measure it with benchmarks/mfu.py"
     if mfu is not None:
-        try:
-            value = float(mfu)
-            source = "--mfu"
-        except ValueError:
-            found = read_json(Path(mfu), "a result of benchmarks/mfu.py", "give a share such as 0.4, or such a file")
-            if isinstance(found, dict):
-                figures = found.get("figures", {})
-            else:
-                figures = {}
-
-            value = max((figure for name, figure in figures.items() if name.startswith("mfu_")), default=0.0)
-            source = f"measured in {mfu}"
-
-        if not 0 < value <= 1:
-            raise UserError(f"--mfu {mfu}: gives no share of the peak, above 0 and at most 1")
+        value, source = _read_mfu(mfu)
 
     prices = {}
     for file in files:
-        for name, price in OmegaConf.to_container(read_yaml(Path(file), "write lines such as 'H100: 2.50'")).items():  # type: ignore[union-attr]
+        given: Any = OmegaConf.to_container(read_yaml(Path(file), "write lines such as 'H100: 2.50'"))
+        for name, price in given.items():
             if not is_number(price) or price < 0:
                 raise UserError(f"{file}: key {name!r} = {price!r}: give dollars per hour, a number of at least 0")
 
@@ -159,6 +167,23 @@ def rates_of(mfu: str | None, files: Sequence[str]) -> Rates:
                 raise UserError(f"{file}: {error}") from None
 
     return Rates(value, source, prices, ", ".join(files) or "none given; add --prices FILE")
+
+
+def _read_mfu(mfu: str) -> tuple[float, str]:
+    """Value and source of ``--mfu``."""
+    try:
+        value = float(mfu)
+        source = "--mfu"
+    except ValueError:
+        found = read_json(Path(mfu), "a result of benchmarks/mfu.py", "give a share such as 0.4, or such a file")
+        figures = found.get("figures", {}) if isinstance(found, dict) else {}
+        value = max((figure for name, figure in figures.items() if name.startswith("mfu_")), default=0.0)
+        source = f"measured in {mfu}"
+
+    if not 0 < value <= 1:
+        raise UserError(f"--mfu {mfu}: gives no share of the peak, above 0 and at most 1")
+
+    return value, source
 
 
 @dataclass(frozen=True)
@@ -173,15 +198,11 @@ class Setting:
     """Bytes of a device."""
 
     def __str__(self) -> str:
+        words = f"devices={self.devices} strategy={self.strategy} micro_batch_size={self.micro_batch_size}"
         if self.activation_checkpointing:
-            again = " activation_checkpointing=true"
-        else:
-            again = ""
+            words += " activation_checkpointing=true"
 
-        return (
-            f"devices={self.devices} strategy={self.strategy} micro_batch_size={self.micro_batch_size}{again} "
-            f"takes {format_bytes(self.peak)}"
-        )
+        return f"{words} takes {format_bytes(self.peak)}"
 
 
 @dataclass(frozen=True)
@@ -232,27 +253,25 @@ class Plan:
     def totals(self) -> dict[str, float | None]:
         """Hours until the last member ends if all start at once, device-hours and dollars of all."""
         return {
-            "hours": _over([member.hours for member in self.members], max),
-            "device_hours": _over([member.device_hours for member in self.members], sum),
-            "dollars": _over([member.dollars for member in self.members], sum),
+            "hours": self._over("hours", max),
+            "device_hours": self._over("device_hours", sum),
+            "dollars": self._over("dollars", sum),
         }
+
+    def _over(self, figure: str, together: Callable[[list[float]], float]) -> float | None:
+        values = [getattr(member, figure) for member in self.members]
+        if None in values:
+            return None
+
+        return together(values)
 
     def warnings(self) -> Iterator[str]:
         """Say what does not fit, and what would."""
         for one in self.members:
             if one.fits is False:
+                peak = format_bytes(one.memory.peak)
                 remedy = one.suggestion or "no setting of one node does; use a larger device"
-                yield (
-                    f"{one.member}: does not fit: {format_bytes(one.memory.peak)} of {self.device}, of which "
-                    f"{USABLE:.0%} are usable; {remedy}"
-                )
-
-
-def _over(values: list[float | None], together: Any) -> float | None:
-    if None in values:
-        return None
-
-    return together(values)
+                yield f"{one.member}: does not fit: {peak} of {self.device}, of which {USABLE:.0%} are usable; {remedy}"
 
 
 class Planner:
@@ -294,7 +313,10 @@ class Planner:
         Raises:
             UserError: an unknown device.
         """
-        name, num_bytes = known_device(device) if device else (None, None)
+        name = num_bytes = None
+        if device is not None:
+            name, num_bytes = known_device(device)
+
         return Plan(name, num_bytes, tuple(self._plan(member, name, num_bytes) for member in self.members))
 
     def with_suggestions(self, plan: Plan) -> Plan:
@@ -302,12 +324,13 @@ class Planner:
         if plan.device_bytes is None:
             return plan
 
-        settings = (
-            smallest(self._cost(member)[0], island_of(member.name, self.experiment), plan.device_bytes)
-            for member in self.members
-        )
-        pairs = zip(plan.members, settings, strict=True)
-        return replace(plan, members=tuple(replace(one, suggestion=setting) for one, setting in pairs))
+        planned = []
+        for one, member in zip(plan.members, self.members, strict=True):
+            cost, _, _ = self._cost(member)
+            setting = smallest(cost, island_of(member.name, self.experiment), plan.device_bytes)
+            planned.append(replace(one, suggestion=setting))
+
+        return replace(plan, members=tuple(planned))
 
     def _plan(self, member: Member, device: str | None, num_bytes: int | None) -> MemberPlan:
         island = island_of(member.name, self.experiment)
@@ -315,19 +338,25 @@ class Planner:
         strategy = chosen_strategy(island, cost.state, num_bytes or 0)
         memory = cost.memory(island, strategy)
         num_samples = member.batch_size * member.train.max_steps
-        hours = device_hours = None
-        peak = peak_tflops(device, island.precision, tf32=True) if device else None
-        if peak is not None:
-            if island.activation_checkpointing and self.rates.mfu == ASSUMED_MFU:
-                recomputed = forward
-            else:
-                recomputed = 0.0
-
-            device_hours = num_samples * (per_sample + recomputed) / (self.rates.mfu * peak * 1e12) / 3600
-            hours = device_hours / island.num_ranks
-
+        sample_bytes = self.data.sample_bytes
+        hours = device_hours = dollars = shards_in = None
+        peak = peak_tflops(device or "", island.precision, tf32=True)
         price = self.rates.prices.get(device or "")
-        counts = self.data.num_samples
+        if peak is not None:
+            work = per_sample
+            if island.activation_checkpointing and self.rates.mfu == ASSUMED_MFU:
+                work += forward
+
+            device_hours = num_samples * work / (self.rates.mfu * peak * 1e12) / 3600
+            hours = device_hours / island.num_ranks
+            shards_in = hours and sample_bytes * num_samples / (3600 * hours)
+            if price is not None:
+                dollars = price * device_hours
+
+        shard_bytes = None
+        if self.data.num_samples is not None:
+            shard_bytes = sample_bytes * sum(self.data.num_samples[cluster] for cluster in member.clusters)
+
         return MemberPlan(
             member=member.name,
             parameters=cost.num_parameters,
@@ -340,11 +369,11 @@ class Planner:
             fits=None if num_bytes is None else memory.peak <= USABLE * num_bytes,
             suggestion=None,
             checkpoint_bytes=cost.state.checkpoint,
-            shard_bytes=None if counts is None else self.data.sample_bytes * sum(counts[k] for k in member.clusters),
+            shard_bytes=shard_bytes,
             hours=hours,
             device_hours=device_hours,
-            dollars=None if price is None or device_hours is None else price * device_hours,
-            shards_in=hours and self.data.sample_bytes * num_samples / (3600 * hours),
+            dollars=dollars,
+            shards_in=shards_in,
             checkpoints_out=cost.state.checkpoint / (60 * island.publish_every_n_minutes),
         )
 
@@ -366,11 +395,7 @@ def smallest(cost: MemberCost, island: IslandConfig, num_bytes: int) -> Setting 
         for checkpointing in sorted({island.activation_checkpointing, True}):
             tried = replace(island, nodes=1, devices=devices, strategy="auto", activation_checkpointing=checkpointing)
             strategy = chosen_strategy(tried, cost.state, num_bytes)
-            if strategy.startswith("fsdp"):
-                shares = devices
-            else:
-                shares = 1
-
+            shares = devices if strategy.startswith("fsdp") else 1
             if cost.member.batch_size % devices or cost.state.training / shares > room:
                 continue
 
@@ -379,7 +404,11 @@ def smallest(cost: MemberCost, island: IslandConfig, num_bytes: int) -> Setting 
 
             size = min(own, micro_batch_of(cost.member, replace(tried, micro_batch_size=None))[0])
             most = peak(size)
-            if most > room and (least := peak(1)) <= room:
+            if most > room:
+                least = peak(1)
+                if least > room:
+                    continue
+
                 # Nearly linear in the samples; to count each size would take some seconds.
                 each = (most - least) / (size - 1)
                 size = 1 << (1 + int((room - least) / each)).bit_length() - 1
@@ -417,6 +446,7 @@ def shortages(experiment: Experiment, members: Sequence[str], devices: Sequence[
         for device in devices:
             with suppress(UserError):
                 plan = planner.on(device)
-                found += [] if plan.fits else planner.with_suggestions(plan).warnings()
+                if not plan.fits:
+                    found += planner.with_suggestions(plan).warnings()
 
     return found

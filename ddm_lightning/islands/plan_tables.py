@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from typing import Any
@@ -38,6 +38,8 @@ def sources_of(data: Data, rates: Rates, device_source: str) -> dict[str, str]:
 def tables(plan: Plan) -> list[Table]:
     """Size and traffic, memory, and time of each member; members with equal figures share a row."""
     sizes = []
+    memory = []
+    training = []
     for one in plan.members:
         sizes.append(
             (
@@ -47,27 +49,14 @@ def tables(plan: Plan) -> list[Table]:
                 f"{one.flops:.2e}",
                 format_bytes(one.checkpoint_bytes),
                 format_number(one.checkpoints_out / 1e6),
-                "–" if one.shard_bytes is None else format_bytes(one.shard_bytes),
-                "–" if one.shards_in is None else format_number(one.shards_in / 1e6),
+                _or_dash(one.shard_bytes, format_bytes),
+                _or_dash(one.shards_in and one.shards_in / 1e6, format_number),
             )
         )
-
-    fits = {True: "yes", False: "NO", None: "–"}
-    memory = []
-    for one in plan.members:
-        memory.append((one.member, *(f"{value / 1e9:.3f}" for value in asdict(one.memory).values()), fits[one.fits]))
-
-    training = []
-    for one in plan.members:
-        training.append(
-            (
-                one.member,
-                str(one.devices),
-                one.strategy,
-                str(one.micro_batch_size),
-                *_times(one.hours, one.device_hours, one.dollars),
-            )
-        )
+        gigabytes = [f"{value / 1e9:.3f}" for value in asdict(one.memory).values()]
+        memory.append((one.member, *gigabytes, _or_dash(one.fits, _FITS.__getitem__)))
+        times = _times(one.hours, one.device_hours, one.dollars)
+        training.append((one.member, str(one.devices), one.strategy, str(one.micro_batch_size), *times))
 
     training.append(("all at once", "", "", "", *_times(*plan.totals.values())))
     heads = ("M\nparams", "GFLOP\na sample", "FLOP", "check-\npoint", "out,\nMB/s", "shards", "in,\nMB/s")
@@ -80,42 +69,45 @@ def tables(plan: Plan) -> list[Table]:
 
 
 _TIMES = ("time", "device-\nhours", "price")
+_FITS = {True: "yes", False: "NO"}
 
 
 def comparison(plans: Sequence[Plan]) -> Table:
     """One row per device."""
     rows = []
     for plan in plans:
-        rows.append((plan.device or "CPU", "yes" if plan.fits else "NO", *_times(*plan.totals.values())))
+        rows.append((plan.device or "CPU", _FITS[plan.fits], *_times(*plan.totals.values())))
 
     return table(["", "fits", *_TIMES], rows, "devices")
 
 
 def suggestions(plan: Plan) -> list[str]:
     """The fewest devices for each member, in words; equal ones share a line."""
-    named = []
-    for one in plan.members:
-        if one.suggestion:
-            named.append((one.member, str(one.suggestion)))
-
-    return [f"{row[0]}: {row[1]}" for row in _merged(named)]
+    named = [(one.member, str(one.suggestion)) for one in plan.members if one.suggestion]
+    return [f"{members}: {suggestion}" for members, suggestion in _merged(named)]
 
 
 def _times(hours: float | None, device_hours: float | None, dollars: float | None) -> tuple[str, str, str]:
-    if device_hours is None:
-        device_time = "–"
-    else:
-        device_time = f"{device_hours:,.1f}"
-
     return (
-        "–" if hours is None else format_duration(3600 * hours),
-        "< 0.1" if device_time == "0.0" else device_time,
-        "–" if dollars is None else f"$ {dollars:,.2f}",
+        _or_dash(hours, lambda hours: format_duration(3600 * hours)),
+        _or_dash(device_hours, lambda hours: f"{hours:,.1f}" if hours >= 0.05 else "< 0.1"),
+        _or_dash(dollars, lambda dollars: f"$ {dollars:,.2f}"),
     )
+
+
+def _or_dash(value: Any, form: Callable[[Any], str]) -> str:
+    if value is None:
+        return "–"
+
+    return form(value)
 
 
 def _merged(rows: Sequence[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
     """Join neighbouring rows that differ in their first cell only."""
     for rest, group in groupby(rows, key=lambda row: row[1:]):
         names = [row[0] for row in group]
-        yield ("…".join([names[0], *(name.rpartition("-")[2] for name in names[1:][-1:])]), *rest)
+        label = names[0]
+        if len(names) > 1:
+            label += f"…{names[-1].rpartition('-')[2]}"
+
+        yield label, *rest

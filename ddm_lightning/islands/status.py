@@ -27,6 +27,7 @@ NOTES = {
 }
 """Meaning of states that only a look from elsewhere gives."""
 _TEXTS = ("member", "state", "island", "device")
+_NONE = "–"
 _ALWAYS = ("loss", "held out", "accuracy", "samples/s")
 
 
@@ -106,16 +107,7 @@ class Watch:
             status.state = "starting"
 
         age = self._age(name, (generation, content.beat), content.time)
-        runs = lease.runs_here(content)
-        rules = (
-            (status.state not in ("starting", "training"), status.state),
-            (content.released, "stopped"),
-            (runs is False, "killed"),
-            (not runs and age >= lease.STALE_SECONDS, "silent"),
-            (not runs and age <= -lease.STALE_SECONDS, "unclear"),
-            (True, status.state),
-        )
-        return self._seen(status, next(word for holds, word in rules if holds), age, generation)
+        return self._seen(status, _health(status.state, content, age), age, generation)
 
     def _age(self, name: str, beat: Any, written: float) -> float:
         now = time.monotonic()
@@ -138,21 +130,39 @@ class Watch:
         if health == "training" and status.samples_per_second > 0:
             batch_size = role_of(status.member).batch_size(status.member, self.run.experiment)
             seconds = (status.max_steps - status.step) * batch_size / status.samples_per_second
-            left = None
             if math.isfinite(seconds):
                 left = seconds
 
         return Seen(status, health, age, starts, left)
 
 
+def _health(state: str, content: lease.Claim, age: float) -> str:
+    """State of a member by what it last said, ``age`` seconds ago, and by its process if that is on this machine."""
+    if state not in ("starting", "training"):
+        return state
+    if content.released:
+        return "stopped"
+
+    runs = lease.runs_here(content)
+    if runs:
+        return state
+    if runs is False:
+        return "killed"
+    if age >= lease.STALE_SECONDS:
+        return "silent"
+    if age <= -lease.STALE_SECONDS:
+        return "unclear"
+
+    return state
+
+
 def preparing_line(run: Run) -> str | None:
     """Progress of ``prepare`` on all machines that share the run's URL, or of the one here; None once it is done."""
     from ddm_lightning.prepare.prepared import GROUP_SIZE
 
+    root = str(run.folder.prepared)
     if run.url:
         root = f"{run.url}/{run.folder.prepared.name}"
-    else:
-        root = str(run.folder.prepared)
 
     with remote.reaching():
         top = remote.files(root, recursive=False)
@@ -164,70 +174,80 @@ def preparing_line(run: Run) -> str | None:
         except (ValueError, TypeError, RecursionError):
             return f"prepare: {root}/parts.json is damaged"
 
-        parts, groups = (
-            sum(
-                name.endswith(".json") and size > 0
-                for name, size in remote.files(f"{root}/{kind}", not run.url).items()
-            )
-            for kind in ("parts", "groups")
-        )
+        # Here, a part is a folder that holds its record; at a URL, its record is a file beside others.
+        parts = _num_records(f"{root}/parts", not run.url)
+        groups = _num_records(f"{root}/groups", not run.url)
 
     num_groups = math.ceil(num_parts / GROUP_SIZE)
     return f"prepare: {parts:,} of {num_parts:,} parts encoded, {groups:,} of {num_groups:,} groups of shards written"
 
 
+def _num_records(url: str, recursive: bool) -> int:
+    files = remote.files(url, recursive)
+    return sum(name.endswith(".json") and size > 0 for name, size in files.items())
+
+
 def rows_of(members: Sequence[Seen]) -> list[dict[str, str]]:
     """Texts of each member's figures by heading; some headings are left out if they are empty for all."""
     rows = [_row(seen) for seen in members]
-    return [
-        {key: text for key, text in row.items() if key in _ALWAYS or any(other[key] != "–" for other in rows)}
-        for row in rows
-    ]
+    if not rows:
+        return []
+
+    headings = [key for key in rows[0] if key in _ALWAYS or any(row[key] != _NONE for row in rows)]
+    return [{key: row[key] for key in headings} for row in rows]
 
 
 def _row(seen: Seen) -> dict[str, str]:
     status = seen.status
-    is_shared = seen.starts is not None
+    metrics = status.metrics
     age = seen.heartbeat_age
+    heartbeat = _duration(age and abs(age))
+    if age is not None and age <= -1:
+        heartbeat += " ahead"
+
+    time = island = device = _NONE
+    if seen.starts is None:
+        minutes, seconds = divmod(round(status.seconds), 60)
+        time = f"{minutes}:{seconds:02d}"
+    else:
+        island = _printable(status.host)
+        device = _printable(status.device)
+
     return {
         "member": status.member,
         "state": seen.health,
         "step": f"{status.step}/{status.max_steps}",
-        "loss": _figure(loss_of(status.metrics, "train"), ".4f"),
-        "held out": _figure(loss_of(status.metrics, "held_out"), ".4f"),
+        "loss": _figure(loss_of(metrics, "train"), ".4f"),
+        "held out": _figure(loss_of(metrics, "held_out"), ".4f"),
         # Without the condition, as the router's loss.
-        "accuracy": _figure(status.metrics.get("held_out/accuracy"), ".1%"),
-        "time": "–" if is_shared else "{}:{:02d}".format(*divmod(round(status.seconds), 60)),
+        "accuracy": _figure(metrics.get("held_out/accuracy"), ".1%"),
+        "time": time,
         "samples/s": _figure(status.samples_per_second or None, ".0f"),
-        "MFU": _figure(status.metrics.get("train/mfu"), ".1%"),
+        "MFU": _figure(metrics.get("train/mfu"), ".1%"),
         "ETA": _duration(seen.seconds_left),
-        "heartbeat": _duration(age and abs(age)) + (" ahead" if age is not None and age <= -1 else ""),
-        "starts": str(seen.starts) if seen.starts else "–",
-        "island": _printable(status.host) if is_shared else "–",
-        "device": _printable(status.device) if is_shared else "–",
+        "heartbeat": heartbeat,
+        "starts": str(seen.starts or _NONE),
+        "island": island,
+        "device": device,
     }
 
 
 def _duration(seconds: float | None) -> str:
     if seconds is None:
-        return "–"
+        return _NONE
 
     return format_duration(max(round(seconds), 1))
 
 
 def _printable(text: str) -> str:
     """A stranger's text without codes for the terminal; a dash if it is empty."""
-    return "".join(filter(str.isprintable, text)) or "–"
+    return "".join(filter(str.isprintable, text)) or _NONE
 
 
 def status_table(title: str, members: Sequence[Seen], width: int = 80) -> Table:
     """Table of the members, without the columns on the right that do not fit into ``width`` characters."""
     rows = rows_of(members)
-    if rows:
-        headings = [*rows[0]]
-    else:
-        headings = []
-
+    headings = [*rows[0]] if rows else []
     while True:
         found = table(headings, [[row[heading] for heading in headings] for row in rows], title, _TEXTS)
         if len(headings) <= 2 or Console(width=10_000).measure(found).maximum <= width:
@@ -239,6 +259,8 @@ def status_table(title: str, members: Sequence[Seen], width: int = 80) -> Table:
 def _figure(value: float | None, form: str) -> str:
     # Keeps a diverged loss as narrow as the others.
     if value is None:
-        return "–"
+        return _NONE
+    if abs(value) >= 1e5:
+        form = ".2g"
 
-    return format(value, form if abs(value) < 1e5 else ".2g")
+    return format(value, form)
