@@ -60,7 +60,8 @@ def configure_torch(accelerator: str, num_threads: int) -> None:
     torch.set_num_threads(num_threads)
     if resolve_accelerator(accelerator) == "gpu":
         configure_cuda()
-        if (device := device_of(accelerator)).index is not None:
+        device = device_of(accelerator)
+        if device.index is not None:
             torch.cuda.set_device(device)  # encoders with ``device: cuda`` take it, too
 
 
@@ -79,8 +80,7 @@ def resolve_precision(precision: str, device: torch.device) -> str:
     if precision != "auto":
         return precision
 
-    has_units = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    if has_units:
+    if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
         return "bf16-mixed"
 
     return "32-true"
@@ -125,11 +125,7 @@ def check_devices(accelerator: str, devices: int) -> None:
     Raises:
         UserError: torch can use no GPU, or fewer than ``devices``.
     """
-    if torch.cuda.is_available():
-        count = torch.cuda.device_count()
-    else:
-        count = 0
-
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if resolve_accelerator(accelerator) == "gpu" and count < devices:
         raise UserError(
             f"key 'island.devices' = {devices} with 'island.accelerator' = {accelerator!r}, "
@@ -153,21 +149,20 @@ def peak_tflops(name: str, precision: str, *, tf32: bool = False) -> float | Non
         precision: ``island.precision``, such as ``bf16-mixed``.
         tf32: whether float32 products may use TensorFloat-32.
     """
-    kinds = {"bf16-mixed": 0, "16-mixed": 0, "32-true": 1 if tf32 else 2}
-    found = next((peaks for _, pattern, _, peaks in _DEVICES if re.search(pattern, name)), None)
-    if found is None or precision not in kinds or "MIG" in name:  # a slice of the device
+    if "MIG" in name:  # a slice of the device
         return None
 
-    return found[kinds[precision]]
+    for _, pattern, _, (half, with_tf32, single) in _DEVICES:
+        if re.search(pattern, name):
+            full = with_tf32 if tf32 else single
+            return {"bf16-mixed": half, "16-mixed": half, "32-true": full}.get(precision)
+
+    return None
 
 
 def devices_named(accelerator: str, devices: int) -> str:
     """Name of a member's devices, such as ``8 x NVIDIA H100 80GB HBM3``."""
-    if resolve_accelerator(accelerator) == "gpu":
-        name = torch.cuda.get_device_name()
-    else:
-        name = "CPU"
-
+    name = torch.cuda.get_device_name() if resolve_accelerator(accelerator) == "gpu" else "CPU"
     if devices > 1:
         return f"{devices} x {name}"
 
@@ -182,8 +177,8 @@ def known_device(name: str) -> tuple[str, int]:
     """
     for known, pattern, gigabytes, _ in _DEVICES:
         if re.search(pattern, name):
-            size = re.search(r"(\d+) ?GB", name) if known != "GH200" else None  # whose name has the host's memory
-            if size:
+            size = re.search(r"(\d+) ?GB", name)
+            if size and known != "GH200":  # whose name has the host's memory
                 gigabytes = int(size[1])
 
             return f"{known} {gigabytes}GB", gigabytes * 10**9

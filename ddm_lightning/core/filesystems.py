@@ -35,12 +35,10 @@ class S3FileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no a
     def __init__(self, timeout: float) -> None:
         super().__init__(timeout=timeout)
         session = boto3.Session()
-        if session.get_credentials():
-            signature = {}
-        else:
-            signature = {"signature_version": UNSIGNED}
+        config = Config(connect_timeout=timeout, read_timeout=timeout, retries={"mode": "adaptive"})
+        if session.get_credentials() is None:
+            config = config.merge(Config(signature_version=UNSIGNED))
 
-        config = Config(connect_timeout=timeout, read_timeout=timeout, retries={"mode": "adaptive"}, **signature)
         self._client = session.client("s3", config=config, endpoint_url=os.environ.get("S3_ENDPOINT_URL"))
 
     def info(self, path: str, **_: Any) -> dict[str, Any]:
@@ -51,7 +49,7 @@ class S3FileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no a
                 return _file(path, found["ContentLength"], found)
 
         self.ls(path)
-        return {"name": path, "size": 0, "type": "directory"}
+        return _folder(path)
 
     def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
         bucket, slash, key = path.partition("/")
@@ -59,9 +57,11 @@ class S3FileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no a
         found: list[dict[str, Any]] = []
         with _missing(path):
             for page in pages.paginate(Bucket=bucket, Prefix=key + slash, Delimiter="/"):
-                folders = [folder["Prefix"][:-1] for folder in page.get("CommonPrefixes", ())]
-                found += [{"name": f"{bucket}/{folder}", "size": 0, "type": "directory"} for folder in folders]
-                found += [_file(f"{bucket}/{entry['Key']}", entry["Size"], entry) for entry in page.get("Contents", ())]
+                for folder in page.get("CommonPrefixes", ()):
+                    found.append(_folder(f"{bucket}/{folder['Prefix'][:-1]}"))
+
+                for entry in page.get("Contents", ()):
+                    found.append(_file(f"{bucket}/{entry['Key']}", entry["Size"], entry))
 
         if not found:
             raise FileNotFoundError(path)
@@ -72,10 +72,10 @@ class S3FileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no a
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
         bucket, key = _split(path)
-        if start is None:
-            part = {}
-        else:
-            part = {"Range": f"bytes={start}-{'' if end is None else end - 1}"}
+        part = {}
+        if start is not None:
+            last = "" if end is None else end - 1
+            part["Range"] = f"bytes={start}-{last}"
 
         with _missing(path):
             return self._client.get_object(Bucket=bucket, Key=key, **part)["Body"].read()
@@ -91,11 +91,7 @@ class S3FileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no a
 
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **_: Any) -> None:
         bucket, key = _split(path)
-        if mode == "create":
-            condition = {"IfNoneMatch": "*"}
-        else:
-            condition = {}
-
+        condition = {"IfNoneMatch": "*"} if mode == "create" else {}
         try:
             self._client.put_object(Bucket=bucket, Key=key, Body=value, **condition)
         except ClientError as error:
@@ -112,6 +108,10 @@ class S3FileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no a
 def _split(path: str) -> tuple[str, str]:
     bucket, _, key = path.partition("/")
     return bucket, key
+
+
+def _folder(path: str) -> dict[str, Any]:
+    return {"name": path, "size": 0, "type": "directory"}
 
 
 def _file(path: str, size: int, found: dict[str, Any]) -> dict[str, Any]:
@@ -151,7 +151,7 @@ class SFTPFileSystem(sftp.SFTPFileSystem):  # type: ignore[misc]
         with suppress(OSError, ImportError, paramiko.SSHException):  # no file, or more than paramiko reads
             known = paramiko.SSHConfig.from_path(Path("~/.ssh/config").expanduser()).lookup(host)
 
-        key = os.environ.get("COMPOSER_SFTP_KEY_FILE") or [*filter(os.path.exists, known.get("identityfile", ()))]
+        keys = [*filter(os.path.exists, known.get("identityfile", ()))]
         self.client = paramiko.SSHClient()
         try:
             self.client.load_system_host_keys(os.environ.get("COMPOSER_SFTP_KNOWN_HOSTS_FILE"))
@@ -160,7 +160,7 @@ class SFTPFileSystem(sftp.SFTPFileSystem):  # type: ignore[misc]
                 login["port"] or int(known.get("port", 22)),
                 login["username"] or known.get("user"),
                 login["password"],
-                key_filename=key or None,
+                key_filename=os.environ.get("COMPOSER_SFTP_KEY_FILE") or keys or None,
                 timeout=timeout,
             )
         except FileNotFoundError as error:  # not of the file that is wanted

@@ -121,14 +121,10 @@ class Bars(Progress):
 
 
 def _line_of(task: Task) -> str:
+    line = f"{task.description}: {task.completed:,.0f} of {task.total or 0:,.0f}"
     if task.time_remaining:
-        left = f", {format_duration(task.time_remaining)} left"
-    else:
-        left = ""
-
+        line += f", {format_duration(task.time_remaining)} left"
     if task.fields["note"]:
-        note = f", {task.fields['note']}"
-    else:
-        note = ""
+        line += f", {task.fields['note']}"
 
-    return f"{task.description}: {task.completed:,.0f} of {task.total or 0:,.0f}{left}{note}"
+    return line

@@ -71,7 +71,9 @@ def filesystem(url: str) -> tuple[AbstractFileSystem, str]:
     _used.update((S3FileSystem, SFTPFileSystem))
     if scheme == "s3":
         return S3FileSystem(SILENT_SECONDS), rest.rstrip("/")
-    if (parts := _SSH.fullmatch(url)) is None:
+
+    parts = _SSH.fullmatch(url)
+    if parts is None:
         raise ValueError("is not of the form sftp://user@host:port/path")
 
     name, password, path = (value and unquote(value) for value in parts.group("name", "password", "path"))
@@ -110,11 +112,7 @@ def get(url: str, path: Path) -> None:
 
     def fetch(remote: AbstractFileSystem, inner: str) -> None:
         # fsspec's own takes a local file that it may not read for a missing one.
-        if isinstance(remote, LocalFileSystem):
-            copy = shutil.copyfile
-        else:
-            copy = remote.get_file
-
+        copy = shutil.copyfile if isinstance(remote, LocalFileSystem) else remote.get_file
         atomic_write(path, lambda temporary: copy(inner, str(temporary)))
 
     attempt(url, fetch)
@@ -233,20 +231,18 @@ def files(url: str, recursive: bool = True) -> dict[str, int]:
 
     def listed(remote: AbstractFileSystem, root: str) -> dict[str, int]:
         folder = f"{root.rstrip('/')}/"
+        found = {}
         try:
-            found = {}
-            for one in walk(remote, root, recursive):
-                found[one["name"].removeprefix(folder)] = one["size"]
+            for entry in walk(remote, root, recursive):
+                name = entry["name"].removeprefix(folder)
+                # An object store may hold what no folder can, such as "a//b" and "a/../b".
+                is_path = os.path.normpath(f"/x/{name}") == f"/x/{name}"
+                if is_path and not name.endswith(_PARTIAL):
+                    found[name] = entry["size"]
         except FileNotFoundError:
             return {}
 
-        # An object store may hold what no folder can, such as "a//b" and "a/../b".
-        names = []
-        for name in found:
-            if os.path.normpath(f"/x/{name}") == f"/x/{name}":
-                names.append(name)
-
-        return {name: found[name] for name in names if not name.endswith(_PARTIAL)}
+        return found
 
     return attempt(url, listed)
 
@@ -258,7 +254,8 @@ def walk(remote: AbstractFileSystem, folder: str, recursive: bool = True) -> Ite
     """
     for entry in remote.ls(folder, detail=True):
         if entry["type"] == "directory":
-            yield from walk(remote, entry["name"]) if recursive else ()
+            if recursive:
+                yield from walk(remote, entry["name"])
         elif not entry["name"].endswith("/"):  # an object store's mark of a folder
             yield entry
 
@@ -268,13 +265,11 @@ def in_threads(function: Callable[..., _Result], items: Iterable[Any]) -> list[_
     pool = _threads(os.getpid())
     try:
         return list(pool.map(function, items))
-    except BaseException as error:
-        if not isinstance(
-            error, Exception
-        ):  # a signal as a thread starts hides it from Python's exit, which then hangs
-            _threads.cache_clear()
-            pool.shutdown(wait=False)
-
+    except Exception:
+        raise
+    except BaseException:  # a signal as a thread starts hides it from Python's exit, which then hangs
+        _threads.cache_clear()
+        pool.shutdown(wait=False)
         raise
 
 
@@ -309,11 +304,7 @@ def attempt(url: str, action: Callable[[Any, str], _Result]) -> _Result:
             is_full = isinstance(error, OSError) and error.errno == errno.ENOSPC
             is_final = isinstance(error, (ImportError, ValueError, PermissionError)) or is_full or not is_url(url)
             if is_final or number == _ATTEMPTS - 1:
-                if is_final:
-                    kind = OSError
-                else:
-                    kind = ConnectionError
-
+                kind = OSError if is_final else ConnectionError
                 raise kind(redacted(f"{url}: {_reason(error)}")) from raised
 
         disconnect()

@@ -18,7 +18,11 @@ from ddm_lightning.core.files import atomic_write, check_file, sha256_file
 from ddm_lightning.core.formatting import format_bytes
 
 # Not 8-bit floats: those in use need scales that no network here knows.
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16} | {
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
     "I64": torch.int64,
     "I32": torch.int32,
     "U8": torch.uint8,
@@ -42,11 +46,9 @@ def save_weights(path: Path, state_dict: Mapping[str, Tensor], owner: str) -> st
         OSError: the file cannot be written, such as on a full disk.
     """
     # Copies, because safetensors refuses tensors that share memory (tied weights).
-    state = {}
-    for key, value in state_dict.items():
-        state[key] = value.detach().to("cpu", copy=True).contiguous()
-
-    if (bad := _first_non_finite(state)) is not None:
+    state = {key: value.detach().to("cpu", copy=True).contiguous() for key, value in state_dict.items()}
+    bad = _first_non_finite(state)
+    if bad is not None:
         raise UserError(f"{owner}: weight {bad!r} is not finite: the training diverged; lower its learning rate")
 
     atomic_write(path, lambda temporary: _save(state, temporary))
@@ -78,7 +80,8 @@ def load_weights(path: Path, sha256: str, remedy: str) -> dict[str, Tensor]:
     """
     check_memory(check_recorded(path, sha256, remedy).values(), str(path))
     state = load_file(path)
-    if (bad := _first_non_finite(state)) is not None:
+    bad = _first_non_finite(state)
+    if bad is not None:
         raise UserError(f"{path}: weight {bad!r} is not finite in float32; {remedy}")
 
     return state
@@ -97,35 +100,32 @@ def read_header(path: Path, remedy: str, *, link: bool = False) -> dict[str, Ten
     """
     try:
         check_file(path, link=link)
+        header = {}
         with safe_open(path, "np") as stored:  # runs nothing; compares the header with the size of the file
-            slices = {key: stored.get_slice(key) for key in stored.keys()}  # noqa: SIM118
+            names = stored.keys()
+            if len(names) > 1 << 16:
+                raise ValueError(f"too many weights: {len(names)}")
 
-        if len(slices) > 1 << 16:
-            raise ValueError(f"too many weights: {len(slices)}")
+            for name in names:
+                part = stored.get_slice(name)
+                dtype = _DTYPES[part.get_dtype()]
+                header[name] = torch.empty(part.get_shape(), dtype=dtype, device="meta")
 
-        return {
-            key: torch.empty(part.get_shape(), dtype=_DTYPES[part.get_dtype()], device="meta")
-            for key, part in slices.items()
-        }
+        return header
     except FileNotFoundError:
         raise UserError(f"{path}: the weights are missing; {remedy}") from None
     except (SafetensorError, OSError, ValueError, TypeError, RuntimeError, KeyError, MemoryError) as error:
-        if isinstance(error, KeyError):
-            problem = f"holds weights of type {error}"
-        else:
-            problem = first_line(error)
-
+        problem = f"holds weights of type {error}" if isinstance(error, KeyError) else first_line(error)
         raise UserError(f"{path}: not a whole safetensors file ({problem}); {remedy}") from None
 
 
 def prefixed(weights: Mapping[str, Tensor], network: nn.Module) -> Mapping[str, Tensor]:
     """Weights by their names in a network; only the model that it ``wraps`` may be given, without the rest."""
     inner = getattr(network, "wraps", "")
-    is_inner = inner and not any(name.startswith(inner) for name in weights)
-    if is_inner:
-        return {inner + name: value for name, value in weights.items()}
+    if any(name.startswith(inner) for name in weights):
+        return weights
 
-    return weights
+    return {inner + name: value for name, value in weights.items()}
 
 
 def misfits(has: Mapping[str, Tensor], needs: Mapping[str, Tensor]) -> dict[str, str]:
@@ -135,30 +135,27 @@ def misfits(has: Mapping[str, Tensor], needs: Mapping[str, Tensor]) -> dict[str,
         has: weights, or a header from ``read_header``.
         needs: the network's ``state_dict``.
     """
-    given, wanted = ({key: _described(weight) for key, weight in one.items()} for one in (has, needs))
-    return {
-        key: f"{key!r} is {given.get(key, 'missing')} instead of {wanted.get(key, 'absent')}"
-        for key in {**wanted, **given}
-        if given.get(key) != wanted.get(key)
-    }
+    problems = {}
+    for key in {**needs, **has}:
+        given = _described(has[key]) if key in has else "missing"
+        wanted = _described(needs[key]) if key in needs else "absent"
+        if given != wanted:
+            problems[key] = f"{key!r} is {given} instead of {wanted}"
+
+    return problems
 
 
 def in_short(problems: Mapping[str, str]) -> str:
     """The first three of the result of ``misfits``, and the number of the others."""
+    line = ", ".join([*problems.values()][:3])
     if len(problems) > 3:
-        more = f" and {len(problems) - 3} more"
-    else:
-        more = ""
+        line += f" and {len(problems) - 3} more"
 
-    return ", ".join([*problems.values()][:3]) + more
+    return line
 
 
 def _described(weight: Tensor) -> str:
-    if weight.is_floating_point():
-        kind = "floats"
-    else:
-        kind = str(weight.dtype).removeprefix("torch.")
-
+    kind = "floats" if weight.is_floating_point() else str(weight.dtype).removeprefix("torch.")
     return f"{kind} {list(weight.shape)}"
 
 
@@ -182,19 +179,18 @@ def check_memory(tensors: Iterable[Tensor], source: str) -> None:
 
 def free_bytes() -> float:
     """Memory available to this process; infinite if unknown."""
-    # of Linux; of a container
-    meminfo = Path("/proc/meminfo")
-    limit = Path("/sys/fs/cgroup/memory.max")
-    found = None
+    free = math.inf
+    meminfo = Path("/proc/meminfo")  # of Linux
     if meminfo.exists():
-        found = re.search(r"MemAvailable: *(\d+) kB", meminfo.read_text())
+        available = re.search(r"MemAvailable: *(\d+) kB", meminfo.read_text())
+        if available:
+            free = int(available[1]) << 10
 
-    if limit.exists():
-        most = limit.read_text().strip()
-    else:
-        most = ""
+    limit = Path("/sys/fs/cgroup/memory.max")  # of a container; may hold "max"
+    if limit.exists() and limit.read_text().strip().isdigit():
+        free = min(free, int(limit.read_text()))
 
-    return min(int(found[1]) << 10 if found else math.inf, int(most) if most.isdigit() else math.inf)
+    return free
 
 
 def check_recorded(path: Path, sha256: str, remedy: str) -> dict[str, Tensor]:
@@ -224,5 +220,8 @@ def check_recorded(path: Path, sha256: str, remedy: str) -> dict[str, Tensor]:
 
 def _first_non_finite(state: Mapping[str, Tensor]) -> str | None:
     # In float32, as the networks compute: a float64 may be too large for it.
-    floats = (key for key, value in state.items() if value.is_floating_point())
-    return next((key for key in floats if not bool(torch.isfinite(state[key].float()).all())), None)
+    for key, value in state.items():
+        if value.is_floating_point() and not value.float().isfinite().all():
+            return key
+
+    return None

@@ -29,7 +29,7 @@ class Job:
     """Folder of the member on this machine, for logs."""
     environment: dict[str, str] = field(default_factory=dict)
     """Variables to set."""
-    slot: int = 0
+    number: int = 0
     """Number of the member, which chooses its GPUs where members share a machine."""
 
     @property
@@ -155,5 +155,5 @@ def ask(*command: str, prefix: str, remedy: str, nothing: str | None = None, sec
     if not done.returncode:
         return done.stdout
 
-    lines = (done.stderr.strip() or done.stdout.strip()).splitlines()
-    raise UserError(f"{prefix}: {lines[-1] if lines else f'exit code {done.returncode}'}; {remedy}")
+    said = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
+    raise UserError(f"{prefix}: {said.splitlines()[-1]}; {remedy}")

@@ -37,18 +37,21 @@ def jobs_of(run: Run, members: Sequence[str], config: str, overrides: Sequence[s
     if run.url is None:
         raise UserError(f"{config}: key 'remote' is null: islands share nothing else; set remote=s3://… or a folder")
 
-    return [
-        Job(
+    jobs = []
+    for name in members:
+        island = island_of(name, run.experiment)
+        job = Job(
             member=name,
             run=run.experiment.name,
             arguments=("fit", "-c", config, *overrides, f"member={name}"),
-            island=(island := island_of(name, run.experiment)),
+            island=island,
             folder=run.folder.member(name),
             environment={"OMP_NUM_THREADS": str(island.num_threads), "PYTHONUNBUFFERED": "1"},
-            slot=all_members(run.experiment).index(name),
+            number=all_members(run.experiment).index(name),
         )
-        for name in members
-    ]
+        jobs.append(job)
+
+    return jobs
 
 
 def launch(run: Run, jobs: Sequence[Job], launcher: Launcher, on: str) -> dict[str, str]:
@@ -61,23 +64,28 @@ def launch(run: Run, jobs: Sequence[Job], launcher: Launcher, on: str) -> dict[s
         UserError: the store or the engine cannot be reached; jobs started before are kept.
     """
     handles = _handles(run)
-    seen = {one.status.member: one for one in Watch(run).look()}
-    states = {job.member: _state(seen.get(job.member), run) for job in jobs}
-    for name, state in states.items():
-        if state is None and name in handles and handles[name][0] == on:
+    done = {job.member: "" for job in jobs}
+    for seen in Watch(run).look():
+        name = seen.status.member
+        if name in done:
+            done[name] = _state(seen, run)
+
+    for name in done:
+        launched_on, handle = handles.get(name, ("", ""))
+        if not done[name] and launched_on == on:
             try:
-                states[name] = None
-                if _is_active(launcher, handles[name][1]):
-                    states[name] = "queued"
+                if _is_active(launcher, handle):
+                    done[name] = "queued"
             except UnreachableError as error:  # a dead machine can be replaced
                 note(f"{error}; its member is taken for ended")
 
-    to_start = [job for job in jobs if states[job.member] is None]
+    to_start = [job for job in jobs if not done[job.member]]
     for job, handle in zip(to_start, launcher.submit_all(to_start), strict=True):
+        done[job.member] = f"started ({handle})"
         handles[job.member] = [on, handle]
         atomic_write_json(run.folder.root / _FILE, handles)
 
-    return {name: state or f"started ({handles[name][1]})" for name, state in states.items()}
+    return done
 
 
 def cancel(run: Run, members: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -106,9 +114,11 @@ def cancel(run: Run, members: Sequence[str]) -> Iterator[tuple[str, str]]:
                 del done[name]
                 continue
 
-            done[name] = f"{'stopped' if is_active else 'not running'} ({handle})"
             if is_active:
                 active.append(handle)
+                done[name] = f"stopped ({handle})"
+            else:
+                done[name] = f"not running ({handle})"
 
         launcher.cancel_all(active)
 
@@ -134,16 +144,14 @@ def build_launcher(name: str, run: Run, jobs: Sequence[Job] = ()) -> Launcher:
     return launcher
 
 
-def _state(seen: Seen | None, run: Run) -> str | None:
-    """``finished`` or ``running``; None for neither, and in doubt: a process that is not needed finds out itself."""
-    if seen is None:
-        return None
+def _state(seen: Seen, run: Run) -> str:
+    """``finished`` or ``running``; empty for neither, and in doubt: a process that is not needed finds out itself."""
     if seen.health == "done" and seen.status.step >= run.max_steps(seen.status.member):
         return "finished"
     if seen.health in ("starting", "training"):
         return "running"
 
-    return None
+    return ""
 
 
 def _is_active(launcher: Launcher, handle: str) -> bool:

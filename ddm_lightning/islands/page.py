@@ -45,11 +45,10 @@ def write_page(path: Path, members: Sequence[Seen], run: Run) -> None:
     """
     curves = {seen.status.member: read_curves(seen.status.member, run) for seen in members}
     colours = {name: to_hex(f"C{number}") for number, name in enumerate(curves)}
-    figures = dict.fromkeys(map(_figure_of, sorted({tag for found in curves.values() for tag in found})))
-    template = Environment(
-        loader=PackageLoader(__package__), autoescape=True, undefined=StrictUndefined, trim_blocks=True
-    ).get_template("status.html.j2")
-    page = template.render(
+    tags = {tag for found in curves.values() for tag in found}
+    figures = dict.fromkeys(map(_figure_of, sorted(tags)))
+    pages = Environment(loader=PackageLoader(__package__), autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    page = pages.get_template("status.html.j2").render(
         title=run.experiment.name,
         place=redacted(run.url or str(run.folder.root)),
         time=f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M:%S} UTC",
@@ -114,23 +113,17 @@ def _chart(figure: str, curves: Mapping[str, Curves], colours: Mapping[str, str]
         drawing = Figure(figsize=(4.4, 2.3), layout="constrained")
         axes = drawing.add_subplot()
         for name, found in curves.items():
-            for tag, points in found.items():
-                if _figure_of(tag) == figure:
-                    is_faint = tag.replace("train/", "held_out/") in found.keys() - {tag}
-                    if "held_out/" in tag:
-                        line = "o-"
-                    else:
-                        line = "-"
+            for tag, (steps, values) in found.items():
+                if _figure_of(tag) != figure:
+                    continue
 
-                    if len(points[0]) < _FEW_POINTS:  # a line would pretend to a curve
-                        line = "o"
+                line = "o-" if "held_out/" in tag else "-"
+                if len(steps) < _FEW_POINTS:  # a line would pretend to a curve
+                    line = "o"
 
-                    if is_faint:
-                        alpha = 0.4
-                    else:
-                        alpha = 1.0
-
-                    axes.plot(*points, line, color=colours[name], alpha=alpha, linewidth=1.0, markersize=2.5)
+                is_faint = "train/" in tag and tag.replace("train/", "held_out/") in found
+                alpha = 0.4 if is_faint else 1.0
+                axes.plot(steps, values, line, color=colours[name], alpha=alpha, linewidth=1.0, markersize=2.5)
 
         axes.grid(axis="y", color="0.9")
         axes.set_xlabel("optimizer step")

@@ -126,7 +126,7 @@ def test_a_job_of_slurm_has_the_nodes_devices_and_limits_of_its_island(tmp_path,
 
     monkeypatch.setattr("submitit.AutoExecutor", Executor)
     island = IslandConfig("gpu", devices=4, nodes=2)
-    job = Job("expert-0", "run", ("fit", "member=expert-0"), island, tmp_path, {"NAME": "value"}, slot=3)
+    job = Job("expert-0", "run", ("fit", "member=expert-0"), island, tmp_path, {"NAME": "value"}, number=3)
     launcher = SlurmLauncher("long", minutes=90, cpus_per_device=3, memory_gb=64.0, notice_seconds=33)
     assert launcher.submit(job) == "7"
     assert told.pop("slurm_max_num_timeout") > 1000
@@ -175,7 +175,9 @@ def test_a_finished_member_is_started_once_it_is_to_take_more_steps(tmp_path):
         said.append(launch_jobs(run, jobs, launcher, on)["expert-0"])
     assert said == ["finished", "finished", "started (number 1)", "queued", "started (number 2)"]
     run = Run(load_experiment(TINY, [f"remote={tmp_path / 'store'}"]))
-    assert [job.slot for job in jobs_of(run, ["router", "expert-1"], "FILE", [])] == [2, 1], "whoever else is launched"
+    assert [job.number for job in jobs_of(run, ["router", "expert-1"], "FILE", [])] == [2, 1], (
+        "whoever else is launched"
+    )
 
 
 @pytest.mark.parametrize("state", ["starting", "training", "stopped"])

@@ -22,13 +22,14 @@ class LocalLauncher(Launcher):
 
     def submit(self, job: Job) -> str:
         job.folder.mkdir(parents=True, exist_ok=True)
+        environment = {**os.environ, **job.environment, **gpu_variables(job.number, job.island)}
         with (job.folder / "log.txt").open("ab") as log:
             process = subprocess.Popen(
                 job.command(),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **job.environment, **gpu_variables(job.slot, job.island)},
+                env=environment,
                 start_new_session=True,
             )
 

@@ -77,8 +77,7 @@ class SkyLauncher(Launcher):
         print(f"sky jobs launch {path}: takes minutes", file=sys.stderr)
         secrets = []
         for name in self.secrets:
-            for word in ("--secret", name):
-                secrets.append(word)
+            secrets += ["--secret", name]
 
         _sky("launch", "--yes", "--detach-run", *secrets, str(path))
         yield from (f"{group}/{job.member}" for job in jobs)
@@ -91,11 +90,7 @@ class SkyLauncher(Launcher):
 
     def cancel_all(self, handles: Sequence[str]) -> None:
         for group in sorted({handle.partition("/")[0] for handle in handles}):
-            others = []
-            for other in self._active:
-                if other.startswith(f"{group}/") and other not in handles:
-                    others.append(other)
-
+            others = [other for other in self._active if other.startswith(f"{group}/") and other not in handles]
             if others:
                 raise UserError(f"SkyPilot stops a job group as a whole; stop these members, too: {', '.join(others)}")
 
@@ -111,11 +106,7 @@ class SkyLauncher(Launcher):
         for start in re.finditer(r"^\[", printed, re.MULTILINE):  # other lines may come before and after
             with suppress(ValueError, TypeError, KeyError):
                 tasks, _ = json.JSONDecoder().raw_decode(printed, start.start())
-                active = []
-                for task in tasks:
-                    if not task["status"].startswith(_ENDED):
-                        active.append(task)
-
+                active = [task for task in tasks if not task["status"].startswith(_ENDED)]
                 return [f"{task['job_name']}/{task['task_name']}" for task in active]
 
         if printed:

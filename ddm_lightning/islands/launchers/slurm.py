@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,11 +67,14 @@ class SlurmLauncher(Launcher):
     def submit(self, job: Job) -> str:
         from submitit import AutoExecutor
 
-        optional = {
-            "gpus_per_node": job.island.devices if job.uses_gpus else None,
-            "mem_gb": self.memory_gb,
-            "slurm_partition": self.partition,
-        }
+        optional: dict[str, Any] = {}
+        if job.uses_gpus:
+            optional["gpus_per_node"] = job.island.devices
+        if self.memory_gb is not None:
+            optional["mem_gb"] = self.memory_gb
+        if self.partition is not None:
+            optional["slurm_partition"] = self.partition
+
         folder = job.folder.resolve() / "slurm"
         try:
             executor = AutoExecutor(folder=folder, cluster="slurm", slurm_max_num_timeout=_ANY_NUMBER)
@@ -85,9 +87,9 @@ class SlurmLauncher(Launcher):
                 slurm_signal_delay_s=self.notice_seconds,
                 slurm_setup=[f"export {key}={value}" for key, value in job.environment.items()],
                 slurm_additional_parameters=self.more,
-                **{name: value for name, value in optional.items() if value is not None},
+                **optional,
             )
-            return str(executor.submit(Training(job.command(sys.executable))).job_id)
+            return str(executor.submit(Training(job.command())).job_id)
         except Exception as error:  # submitit raises many kinds
             raise UserError(f"{job.member}: SLURM refuses the job: {first_line(error)}; see launch.slurm") from error
 
