@@ -52,7 +52,10 @@ class _BeforeTorchvision:
 
     @staticmethod
     def find_spec(name: str, *_: Any) -> None:
-        spec = PathFinder.find_spec(name) if name == "torchvision" and not _declared else None
+        if name != "torchvision" or _declared:
+            return
+
+        spec = PathFinder.find_spec(name)
         if spec is not None and spec.origin is not None:
             folder = Path(spec.origin).parent
             if not _extension_loads(folder):
@@ -81,11 +84,8 @@ class _DeferredPackage(ModuleType):
 
 def defer_torchmetrics() -> None:
     """Let Lightning start without the parts of torchmetrics that it does not use; call it before importing it."""
-    import_light(
-        "torchmetrics",
-        first="torchmetrics.utilities",
-        names={"Metric": "metric", "MetricCollection": "collections", "__version__": "__about__"},
-    )
+    names = {"Metric": "metric", "MetricCollection": "collections", "__version__": "__about__"}
+    import_light("torchmetrics", first="torchmetrics.utilities", names=names)
 
 
 def import_light(*packages: str, first: str, names: Mapping[str, str] | None = None) -> None:
@@ -114,11 +114,13 @@ def import_light(*packages: str, first: str, names: Mapping[str, str] | None = N
             sys.modules[name] = deferred
 
         importlib.import_module(first)
-        for name, module in (names or {}).items():
-            setattr(sys.modules[package], name, getattr(importlib.import_module(f"{package}.{module}"), name))
+        for name, place in (names or {}).items():
+            module = importlib.import_module(f"{package}.{place}")
+            setattr(sys.modules[package], name, getattr(module, name))
     except (ImportError, AttributeError):
-        for name in [name for name in sys.modules if name.partition(".")[0] == package]:
-            del sys.modules[name]
+        for name in list(sys.modules):
+            if name.partition(".")[0] == package:
+                del sys.modules[name]
 
 
 def _extension_loads(folder: Path) -> bool:

@@ -41,7 +41,7 @@ class Ranks:
     @classmethod
     def read(cls) -> Ranks:
         """Read the variables of a launcher; unless they are whole and fit together, this process is alone."""
-        rank, local_rank, world_size = (_number(name) for name in _NUMBERS)
+        rank, local_rank, world_size = map(_number, _NUMBERS)
         if rank is None or local_rank is None or world_size is None or not local_rank <= rank < world_size:
             return cls()
 
@@ -80,7 +80,8 @@ def enter() -> None:
         os.environ.pop("COLUMNS", None)  # rich would print tables of no width
 
     if not Ranks.read().launched:
-        if (pod := _number("RANK")) is not None:
+        pod = _number("RANK")
+        if pod is not None:
             os.environ.setdefault("NODE_RANK", str(pod))  # for island.nodes
 
         leave_ranks()
@@ -129,7 +130,8 @@ def place_of(nodes: int) -> Place:
     if node is None:
         node = _number("GROUP_RANK")  # of a user's torchrun
 
-    address, port = (os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT"))
+    address = os.environ.get("MASTER_ADDR")
+    port = os.environ.get("MASTER_PORT")
     tasks = _number("SLURM_STEP_NUM_TASKS")
     if tasks is not None and (node is None or not address):
         if tasks != nodes:

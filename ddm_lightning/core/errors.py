@@ -37,8 +37,9 @@ def line_of(error: BaseException) -> str | None:
         return _line_of_file(error)
 
     if isinstance(error, MemoryError) or "to allocate" in str(error):  # torch: "tried to allocate 2.00 GiB"
+        problem, _, _ = str(error).partition("\n")
         return (
-            f"out of memory ({str(error).partition(chr(10))[0]}); "
+            f"out of memory ({problem}); "
             "set island.micro_batch_size to train with less, sample.resident_experts to sample, or lower "
             "prepare.num_processes or prepare.partition.fit_fraction to prepare"
         )
@@ -51,10 +52,9 @@ def line_of(error: BaseException) -> str | None:
 
 def _line_of_file(error: OSError) -> str | None:
     # TensorBoard's names are bytes; there is none if writing to an open file failed.
-    if isinstance(error.filename, bytes):
-        place = error.filename.decode(errors="replace")
-    else:
-        place = error.filename
+    place = error.filename
+    if isinstance(place, bytes):
+        place = place.decode(errors="replace")
 
     names_path = isinstance(error, (PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError))
     if names_path or error.errno in (errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP):
@@ -97,8 +97,11 @@ def hide_passwords(text: str) -> str:
 
 def with_password(url: str) -> str:
     """Add the password of the environment variable ``DDM_PASSWORD_USER_HOST`` to a URL with a user and without one."""
-    found = re.match(r"\w+://([^/:@]+)@([^/:]*)", url)
-    password = os.environ.get(_password_variable(*found.groups())) if found else None
+    login = re.match(r"\w+://([^/:@]+)@([^/:]*)", url)
+    if login is None:
+        return url
+
+    password = os.environ.get(_password_variable(*login.groups()))
     if password is None:
         return url
 

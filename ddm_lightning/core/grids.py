@@ -52,17 +52,32 @@ def labelled_grid(
     cell_width = width * scale
     # Matplotlib's own font makes a grid look the same on every machine, and has accents, Greek and Cyrillic.
     path = f"{get_data_path()}/fonts/ttf/DejaVuSans.ttf"
-    font, title_font, footer_font = (ImageFont.truetype(path, s) for s in (_FONT_SIZE, _TITLE_SIZE, _FOOTER_SIZE))
+    font = ImageFont.truetype(path, _FONT_SIZE)
+    title_font = ImageFont.truetype(path, _TITLE_SIZE)
+    footer_font = ImageFont.truetype(path, _FOOTER_SIZE)
+
     most_lines = max(1, min(_MAX_LABEL_LINES, cell_height // (_FONT_SIZE + _GAP)))
     labels = [_wrap(label, font, _MAX_LABEL_WIDTH, most_lines) for label, _ in rows]
-    grid_left = _MARGIN + max((_width(line, font) for lines in labels for line in lines), default=0)
-    grid_left += _MARGIN if any(labels) else 0
-    grid_width = max(len(images) for _, images in rows) * (cell_width + _GAP) - _GAP
-    full_width = max(grid_left + grid_width, _MARGIN + _width(title, title_font)) + _MARGIN
+    label_widths = [_width(line, font) for lines in labels for line in lines]
+    grid_left = _MARGIN
+    if label_widths:
+        grid_left += max(label_widths) + _MARGIN
+
+    num_columns = max(len(images) for _, images in rows)
+    grid_right = grid_left + num_columns * (cell_width + _GAP) - _GAP
+    full_width = max(grid_right, _MARGIN + _width(title, title_font)) + _MARGIN
+
+    grid_top = _MARGIN
+    if title:
+        grid_top += _TITLE_SIZE + _MARGIN
+    if headings:
+        grid_top += _FONT_SIZE + _GAP
+
     footer_lines = _wrap(footer, footer_font, full_width - 2 * _MARGIN)
-    grid_top = _MARGIN + (_TITLE_SIZE + _MARGIN if title else 0) + (_FONT_SIZE + _GAP if headings else 0)
     footer_top = grid_top + len(rows) * (cell_height + _GAP) - _GAP + _MARGIN
-    full_height = footer_top + len(footer_lines) * (_FOOTER_SIZE + _GAP) + (_MARGIN if footer_lines else 0)
+    full_height = footer_top
+    if footer_lines:
+        full_height += len(footer_lines) * (_FOOTER_SIZE + _GAP) + _MARGIN
 
     canvas = Image.new("RGB", (full_width, full_height), _PAPER)
     draw = ImageDraw.Draw(canvas)
@@ -76,9 +91,8 @@ def labelled_grid(
         place = (grid_left - _MARGIN, top + cell_height // 2)
         draw.multiline_text(place, "\n".join(label), _INK, font=font, anchor="rm", align="right", spacing=_GAP)
         for column, image in enumerate(images):
-            enlarged = Image.fromarray(np.ascontiguousarray(image)).resize(
-                (cell_width, cell_height), Image.Resampling.LANCZOS
-            )
+            small = Image.fromarray(np.ascontiguousarray(image))
+            enlarged = small.resize((cell_width, cell_height), Image.Resampling.LANCZOS)
             canvas.paste(enlarged, (grid_left + column * (cell_width + _GAP), top))
 
     for index, line in enumerate(footer_lines):
@@ -106,11 +120,8 @@ def heat_map(axis: Axes, values: np.ndarray, numbers: np.ndarray, form: str, **o
     axis.set(xticks=range(values.shape[1]), yticks=range(values.shape[0]))
     for (row, column), number in np.ndenumerate(numbers):
         red, green, blue, _ = image.to_rgba(values[row, column])
-        if 0.3 * red + 0.6 * green + 0.1 * blue < 0.5:
-            colour = "w"
-        else:
-            colour = "k"
-
+        is_dark = 0.3 * red + 0.6 * green + 0.1 * blue < 0.5
+        colour = "w" if is_dark else "k"
         axis.text(column, row, f"{number:{form}}", ha="center", va="center", fontsize="x-small", color=colour)
 
 

@@ -43,7 +43,8 @@ def begin() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that is not UTF-8 shows "?" for "–"
 
-    if parent := os.environ.get(FITTED_BY):
+    parent = os.environ.get(FITTED_BY)
+    if parent:
         os.environ[FITTED_BY] = ""  # children of this process have another parent
         on_orphaned(int(parent), _stop_orphan)
 
@@ -54,8 +55,11 @@ def begin() -> None:
 
 def _report(failed: threading.ExceptHookArgs) -> None:
     """Report the error of a thread, one that the user can fix in a line: TensorBoard's meets a full disk."""
-    line = line_of(failed.exc_value) if failed.exc_value else None
-    note(line) if line else threading.__excepthook__(failed)
+    line = failed.exc_value and line_of(failed.exc_value)
+    if line:
+        note(line)
+    else:
+        threading.__excepthook__(failed)
 
 
 def on_orphaned(parent: int, react: Callable[[], object] | None = None, over: threading.Event | None = None) -> None:
@@ -73,7 +77,10 @@ def on_orphaned(parent: int, react: Callable[[], object] | None = None, over: th
             if over.wait(PARENT_SECONDS):
                 return
 
-        react() if react else os._exit(1)
+        if react is None:
+            os._exit(1)
+
+        react()
 
     threading.Thread(target=watch, name="parent", daemon=True).start()
 
@@ -112,8 +119,11 @@ def handling(handler: Any) -> Iterator[None]:
         handler(number, frame)
 
     is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    heeded = [number for number in STOP_SIGNALS if not (is_nohup and number == signal.SIGHUP)]
-    previous = {number: signal.signal(number, heard) for number in heeded}
+    previous = {}
+    for number in STOP_SIGNALS:
+        if not (is_nohup and number == signal.SIGHUP):
+            previous[number] = signal.signal(number, heard)
+
     try:
         yield
     finally:

@@ -11,7 +11,7 @@ import importlib
 import inspect
 import pkgutil
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import is_dataclass
 from importlib.metadata import PackageNotFoundError, distribution, entry_points
 from pathlib import Path
@@ -42,16 +42,17 @@ class Registry:
 
     @functools.cached_property
     def _built_in(self) -> dict[str, Callable[..., Any]]:
-        package = self._package
-        for module in pkgutil.iter_modules(importlib.import_module(package).__path__) if package else ():
-            importlib.import_module(f"{package}.{module.name}")
+        if self._package is not None:
+            package = importlib.import_module(self._package)
+            for module in pkgutil.iter_modules(package.__path__):
+                importlib.import_module(f"{self._package}.{module.name}")
 
         return self._registered
 
-    def _file_names(self) -> Iterator[str]:
+    def _file_names(self) -> list[str]:
         folder = Path(__file__).parents[2].joinpath(*(self._package or "").split("."))
-        for path in folder.glob("[!_]*.py"):
-            yield from re.findall(r'^@[A-Z]+\.register\("(.+)"\)', path.read_text(encoding="utf-8"), re.MULTILINE)
+        code = "".join(path.read_text(encoding="utf-8") for path in folder.glob("[!_]*.py"))
+        return re.findall(r'^@[A-Z]+\.register\("(.+)"\)', code, re.MULTILINE)
 
     def register(self, name: str) -> Callable[[Factory], Factory]:
         """Decorator that registers a class or function as the built-in ``name``."""
@@ -67,8 +68,9 @@ class Registry:
 
     def names(self) -> list[str]:
         """All known names, sorted."""
-        built_in: Iterable[str] = self._built_in if not self._read_names else self._file_names()
-        return sorted({*built_in, *(entry.name for entry in entry_points(group=self.group))})
+        names = {entry.name for entry in entry_points(group=self.group)}
+        names.update(self._file_names() if self._read_names else self._built_in)
+        return sorted(names)
 
     def get(self, name: str) -> Callable[..., Any]:
         """Find the factory ``name``; a built-in wins over an entry point.
@@ -84,11 +86,7 @@ class Registry:
                 try:
                     return entry.load()
                 except (ImportError, AttributeError) as error:
-                    if entry.dist:
-                        package = entry.dist.name
-                    else:
-                        package = entry.value
-
+                    package = entry.dist.name if entry.dist else entry.value
                     raise UserError(
                         f"{self.kind} {name!r} of the package {package!r} cannot be imported: {error}; "
                         "fix or reinstall that package"
@@ -127,12 +125,18 @@ class Registry:
         Raises:
             UserError: unknown name; unknown, missing or wrongly typed parameter, or one outside its choices or range.
         """
-        accepted = parameters_of(self.get(name))
-        is_open = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
-        named = {key: p for key, p in accepted.items() if p.kind in _BY_NAME}
-        offered = ", ".join(key for key in named if key not in context) or "none"
+        factory = self.get(name)
+        named = {}
+        is_open = False
+        for key, parameter in parameters_of(factory).items():
+            if parameter.kind in _BY_NAME:
+                named[key] = parameter
+            elif parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                is_open = True
+
         for key in params:
             if key in context or not (key in named or is_open):
+                offered = ", ".join(key for key in named if key not in context) or "none"
                 raise UserError(f"{self.kind} {name!r} has no parameter {key!r}; it takes: {offered}")
 
         for key in context:
@@ -145,13 +149,13 @@ class Registry:
             if key in params:
                 checks.check(params[key], parameter.annotation, f"params.{key}", f"{self.kind} {name!r}")
 
-        limits: dict[str, checks.Check] = {}
-        for options in (self.get(name), getattr(self.get(name), "params", None)):
-            limits |= checks.limits(options) if isinstance(options, type) and is_dataclass(options) else {}
+        for options in (factory, getattr(factory, "params", None)):
+            if not (isinstance(options, type) and is_dataclass(options)):
+                continue
 
-        for key, (is_right, wanted) in limits.items():
-            if params.get(key) is not None and not is_right(params[key]):
-                raise UserError(f"{self.kind} {name!r}: key 'params.{key}' = {params[key]!r}: must be {wanted}")
+            for key, (is_right, wanted) in checks.limits(options).items():
+                if params.get(key) is not None and not is_right(params[key]):
+                    raise UserError(f"{self.kind} {name!r}: key 'params.{key}' = {params[key]!r}: must be {wanted}")
 
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
