@@ -125,12 +125,11 @@ def _checking(what: str) -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            if isinstance(error, AssertionError | UserError):
-                kind = ""
-            else:
-                kind = f"raises {type(error).__name__}: "
+            problem = " ".join(str(error).split())[:500]
+            if not isinstance(error, AssertionError | UserError):
+                problem = f"raises {type(error).__name__}: {problem}"
 
-            raise AssertionError(f"{what}: {kind}{' '.join(str(error).split())[:500]}") from error
+            raise AssertionError(f"{what}: {problem}") from error
 
 
 def _built(factory: Callable[[], Any], kind: Any) -> Any:
@@ -152,9 +151,8 @@ def _built_twice(build: Callable[[], nn.Module]) -> nn.Module:
     second = build()
     for named in (nn.Module.named_parameters, nn.Module.named_buffers):
         for (name, value), (_, again) in zip(named(first), named(second), strict=True):
-            assert torch.equal(value, again), (
-                f"two networks built from one seed differ in {name!r}: initialise it with torch's generator"
-            )
+            problem = f"two networks built from one seed differ in {name!r}: initialise it with torch's generator"
+            assert torch.equal(value, again), problem
 
     return second
 
@@ -164,8 +162,7 @@ def _condition(spec: ConditionSpec) -> Condition | None:
     if spec.kind == "none":
         return None
 
-    is_class = spec.kind == "class"
-    if is_class:
+    if spec.kind == "class":
         values = torch.randint(spec.size, (_NUM_ROWS,))
     else:
         values = torch.randn(_NUM_ROWS, *spec.row_shape)
@@ -190,10 +187,9 @@ def _check_outputs(
     ``build`` builds others alike.
     """
     t = torch.linspace(0.1, 0.9, _NUM_ROWS)
-    if condition is None:
-        given = [x_t, t]
-    else:
-        given = [x_t, t, condition.values]
+    given = [x_t, t]
+    if condition is not None:
+        given.append(condition.values)
 
     before = [value.clone() for value in given]
 
@@ -215,12 +211,8 @@ def _check_outputs(
     (out * torch.randn_like(out)).sum().backward()
     for name, parameter in network.named_parameters():
         if parameter.requires_grad:
-            if parameter.grad is None:
-                gradient = torch.zeros(1)
-            else:
-                gradient = parameter.grad
-
-            assert (gradient != 0).any(), f"no gradient reaches parameter {name!r}"
+            gradient = parameter.grad
+            assert gradient is not None and (gradient != 0).any(), f"no gradient reaches parameter {name!r}"
             assert gradient.isfinite().all(), f"gradient of {name!r} not finite"
 
     network.eval()
@@ -267,7 +259,9 @@ def _check_on_island(rebuilt: Callable[[], nn.Module], run: Callable[[nn.Module]
     finally:
         distributed.destroy_process_group()
 
-    if find_spec("peft") and (layers := adaptable(network := rebuilt())):
+    network = rebuilt()
+    layers = adaptable(network)
+    if layers and find_spec("peft"):
         with _checking("with LoRA adapters"), torch.no_grad():
             adapt(network, LoraConfig(2, None, layers), network.state_dict())
             for parameter in network.parameters():
@@ -338,22 +332,21 @@ def _check_weights(strategy: Strategy, num_clusters: int) -> None:
 
 
 def _check_samples(strategy: Strategy, num_clusters: int, solver: str) -> None:
-    router = _Answers(lambda x_t: x_t.flatten(1).mean(1, keepdim=True) * torch.tensor([[1.0, -1.0, 0.5]]))
-    experts = []
-    for k in range(num_clusters):
-        experts.append(_Answers(partial(torch.full_like, fill_value=k + 1.0)))
+    experts = [_Answers(partial(torch.full_like, fill_value=k + 1.0)) for k in range(num_clusters)]
+    router = None
+    if num_clusters > 1 and strategy.needs_router:
+        router = _Answers(lambda x_t: x_t.flatten(1).mean(1, keepdim=True) * torch.tensor([[1.0, -1.0, 0.5]]))
 
-    is_routed = num_clusters > 1 and strategy.needs_router
-    ensemble = Ensemble(experts, router if is_routed else None, [1 / num_clusters] * num_clusters)
+    ensemble = Ensemble(experts, router, [1 / num_clusters] * num_clusters)
 
     def samples(*numbers: int) -> Tensor:
         batch = Batch(ensemble, None, [(number,) for number in numbers], (1, 4, 4), 0, SampleConfig())
         return strategy.generate(batch, sampling_times(4), SOLVERS.build(solver, {}))
 
-    whole = samples(0, 1, 2, 3)
-    single = torch.cat([samples(number) for number in range(4)])
+    whole = samples(*range(4))
+    alone = torch.cat([samples(number) for number in range(4)])
     _check_output(whole, torch.empty(4, 1, 4, 4))
-    assert _agree(single, whole), "a sample depends on the other samples of its batch"
+    assert _agree(alone, whole), "a sample depends on the other samples of its batch"
 
 
 def check_solver(factory: Callable[[], Any]) -> None:
@@ -372,7 +365,7 @@ def check_solver(factory: Callable[[], Any]) -> None:
         x_1 = torch.randn(500, 2)
         drawn = torch.randn(num_steps, 500, 2)
         x_1 = (x_1 - x_1.mean(0)) / x_1.std(0)
-        asked: list[int] = []
+        asked: set[int] = set()
 
         def velocity(x_t: Samples, t: Times) -> Samples:
             assert t.shape == (len(x_t),) and ((t > 0) & (t <= 1)).all(), f"asks for a velocity at t = {t}"
@@ -382,23 +375,20 @@ def check_solver(factory: Callable[[], Any]) -> None:
 
         def solve(rows: slice) -> Tensor:
             def noise(step: int) -> Tensor:
-                asked.append(step)
+                asked.add(step)
                 return drawn[step, rows]
 
             return solver.solve(velocity, x_1[rows], sampling_times(num_steps), noise)
 
         whole = solve(slice(None))
-        part = solve(slice(3, 5))
         _check_output(whole, x_1)
-        errors = float((whole.mean(0) - 1).abs().max()), float((whole.std(0) - 0.5).abs().max())
-        assert max(errors) <= 0.05, f"mean and std of the samples are wrong by {errors[0]:.3f} and {errors[1]:.3f}"
-        assert _agree(part, whole[3:5]), "a row depends on the other rows of its batch"
-        if solver.is_stochastic:
-            steps = set(range(num_steps - 1))
-        else:
-            steps = set()
-
-        assert set(asked) == steps, f"draws noise for {len(set(asked))} steps, not {len(steps)}"
+        mean_error = float((whole.mean(0) - 1).abs().max())
+        std_error = float((whole.std(0) - 0.5).abs().max())
+        problem = f"mean and std of the samples are wrong by {mean_error:.3f} and {std_error:.3f}"
+        assert max(mean_error, std_error) <= 0.05, problem
+        assert _agree(solve(slice(3, 5)), whole[3:5]), "a row depends on the other rows of its batch"
+        num_expected = num_steps - 1 if solver.is_stochastic else 0
+        assert asked == set(range(num_expected)), f"draws noise for {len(asked)} steps, not {num_expected}"
 
 
 def check_source(factory: Callable[[], Any]) -> None:
@@ -451,16 +441,18 @@ def check_encoder(factory: Callable[[], Any], *, image_size: int = 32) -> None:
         images = np.random.default_rng(0).integers(0, 256, (3, image_size, image_size, 3), dtype=np.uint8)
         shape = encoder.x_shape(image_size)
         stored = encoder.encode(images)
-        expected = (3, shape[0] * (2 if encoder.stores == "posterior" else 1), *shape[1:])
+        num_channels = shape[0]
+        if encoder.stores == "posterior":  # mean and std
+            num_channels *= 2
+
+        expected = (3, num_channels, *shape[1:])
         assert stored.shape == expected, f"encode returns shape {stored.shape}, x_shape asks for {expected}"
         assert str(stored.dtype) == encoder.dtype, f"encode returns {stored.dtype}, dtype says {encoder.dtype}"
-        assert stored.tobytes() == again.encode(images).tobytes(), (
-            "two encoders give different bytes for the same images"
-        )
-        assert np.allclose(encoder.encode(images[:1]), stored[:1], 1e-2, 1e-2), (
-            "an image's encoding depends on the other images of its batch"
-        )
+        is_same = stored.tobytes() == again.encode(images).tobytes()
+        assert is_same, "two encoders give different bytes for the same images"
+        alone = encoder.encode(images[:1])
+        problem = "an image's encoding depends on the other images of its batch"
+        assert np.allclose(alone, stored[:1], 1e-2, 1e-2), problem
         decoded = encoder.decode(torch.zeros(3, *shape))
-        assert decoded.dtype == np.uint8 and decoded.shape == images.shape, (
-            f"decode returns {decoded.dtype} {decoded.shape}, not uint8 {images.shape}"
-        )
+        problem = f"decode returns {decoded.dtype} {decoded.shape}, not uint8 {images.shape}"
+        assert decoded.dtype == np.uint8 and decoded.shape == images.shape, problem

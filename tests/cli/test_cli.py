@@ -478,7 +478,7 @@ def test_describe_prints_every_key_with_type_default_and_documentation(capsys: p
     text = capsys.readouterr().out
     for lines in (
         "seed: int = 0, from 0 to 9223372036854775807\n    Seed of the partition, ",
-        "name: str, required\n    Name of the experiment",
+        "name: str, required, the name of a folder: letters, digits, '_', '-' and '.' only\n    Name of the experiment",
         "expert.train.max_steps: int, required, at least 0\n    Optimizer steps; 0 hands over the initial weights.\n",
         "expert.train.gradient_clip_norm: float | null = 1.0, at least 1e-12\n",
         "prepare.caption_encoder.name: str, required\n",
