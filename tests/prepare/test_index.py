@@ -65,6 +65,17 @@ def test_the_first_bearer_of_a_key_stays_within_a_part_and_across_parts(run):
     assert {line["cause"] for line in broken} == {"duplicate key"}
 
 
+def test_a_row_is_dropped_from_its_own_part_in_a_later_group_of_parts(run, monkeypatch, tmp_path):
+    monkeypatch.setattr(prepared_files, "GROUP_SIZE", 2)
+    parts = {name: records(12, name) for name in "abcd"}
+    expected = {sample.key: sample.caption for samples in parts.values() for sample in samples}
+    parts["d"].insert(5, record("a3", caption="again"))
+    manifest, prepared, broken = run(parts)
+    assert [(line["part"], line["key"]) for line in broken] == [("d", "a3")] and manifest.num_samples == 48
+    stored = {int(sample["sample_id"]): sample["caption"] for sample in stored_samples(tmp_path)}
+    assert stored == dict(enumerate(expected.values()))
+
+
 def test_a_key_whose_first_bearer_cannot_be_used_is_given_to_the_second(run, monkeypatch):
     features = FEATURES.build("pooled-pixels", {})
     white = np.full((8, 8, 3), 255, np.uint8)
