@@ -110,8 +110,8 @@ def _prepared(experiment: Experiment, options: argparse.Namespace) -> Run | None
         None if another machine ends it.
     """
     from ddm_lightning.prepare.engine import Reporter
-    from ddm_lightning.prepare.share import Share, prepare_share
-    from ddm_lightning.prepare.stages import prepare
+    from ddm_lightning.prepare.share import Share
+    from ddm_lightning.prepare.stages import prepare, prepare_share
 
     parts = getattr(options, "parts", None)  # fit has neither this option nor --prune
     folder = RunFolder.of(experiment).root

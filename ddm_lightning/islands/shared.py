@@ -23,7 +23,7 @@ from ddm_lightning.members.member import ROUTER
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import MEMBER_FILE, SIGNATURE, STATEMENT, refuse_changes
 from ddm_lightning.members.signatures import accept, check_manifest, signature_of
-from ddm_lightning.prepare.ledger import Published, publish_shards
+from ddm_lightning.prepare.ledger import Store, publish_shards
 from ddm_lightning.shards.manifest import Manifest, manifest_path
 
 _MANIFEST = "prepared/manifest.json"
@@ -106,8 +106,8 @@ def publish_prepared(run: Run, tick: Callable[[int, int], None]) -> None:
 
         if not is_there:
             _publish_initial(run)
-            published = Published(root, run.manifest.versions)
-            publish_shards(folder.prepared, published, run.manifest.index_sha256, tick)
+            store = Store(root, run.manifest.versions)
+            publish_shards(folder.prepared, store, run.manifest.index_sha256, tick)
             experiment = replace(run.experiment, remote=None)
             remote.write(f"{run.url}/{folder.experiment.name}", to_yaml(experiment).encode())
             remote.put(manifest, target)

@@ -126,7 +126,7 @@ def run_jobs(
     for number, entries in finished:
         job = jobs[number]
         job.ledger.entries = entries
-        job.ledger.is_published = job.published is not None
+        job.ledger.is_stored = job.store is not None
         done += job.num_samples
         advance(0)
         yield job

@@ -1,6 +1,6 @@
-"""Finished work: ledgers on this disk, and their twins at the run's URL, which machines share.
+"""Finished work: ledgers on this disk, and their twins in the store at the run's URL, which machines share.
 
-A ledger names files with their sizes and hashes, and comes last. Files at the URL are named by content, so publishing
+A ledger names files with their sizes and hashes, and comes last. Files in the store are named by content, so publishing
 twice changes nothing, an interrupted upload goes on with the missing files, and machines need no locks.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import wraps
@@ -55,8 +55,8 @@ class Ledger:
     def __init__(self, file: Path, folder: Path | None = None) -> None:
         self.file = file
         self.folder = folder or file.parent
-        self.is_published = False
-        """Whether the entries are at the URL; their files need not be here then."""
+        self.is_stored = False
+        """Whether the entries are in the store; their files need not be here then."""
         self.entries: Entries = {}
         with suppress(OSError, ValueError, AttributeError, UserError):
             self.entries = _checked(parse_json(file.read_text(encoding="utf-8")))
@@ -67,16 +67,15 @@ class Ledger:
         if entry is None or key not in (None, entry["key"]):
             return False
 
-        files = {self.folder / path: file["bytes"] for path, file in entry["files"].items()}
-        return self.is_published or all(path.is_file() and path.stat().st_size == size for path, size in files.items())
+        if self.is_stored:
+            return True
+
+        files = entry["files"].items()
+        return all(_has_size(self.folder / path, file) for path, file in files)
 
     def forget(self, *names: str) -> None:
         """Remove work whose files are about to be replaced, first its entry: a kill then leaves no false one."""
-        gone = []
-        for name in names:
-            if name in self.entries:
-                gone.append(self.entries.pop(name))
-
+        gone = {name: self.entries.pop(name) for name in names if name in self.entries}
         if gone:
             self.save()
             for path in _files_of(gone):
@@ -86,10 +85,8 @@ class Ledger:
         """Record finished work; ``save`` makes it last."""
         files = {}
         for path in sorted(paths):
-            files[path.relative_to(self.folder).as_posix()] = {
-                "bytes": path.stat().st_size,
-                "sha256": sha256_file(path),
-            }
+            name_in_folder = path.relative_to(self.folder).as_posix()
+            files[name_in_folder] = {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
 
         self.entries[name] = {"key": key, **facts, "files": files}
 
@@ -109,13 +106,23 @@ def _checked(entries: Any) -> Entries:
     return dict(entries)
 
 
-def _files_of(work: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    return {path: file for entry in work for path, file in entry["files"].items()}
+def _files_of(entries: Entries) -> dict[str, Any]:
+    """Return the size and hash of each file of all entries, by its path."""
+    files = dict[str, Any]()
+    for entry in entries.values():
+        files |= entry["files"]
+
+    return files
 
 
-def hash_of_files(ledgers: Sequence[Ledger], names: Iterable[str]) -> str:
+def _has_size(path: Path, file: Mapping[str, Any]) -> bool:
+    return path.is_file() and path.stat().st_size == file["bytes"]
+
+
+def hash_of_files(ledgers: Iterable[Ledger], names: Iterable[str]) -> str:
     """Return a hash of the files of some entries of each ledger."""
-    return sha256_json([[ledger.files(name) for name in sorted(names)] for ledger in ledgers])
+    names = sorted(names)
+    return sha256_json([[*map(ledger.files, names)] for ledger in ledgers])
 
 
 def _patient(method: _Method) -> _Method:
@@ -138,7 +145,7 @@ def _patient(method: _Method) -> _Method:
 
 
 @dataclass(frozen=True)
-class Published:
+class Store:
     """``prepared`` at the run's URL. All methods try for ``PATIENCE_SECONDS`` to reach it.
 
     Raises:
@@ -152,10 +159,12 @@ class Published:
     @_patient
     def names(self, kind: str) -> set[str]:
         """List the ledgers ``kind``/NAME.json that are not empty."""
-        found = remote.files(f"{self.url}/{kind}", recursive=False)
-        return {
-            f"{kind}/{name.removesuffix('.json')}" for name, size in found.items() if name.endswith(".json") and size
-        }
+        names = set()
+        for file, size in remote.files(f"{self.url}/{kind}", recursive=False).items():
+            if size and file.endswith(".json"):
+                names.add(f"{kind}/{file.removesuffix('.json')}")
+
+        return names
 
     @_patient
     def forget(self, name: str) -> None:
@@ -163,36 +172,38 @@ class Published:
         remote.write(f"{self.url}/{name}.json", b"")
 
     @_patient
-    def read(self, name: str) -> Entries | None:
-        """Return the entries of a ledger; None if there is none yet, or it was emptied.
+    def read(self, name: str) -> Entries:
+        """Return the entries of a ledger; none if it does not exist yet, or was emptied.
 
         Raises:
             UserError: the ledger is damaged, or other versions made it.
         """
         address = f"{self.url}/{name}.json"
         try:
-            if not (found := remote.read(address)):
-                return None
+            found = remote.read(address)
+            if not found:
+                return {}
 
             content = parse_json(found)
             versions = dict(content["versions"])
             entries = _checked(content["work"])
         except FileNotFoundError:
-            return None
+            return {}
         except (ValueError, KeyError, TypeError, AttributeError, UserError) as error:
             raise UserError(
                 f"{address}: is no ledger of prepare ({error}); remove it, then repeat the command"
             ) from None
 
         if versions != self.versions:
-            package = min(name for name, _ in versions.items() ^ self.versions.items())
-            theirs, ours = (found.get(package, "none") for found in (versions, self.versions))
+            package, _ = min(versions.items() ^ self.versions.items())
+            theirs = versions.get(package, "none")
+            ours = self.versions.get(package, "none")
             raise UserError(
                 f"{address}: was made with {package} {theirs}, and this machine has {ours}; install the same versions "
                 "on all machines, or set another remote"
             )
 
-        return dict(entries)
+        return entries
 
     @_patient
     def publish(self, name: str, folder: Path, entries: Entries) -> None:
@@ -203,34 +214,35 @@ class Published:
             folder: of the files.
             entries: finished work by name.
         """
-        addresses = {}
-        for path, file in _files_of(entries.values()).items():
-            addresses[self._address(name, path, file)] = (path, file)
-
-        places = sorted({address.rpartition("/")[0] for address in addresses})
-        listed = zip(places, remote.in_threads(remote.files, places), strict=True)
+        files = _files_of(entries)
+        addresses = {self._address(name, path, file): path for path, file in files.items()}
+        places = {address.rpartition("/")[0] for address in addresses}
         present = {}
-        for place, found in listed:
+        for place, found in zip(places, remote.in_threads(remote.files, places), strict=True):
             for file, size in found.items():
                 present[f"{place}/{file}"] = size
 
-        absent = [address for address, (_, file) in addresses.items() if present.get(address) != file["bytes"]]
-        remote.in_threads(lambda address: remote.put(folder / addresses[address][0], address), absent)
+        absent = []
+        for address, path in addresses.items():
+            if present.get(address) != files[path]["bytes"]:
+                absent.append((folder / path, address))
+
+        remote.in_threads(lambda pair: remote.put(*pair), absent)
         content = {"versions": dict(self.versions), "work": entries}
         remote.write(f"{self.url}/{name}.json", json.dumps(content).encode())
 
-    def pull(self, name: str, folder: Path, entries: Entries, wanted: Callable[[str], bool] = lambda _: True) -> None:
-        """Bring files of recorded work that are not in ``folder``.
+    def pull(self, name: str, folder: Path, entries: Entries, endings: tuple[str, ...] = ()) -> None:
+        """Bring files of recorded work that are not in ``folder``: all, or those with one of ``endings``.
 
         Raises:
             UserError: a file is missing or differs from its entry.
         """
-        for path, file in _files_of(entries.values()).items():
+        for path, file in _files_of(entries).items():
             target = inside(folder, path, Path(f"{name}.json"))
-            address = self._address(name, path, file)
-            if not wanted(path) or _is_there(target, file):
+            if (endings and not path.endswith(endings)) or _is_there(target, file):
                 continue
 
+            address = self._address(name, path, file)
             self._get(address, target)
             if not _is_there(target, file):
                 target.unlink(missing_ok=True)
@@ -253,7 +265,7 @@ class Published:
 
 
 def _is_there(path: Path, file: Mapping[str, Any]) -> bool:
-    return path.is_file() and path.stat().st_size == file["bytes"] and sha256_file(path) == file["sha256"]
+    return _has_size(path, file) and sha256_file(path) == file["sha256"]
 
 
 @dataclass(frozen=True)
@@ -267,7 +279,7 @@ class Job:
     ledger: Ledger
     keys: Mapping[str, str]
     """Key of each entry: a hash of everything it is made from."""
-    published: Published | None
+    store: Store | None
     """Where to publish the work, if several machines share it."""
 
     @property
@@ -277,37 +289,32 @@ class Job:
 
     def is_done(self) -> bool:
         """Whether all is done, and published."""
-        is_here = all(self.ledger.is_done(name, key) for name, key in self.keys.items())
-        return is_here and self.ledger.is_published == bool(self.published)
+        is_here = all(self.ledger.is_done(*entry) for entry in self.keys.items())
+        return is_here and self.ledger.is_stored == bool(self.store)
 
     def publish(self) -> None:
         """Publish the work, if several machines share it."""
-        if self.published is not None:
-            self.published.publish(self.name, self.ledger.folder, self.ledger.entries)
+        if self.store is not None:
+            self.store.publish(self.name, self.ledger.folder, self.ledger.entries)
 
 
-def publish_shards(
-    prepared: Path, published: Published, indices: Iterable[str], tick: Callable[[int, int], None]
-) -> None:
+def publish_shards(prepared: Path, store: Store, indices: Iterable[str], tick: Callable[[int, int], None]) -> None:
     """Send the shards of all groups on this machine, then the merged index of each folder.
 
     Args:
         prepared: the folder.
-        published: its twin at the run's URL.
+        store: its twin at the run's URL.
         indices: folders below ``shards`` with a merged index.
         tick: called with groups done and groups in total.
 
     Raises:
         UserError: the URL cannot be written.
     """
-    ledgers = []
-    for path in sorted((prepared / "groups").glob("*.json")):
-        ledgers.append(Ledger(path, prepared))
-
-    for number, ledger in enumerate(ledgers, 1):
-        published.publish(f"groups/{ledger.file.stem}", prepared, ledger.entries)
-        tick(number, len(ledgers))
+    groups = sorted((prepared / "groups").glob("*.json"))
+    for number, path in enumerate(groups, 1):
+        store.publish(f"groups/{path.stem}", prepared, Ledger(path, prepared).entries)
+        tick(number, len(groups))
 
     with remote.reaching():
         for name in indices:
-            remote.put(prepared / "shards" / name / "index.json", f"{published.url}/shards/{name}/index.json")
+            remote.put(prepared / "shards" / name / "index.json", f"{store.url}/shards/{name}/index.json")

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
@@ -35,7 +35,7 @@ from ddm_lightning.prepare.encode import (
     is_sampled,
 )
 from ddm_lightning.prepare.filters import IN_DROP_KEYS
-from ddm_lightning.prepare.ledger import Ledger, Published
+from ddm_lightning.prepare.ledger import Ledger, Store
 from ddm_lightning.prepare.near_duplicates import find_near_duplicates
 from ddm_lightning.prepare.records import BrokenSample, Part
 
@@ -44,7 +44,8 @@ GROUP_SIZE = 64
 
 _AGAIN = "delete it and run prepare again, where the images are"
 
-Kept: TypeAlias = Sequence[Int[np.ndarray, "m"] | None]
+RowNumbers: TypeAlias = Int[np.ndarray, "m"]
+Kept: TypeAlias = Sequence[RowNumbers | None]
 """Rows of each part; None for all of them."""
 
 
@@ -58,7 +59,7 @@ class Prepared:
         parts: of the source; None for those in ``parts.json``.
         first: number of the first of ``parts`` in the source.
         ledgers: of the parts; None for those on this disk.
-        published: where to find files that are not on this disk.
+        store: where to find files that are not on this disk.
     """
 
     def __init__(
@@ -67,11 +68,11 @@ class Prepared:
         parts: Sequence[Part] | None = None,
         first: int = 0,
         ledgers: Sequence[Ledger] | None = None,
-        published: Published | None = None,
+        store: Store | None = None,
     ) -> None:
         self.folder = folder
         self.first = first
-        self.published = published
+        self.store = store
         self.parts_file = folder / "parts.json"
         self.index_file = folder / "index.json"
         self.broken_file = folder / "broken.jsonl"
@@ -81,14 +82,19 @@ class Prepared:
         self.partition_file = folder / "partition.safetensors"
         self.shards = folder / "shards"
         if parts is not None:
-            self.parts = list(parts)
+            self.parts = parts
         if ledgers is not None:
-            self.ledgers = list(ledgers)
+            self.ledgers = ledgers
 
     @cached_property
-    def parts(self) -> list[Part]:
+    def parts(self) -> Sequence[Part]:
         """Parts of the source, from ``parts.json``."""
         return read_record(self.parts_file, list[Part], "the list of parts", _AGAIN)
+
+    @cached_property
+    def ledgers(self) -> Sequence[Ledger]:
+        """The ``part.json`` of each part."""
+        return [Ledger(self.folder_of(part) / LEDGER) for part in self.parts]
 
     def folder_of(self, part: Part) -> Path:
         """Return the folder of a part's columns. It depends on the part's name alone, not on other parts."""
@@ -99,11 +105,6 @@ class Prepared:
         """Return the folder of the columns of ``parts[number]``."""
         return self.folder_of(self.parts[number])
 
-    @cached_property
-    def ledgers(self) -> list[Ledger]:
-        """The ``part.json`` of each part."""
-        return [Ledger(self.folder_of(part) / LEDGER) for part in self.parts]
-
     @property
     def num_groups(self) -> int:
         """Number of groups of parts."""
@@ -112,17 +113,16 @@ class Prepared:
     def group(self, number: int) -> Prepared:
         """Return a group of consecutive parts, whose samples are shuffled together."""
         some = slice(number * GROUP_SIZE, (number + 1) * GROUP_SIZE)
-        return Prepared(self.folder, self.parts[some], some.start, self.ledgers[some], self.published)
+        return Prepared(self.folder, self.parts[some], some.start, self.ledgers[some], self.store)
 
     def fetch(self, numbers: Iterable[int], *names: str) -> None:
-        """Bring these files of some parts from the URL, or all of them, unless they are here."""
-        if (published := self.published) is None:
+        """Bring these files of some parts from the store, or all of them, unless they are here."""
+        if (store := self.store) is None:
             return
 
         def pull(number: int) -> None:
             folder = self.part_folder(number)
-            entries = self.ledgers[number].entries
-            published.pull(f"parts/{folder.name}", folder, entries, lambda path: not names or path in names)
+            store.pull(f"parts/{folder.name}", folder, self.ledgers[number].entries, names)
 
         remote.in_threads(pull, numbers)
 
@@ -138,13 +138,16 @@ class Prepared:
     @cached_property
     def filled_parts(self) -> list[int]:
         """Numbers of the parts with at least one row."""
-        return [number for number in range(len(self.parts)) if self._num_rows(number)]
+        return [*filter(self.num_rows, range(len(self.parts)))]
 
     @cached_property
     def kept(self) -> Kept:
         """Usable rows of each of ``filled_parts``; None for all of them."""
-        dropped: Mapping[str, list[int]] = self.index["dropped"]
-        return self.without([dropped.get(str(self.first + number), ()) for number in self.filled_parts])
+        dropped = {}
+        for number, rows in self.index["dropped"].items():
+            dropped[int(number) - self.first] = rows
+
+        return self.without(dropped)
 
     @property
     def first_row(self) -> int:
@@ -158,7 +161,7 @@ class Prepared:
 
     def rows(self, column_set: str, column: str) -> Rows:
         """Return a column of all usable samples."""
-        return Rows(self._arrays(column_set, column), self.kept)
+        return Rows(self.arrays(column_set, column), self.kept)
 
     def facts(self, column: str, kept: Kept | None = None) -> Shaped[np.ndarray, "n"]:
         """Read a column of ``rows.npz`` of all usable samples, or of these rows of each of ``filled_parts``."""
@@ -170,24 +173,34 @@ class Prepared:
 
     def texts(self, name: str, kept: Kept | None = None) -> Rows:
         """Return ``keys``, ``captions``, ``captions_2`` … of all usable samples, or of these rows of each part."""
-        paths = []
+        texts = []
         for number in self.filled_parts:
-            paths.append((self.part_folder(number) / TEXTS_FILE, self._num_rows(number)))
+            texts.append(PackedStrings(self.part_folder(number) / TEXTS_FILE, name, self.num_rows(number)))
 
-        return Rows([PackedStrings(path, name, num_rows) for path, num_rows in paths], kept or self.kept)
+        return Rows(texts, kept or self.kept)
 
-    def without(self, dropped: Sequence[Collection[int]]) -> Kept:
-        """Return the rows of each of ``filled_parts`` that are left without these."""
-        return [
-            np.delete(np.arange(self._num_rows(number)), list(rows)) if rows else None
-            for number, rows in zip(self.filled_parts, dropped, strict=True)
-        ]
+    def without(self, dropped: Mapping[int, Collection[int]]) -> Kept:
+        """Return the rows of each of ``filled_parts`` that are left without those dropped of some parts."""
+        kept: list[RowNumbers | None] = []
+        for number in self.filled_parts:
+            if number in dropped:
+                kept.append(np.delete(np.arange(self.num_rows(number)), list(dropped[number])))
+            else:
+                kept.append(None)
 
-    def _num_rows(self, number: int) -> int:
-        if RECORDS not in self.ledgers[number].entries:
-            raise UserError(f"{self.ledgers[number].file}: is damaged or missing; {_AGAIN}")
+        return kept
 
-        return int(self.ledgers[number].entries[RECORDS]["num_rows"])
+    def num_rows(self, number: int) -> int:
+        """Return the number of rows of a part, dropped ones included.
+
+        Raises:
+            UserError: its ledger is damaged or missing.
+        """
+        ledger = self.ledgers[number]
+        if RECORDS not in ledger.entries:
+            raise UserError(f"{ledger.file}: is damaged or missing; {_AGAIN}")
+
+        return int(ledger.entries[RECORDS]["num_rows"])
 
     def sample(self, fraction: float) -> tuple[Samples, UInt64[np.ndarray, "n"]]:
         """Return the usable samples on which a partition is fitted, and the hashes that decide their split.
@@ -202,32 +215,37 @@ class Prepared:
             with np.load(self.part_folder(number) / ROWS_FILE) as rows:
                 sampled = is_sampled(rows["key_hash"], fraction)
 
-            in_part.append(np.flatnonzero(sampled) if usable is None else usable[sampled[usable]])
-            in_file.append((np.cumsum(sampled) - 1)[in_part[-1]])
+            chosen = np.flatnonzero(sampled)
+            if usable is not None:
+                chosen = usable[sampled[usable]]
 
-        features = Rows(self._arrays(column_set, column), in_file)
+            in_part.append(chosen)
+            in_file.append((np.cumsum(sampled) - 1)[chosen])
+
+        features = Rows(self.arrays(column_set, column), in_file)
         samples = Samples(features, self.facts("label", in_part), self.texts("keys", in_part))
         return samples, self.facts("split_hash", in_part)
 
-    def _arrays(self, column_set: str, column: str) -> list[StoredArray]:
-        """Return a column of each of ``filled_parts``."""
+    def arrays(self, column_set: str, column: str) -> list[StoredArray]:
+        """Return a column of each of ``filled_parts``, dropped rows included."""
         arrays = []
         for number in self.filled_parts:
-            arrays.append(StoredArray(self.part_folder(number) / f"{column}.npy"))
+            array = StoredArray(self.part_folder(number) / f"{column}.npy")
+            if column_set != SAMPLE and len(array) != self.num_rows(number):
+                raise ValueError(f"column {column!r} has another number of rows than its parts; fix the encoder")
 
-        if column_set != SAMPLE and [*map(len, arrays)] != [*map(self._num_rows, self.filled_parts)]:
-            raise ValueError(f"column {column!r} has another number of rows than its parts; fix the encoder")
+            arrays.append(array)
 
         return arrays
 
-    def thumbnails(self) -> tuple[list[UInt8[np.ndarray, "s s 3"]], Int[np.ndarray, "m"]]:
+    def thumbnails(self) -> tuple[list[UInt8[np.ndarray, "s s 3"]], RowNumbers]:
         """Return small images of some samples, and their rows counted from the first of these parts."""
         images = list[Any]()
         rows = list[int]()
         start = 0
         for number, usable in zip(self.filled_parts, self.kept, strict=True):
             if usable is None:
-                usable = np.arange(self._num_rows(number))
+                usable = np.arange(self.num_rows(number))
 
             with np.load(self.part_folder(number) / TEXTS_FILE) as texts:
                 _, places, shown = np.intersect1d(usable, texts["thumbnail_rows"], True, return_indices=True)
@@ -244,7 +262,7 @@ class Prepared:
         return np.load(self.clusters_file, mmap_mode="r")
 
 
-Dropped = dict[int, dict[int, str]]
+Dropped: TypeAlias = dict[int, dict[int, str]]
 """Cause by row, by number of the part."""
 
 
@@ -266,51 +284,56 @@ def write_index(
         UserError: too many samples are broken, none is left, or parts differ in image size.
     """
     states = [ledger.entries[RECORDS] for ledger in prepared.ledgers]
-    sizes = {state["image_size"]: number for number, state in enumerate(states) if state["image_size"]}
-    if len(sizes) > 1:
-        several = ", ".join(f"{size} pixels in {prepared.parts[number].name!r}" for size, number in sizes.items())
-        raise UserError(f"the source has images of several sizes ({several}); set prepare.images.size")
-
-    dropped: Dropped = {}
+    dropped: Dropped = defaultdict(dict)
     for number, ledger in enumerate(prepared.ledgers):
-        unfit = {}
         for name in column_sets:
             for row, cause in ledger.entries[name].get("unfit", {}).items():
-                unfit[row] = cause
-
-        if unfit:
-            dropped[number] = {int(row): cause for row, cause in unfit.items()}
+                dropped[number][int(row)] = cause
 
     _drop_duplicates(prepared, dropped)
 
+    num_read = 0
+    sizes = dict[int, str]()
     counts = Counter[str]()
     filtered = Counter[str]()
-    for state in states:
+    for part, state in zip(prepared.parts, states, strict=True):
+        num_read += state["num_read"]
         counts.update(state["broken"])
-        filtered.update(state.get("filtered", {}))
+        filtered.update(state["filtered"])
+        if state["image_size"]:
+            sizes[state["image_size"]] = part.name
 
-    counts.update(cause for rows in dropped.values() for cause in rows.values())
-    num_read = sum(state["num_read"] for state in states)
-    broken = "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in _broken(prepared, dropped))
-    atomic_write_text(prepared.broken_file, broken)
+    if len(sizes) > 1:
+        several = ", ".join(f"{size} pixels in {name!r}" for size, name in sizes.items())
+        raise UserError(f"the source has images of several sizes ({several}); set prepare.images.size")
+
+    for causes in dropped.values():
+        counts.update(causes.values())
+
+    broken = [json.dumps(sample, ensure_ascii=False) + "\n" for sample in _broken(prepared, dropped)]
+    atomic_write_text(prepared.broken_file, "".join(broken))
     check_broken(counts, num_read, max_bad_fraction, prepared.broken_file, enough=1)
-    lost = {number: sorted(rows) for number, rows in sorted(dropped.items())}
+
+    lost = {number: sorted(dropped[number]) for number in sorted(dropped)}
     if near_duplicates is not None and prepared.filled_parts:
         filtered["near-duplicate"] = _drop_near_duplicates(prepared, lost, near_duplicates)
 
-    part_samples = [state["num_rows"] - len(lost.get(number, ())) for number, state in enumerate(states)]
+    part_samples = []
+    for number, state in enumerate(states):
+        part_samples.append(state["num_rows"] - len(lost.get(number, ())))
+
     num_samples = sum(part_samples)
     of_filters = _in_words("; taken out by filters", filtered)
     if num_samples == 0:
         raise UserError(f"the source has no usable samples{of_filters}; fix prepare.source or prepare.filters")
 
-    usable = prepared.without([lost.get(number, ()) for number in prepared.filled_parts])
+    usable = prepared.without(lost)
     if filtered.get(IN_DROP_KEYS) == 0:
-        note(
-            f"key 'prepare.drop_keys': no key of the file is a sample's, such as {prepared.texts('keys', usable)[0]!r}"
-        )
+        first_key = prepared.texts("keys", usable)[0]
+        note(f"key 'prepare.drop_keys': no key of the file is a sample's, such as {first_key!r}")
 
-    num_without_caption = int(np.count_nonzero(~prepared.facts("has_caption", usable)))
+    has_caption = prepared.facts("has_caption", usable)
+    num_without_caption = num_samples - int(np.count_nonzero(has_caption))
     index = {
         "num_read": num_read,
         "num_samples": num_samples,
@@ -319,16 +342,18 @@ def write_index(
         "broken": dict(sorted(counts.items())),
         "filtered": dict(sorted(filtered.items())),
         "part_samples": part_samples,
-        "dropped": {str(number): rows for number, rows in lost.items()},
+        "dropped": lost,
     }
     atomic_write_json(prepared.index_file, index)
+    line = f"{num_samples:,} of {num_read:,} samples"
     if num_without_caption:
-        detail = f", {num_without_caption:,} of them without a caption"
-    else:
-        detail = ""
+        line += f", {num_without_caption:,} of them without a caption"
 
-    skipped = _in_words("; skipped", counts) + (f"; see {prepared.broken_file}" if counts else "")
-    return f"{num_samples:,} of {num_read:,} samples{detail}{of_filters}{skipped}"
+    line += of_filters
+    if counts:
+        line += f"{_in_words('; skipped', counts)}; see {prepared.broken_file}"
+
+    return line
 
 
 def _in_words(title: str, counts: Mapping[str, int]) -> str:
@@ -341,66 +366,66 @@ def _in_words(title: str, counts: Mapping[str, int]) -> str:
 
 def _drop_duplicates(prepared: Prepared, dropped: Dropped) -> None:
     """Drop all but the first usable sample of each key, by 64-bit hashes."""
-    if not prepared.filled_parts:
+    parts = prepared.filled_parts
+    if not parts:
         return
 
-    hashes = prepared.facts("key_hash", [None] * len(prepared.filled_parts))
-    num_rows = [prepared._num_rows(number) for number in prepared.filled_parts]
-    starts = np.cumsum([0, *num_rows[:-1]])
-    start_of = dict(zip(prepared.filled_parts, starts.tolist(), strict=True))
+    hashes = prepared.facts("key_hash", [None] * len(parts))
+    starts = np.cumsum([0, *map(prepared.num_rows, parts[:-1])])
     usable = np.ones(len(hashes), bool)
-    for number, unfit in dropped.items():
-        usable[start_of[number] + np.array(list(unfit))] = False
+    for number, start in zip(parts, starts, strict=True):
+        usable[start + np.array(list(dropped.get(number, ())), np.int64)] = False
 
     order = hashes.argsort(kind="stable")
     order = order[usable[order]]
     again = order[1:][hashes[order[1:]] == hashes[order[:-1]]]
-    parts = np.searchsorted(starts, again, side="right") - 1
-    for part, place in zip(parts.tolist(), again.tolist(), strict=True):
-        number = prepared.filled_parts[part]
-        dropped.setdefault(number, {})[place - start_of[number]] = "duplicate key"
+    places = np.searchsorted(starts, again, side="right") - 1
+    for place, row in zip(places.tolist(), (again - starts[places]).tolist(), strict=True):
+        dropped[parts[place]][row] = "duplicate key"
 
 
 def _drop_near_duplicates(prepared: Prepared, lost: dict[int, list[int]], similarity: float) -> int:
     """Add the rows that are like an earlier usable one to those lost of each part; return their number."""
-    usable = prepared.without([lost.get(number, ()) for number in prepared.filled_parts])
-    arrays = prepared._arrays(CODES, "codes")
-    sizes = [len(array if rows is None else rows) for array, rows in zip(arrays, usable, strict=True)]
-    ends = np.cumsum(sizes)
-    codes = np.empty((ends[-1], *arrays[0].shape[1:]), np.uint64)
-    for array, rows, here in zip(arrays, usable, np.split(codes, ends[:-1]), strict=True):
-        if rows is None:
-            here[:] = array[:]
-        else:
-            here[:] = array[rows]
+    usable = prepared.without(lost)
+    parts = []
+    for array, rows in zip(prepared.arrays(CODES, "codes"), usable, strict=True):
+        parts.append(Rows([array], [rows]))
 
-    found = np.split(find_near_duplicates(codes, similarity), ends[:-1])
-    for number, rows, again in zip(prepared.filled_parts, usable, found, strict=True):
-        if again.any():
-            if rows is None:
-                near = np.flatnonzero(again)
-            else:
-                near = rows[again]
+    ends = np.cumsum([*map(len, parts)])
+    codes = np.empty((ends[-1], *parts[0].row_shape), np.uint64)
+    for part, here in zip(parts, np.split(codes, ends[:-1]), strict=True):
+        here[:] = part[:]
 
+    found = find_near_duplicates(codes, similarity)
+    for number, rows, again in zip(prepared.filled_parts, usable, np.split(found, ends[:-1]), strict=True):
+        near = np.flatnonzero(again)
+        if rows is not None:
+            near = rows[near]
+        if len(near):
             lost[number] = sorted([*lost.get(number, ()), *near.tolist()])
 
-    return int(sum(map(np.count_nonzero, found)))
+    return int(np.count_nonzero(found))
 
 
 def _broken(prepared: Prepared, dropped: Dropped) -> Iterator[dict[str, Any]]:
-    states = [ledger.entries[RECORDS] for ledger in prepared.ledgers]
-    named = [number for number, state in enumerate(states) if state["broken"] or number in dropped]
-    prepared.fetch(named, TEXTS_FILE)
-    for number in named:
+    counts = {}
+    for number, ledger in enumerate(prepared.ledgers):
+        num_broken = sum(ledger.entries[RECORDS]["broken"].values())
+        if num_broken or number in dropped:
+            counts[number] = num_broken
+
+    prepared.fetch(counts, TEXTS_FILE)
+    for number, num_broken in counts.items():
         part = prepared.parts[number].name
         path = prepared.part_folder(number) / TEXTS_FILE
-        rows = dropped.get(number, {})
-        for line in PackedStrings(path, "broken", sum(states[number]["broken"].values()))[:]:
+        for line in PackedStrings(path, "broken", num_broken)[:]:
             yield {"part": part, **json.loads(line)}
 
-        keys = PackedStrings(path, "keys", states[number]["num_rows"])[np.array(sorted(rows), np.int64)]
-        for row, key in zip(sorted(rows), keys, strict=True):
-            yield {"part": part, **asdict(BrokenSample(key, rows[row]))}
+        causes = dropped.get(number, {})
+        rows = sorted(causes)
+        keys = PackedStrings(path, "keys", prepared.num_rows(number))[np.array(rows, np.int64)]
+        for row, key in zip(rows, keys, strict=True):
+            yield {"part": part, **asdict(BrokenSample(key, causes[row]))}
 
 
 class Thumbnails(NamedTuple):
@@ -425,18 +450,14 @@ class Thumbnails(NamedTuple):
 
         # More parts than ``MAX_THUMBNAILS`` have one each.
         every = slice(None, None, max(1, math.ceil(len(images) / MAX_THUMBNAILS)))
+        stacked = np.empty((0, 1, 1, 3), np.uint8)
         if images:
             stacked = np.stack(images[every])
-        else:
-            stacked = np.empty((0, 1, 1, 3), np.uint8)
 
         return cls(stacked, np.array(clusters[every], np.int32), captions[every])
 
 
 def example_captions(folder: Path, num: int) -> list[str]:
     """About ``num`` captions from all over the data set, each once; none if ``folder`` was prepared elsewhere."""
-    if not (files := sorted((folder / "groups").glob("*.npz"))):
-        return []
-
-    captions = Thumbnails.read(files).captions
+    captions = Thumbnails.read(sorted((folder / "groups").glob("*.npz"))).captions
     return list(dict.fromkeys(captions[:: max(1, len(captions) // num)]))

@@ -11,7 +11,6 @@ it.
 
 from __future__ import annotations
 
-import re
 import shutil
 import time
 from collections import Counter
@@ -19,26 +18,29 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, dropwhile
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from filelock import Timeout
 
 from ddm_lightning.config.experiment import Experiment
+from ddm_lightning.core import remote
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write, atomic_write_json, locked, sha256_file, sha256_json
 from ddm_lightning.core.formatting import format_bytes
-from ddm_lightning.members.preflight import missing_condition
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.partition.build import check_partition, fit_partition
 from ddm_lightning.partition.columns import save_array
 from ddm_lightning.partition.partition import Partition
+from ddm_lightning.prepare import ledger as finished_work
+from ddm_lightning.prepare.conditions import check_classes, check_samples
 from ddm_lightning.prepare.encode import (
     CODES,
     FEATURES,
     RECORDS,
+    ROWS_FILE,
     SAMPLE,
     TEXTS_FILE,
     PartJob,
@@ -47,25 +49,32 @@ from ddm_lightning.prepare.encode import (
     inputs_of_columns,
 )
 from ddm_lightning.prepare.engine import Reporter, run_jobs
-from ddm_lightning.prepare.ledger import Job, Ledger, Published, hash_of_files
+from ddm_lightning.prepare.ledger import Entries, Job, Ledger, Store, hash_of_files
 from ddm_lightning.prepare.merge import merge_groups
 from ddm_lightning.prepare.prepared import Prepared, Thumbnails, write_index
 from ddm_lightning.prepare.reading import Plugins
-from ddm_lightning.prepare.records import Part, Record, count_samples
+from ddm_lightning.prepare.records import Part, count_samples
 from ddm_lightning.prepare.report import report_partition
+from ddm_lightning.prepare.share import Share, agree_on_parts, take_over
 from ddm_lightning.prepare.write_shards import GROUP, GroupJob, Split, write_group
 from ddm_lightning.shards.manifest import DataSizes, Manifest, manifest_path
 
 # Part of every stage's hash. Raise it when the output of a stage changes.
 STAGES_VERSION = 5
-_SPLIT = re.compile("train(ing)?|val(id|idation)?|dev|test(ing)?", re.IGNORECASE)
+RECHECK_SECONDS = 600.0
+"""Time after which a waiting machine reads all ledgers anew: another may have found that its parts have changed."""
+_OTHER = " (published, but of other settings or parts: compare the commands of all machines)"
+_PARTITION = "partition"
+"""Ledger in the store of what machine 1 makes of all parts: the stages ``index`` and ``partition``."""
+
+Check: TypeAlias = Callable[[DataSizes], None]
 
 
 def prepare(
     experiment: Experiment,
     run_dir: Path,
     reporter: Reporter | None = None,
-    check: Callable[[DataSizes], None] | None = None,
+    check: Check | None = None,
     prune: bool = False,
 ) -> Manifest:
     """Bring ``run_dir``/prepared up to date with the experiment.
@@ -84,9 +93,37 @@ def prepare(
             clusters), no further stage runs.
     """
     preparation = Preparation(experiment, run_dir, reporter or Reporter())
-    preparation.bring_up_to_date(check)
+    if preparation.pending():
+        preparation.bring_up_to_date(check)
+    else:
+        preparation.reporter.say(f"{preparation.folder}: up to date")
+
     preparation.handle_unlisted(prune)
     return Manifest.read(run_dir)
+
+
+def prepare_share(
+    experiment: Experiment, run_dir: Path, share: Share, reporter: Reporter, check: Check
+) -> Manifest | None:
+    """Do one machine's share of ``prepare``, for an experiment with a ``remote``.
+
+    Machines share nothing but that URL. Each publishes what it has made, waits for what it needs of others, and can be
+    replaced by one with an empty folder. Machine 1 also fits the clusters and merges.
+
+    Returns:
+        The manifest, from the first machine when all is done.
+
+    Raises:
+        UserError: bad input; or ledgers at the URL that are damaged or of other versions.
+    """
+    if experiment.remote is None:
+        raise UserError("--parts: the machines share their work at a URL; set remote")
+
+    Preparation(experiment, run_dir, reporter, share).bring_up_to_date(check)
+    if share.is_first:
+        return Manifest.read(run_dir)
+
+    return None
 
 
 @dataclass(frozen=True)
@@ -100,7 +137,7 @@ class Stage:
     """Patterns of its result files below ``prepared/``."""
     write: Callable[[], str | None]
     """Writes the result files; may return a line to print."""
-    compute: Callable[[], object] = lambda: None
+    compute: Callable[[], object] | None = None
     """Called before ``write``, while the old files are still there; raises for bad input."""
     jobs: Callable[[], Sequence[Job]] = list
     """Lists the jobs of a map, which have keys of their own."""
@@ -119,17 +156,16 @@ class Preparation:
 
     Args:
         experiment: its ``prepare`` section and its seed are used.
-        run_dir: the run folder.
+        run_dir: this machine's folder of the run.
         reporter: receives progress.
+        share: what this machine does, for others to take over from the store at the experiment's ``remote``; None to
+            do all here, without a store.
 
     Raises:
         UserError: the source cannot be listed, unless its shards are finished; it has no parts; or two of one name.
     """
 
-    published: Published | None = None
-    """Where parts and groups are published, if several machines share the work."""
-
-    def __init__(self, experiment: Experiment, run_dir: Path, reporter: Reporter) -> None:
+    def __init__(self, experiment: Experiment, run_dir: Path, reporter: Reporter, share: Share | None = None) -> None:
         self.experiment = experiment
         self.config = experiment.prepare
         self.plugins = Plugins(experiment.prepare)
@@ -138,9 +174,15 @@ class Preparation:
         self.reporter = reporter
         self.columns = inputs_of_columns(self.plugins)
         self.parts = self._list_parts()
+        self.share = share or Share(1, 1)
+        self.store: Store | None = None
+        if share is not None:
+            url = f"{(experiment.remote or '').rstrip('/')}/{self.folder.name}"
+            self.store = Store(url, self.plugins.versions())
+
         self._read_ledgers()
 
-    def _list_parts(self) -> list[Part]:
+    def _list_parts(self) -> Sequence[Part]:
         try:
             return self.plugins.parts
         except UserError as error:
@@ -156,104 +198,203 @@ class Preparation:
 
     def _read_ledgers(self) -> None:
         self.ledger = Ledger(self.folder / "stages.json")
-        self.prepared = Prepared(self.folder, self.parts, published=self.published)
-        numbers = range(self.prepared.num_groups)
-        self.groups = [Ledger(self.folder / "groups" / f"{number:05}.json", self.folder) for number in numbers]
-
-    def is_own(self, number: int) -> bool:
-        """Whether a part or group is this machine's."""
-        return True
+        self.prepared = Prepared(self.folder, self.parts, store=self.store)
+        self.groups = []
+        for number in range(self.prepared.num_groups):
+            self.groups.append(Ledger(self.folder / "groups" / f"{number:05}.json", self.folder))
 
     def _stages(self) -> list[Stage]:
         config = self.config
         seed = self.experiment.seed
-        files = self.ledger.files
         columns = self.columns
+        ledgers = self.prepared.ledgers
+        index_files = partial(self.ledger.files, "index")
         parts = [asdict(part) for part in self.parts]
-        other = Path(config.partition.path or "").expanduser()  # the partition of another run, which may have changed
-        fit = [asdict(config.partition), asdict(config.features), sha256_file(other) if other.is_file() else None]
-        limits = [config.max_bad_fraction] + ([] if config.near_duplicates is None else [config.near_duplicates])
+        source = Stage(
+            "source",
+            inputs=lambda: parts,
+            outputs=("parts.json",),
+            write=lambda: atomic_write_json(self.prepared.parts_file, parts),
+        )
+        encode = Stage("encode", lambda: columns, (), self._encode, jobs=self.part_jobs)
+
+        limits = [config.max_bad_fraction]
+        if config.near_duplicates is not None:
+            limits.append(config.near_duplicates)
+
+        index = Stage(
+            "index",
+            inputs=lambda: [
+                hash_of_files(ledgers, columns),
+                [ledger.entries[RECORDS]["filtered"] for ledger in ledgers],
+                *limits,
+            ],
+            outputs=("index.json", "broken.jsonl"),
+            write=lambda: write_index(self.prepared, columns.keys() - {SAMPLE, CODES}, *limits),
+        )
+
+        fit = [asdict(config.partition), asdict(config.features), self._hash_of_other_partition()]
+        partition = Stage(
+            "partition",
+            inputs=lambda: [fit, seed, config.held_out_fraction, self._fitted_files(), index_files()],
+            outputs=("rule.safetensors", "split.json", "clusters.npy"),
+            write=self._write_partition,
+            compute=self._compute_partition,
+        )
+        shards = Stage("shards", self._group_keys, (), self._write_shards, jobs=self.group_jobs)
+
         # The engine and the number of processes change no byte.
         everything = asdict(replace(config, engine="local", num_processes=0))
-        return [
-            Stage(
-                "source",
-                lambda: parts,
-                ("parts.json",),
-                lambda: atomic_write_json(self.prepared.parts_file, parts),
-            ),
-            Stage("encode", lambda: columns, (), self._encode, jobs=self.part_jobs),
-            Stage(
-                "index",
-                lambda: [
-                    hash_of_files(self.prepared.ledgers, columns),
-                    [ledger.entries[RECORDS].get("filtered") for ledger in self.prepared.ledgers],
-                    *limits,
-                ],
-                ("index.json", "broken.jsonl"),
-                lambda: write_index(self.prepared, columns.keys() - {SAMPLE, CODES}, *limits),
-            ),
-            Stage(
-                "partition",
-                lambda: [fit, seed, config.held_out_fraction, self._fitted_files(), files("index")],
-                ("rule.safetensors", "split.json", "clusters.npy"),
-                self._write_partition,
-                self._compute_partition,
-            ),
-            Stage("shards", self._group_keys, (), self._write_shards, jobs=self.group_jobs),
-            Stage(
-                "merge",
-                lambda: [everything, self.experiment.name, files("index"), self._group_keys()],
-                (
-                    "partition.safetensors",
-                    "shards/*/*/index.json",
-                    "clusters.png",
-                    "report/report.html",
-                    "manifest.json",
-                ),
-                self._merge,
-            ),
-        ]
+        report = ("clusters.png", "report/report.html")
+        merge = Stage(
+            "merge",
+            inputs=lambda: [everything, self.experiment.name, index_files(), self._group_keys()],
+            outputs=("partition.safetensors", "shards/*/*/index.json", *report, "manifest.json"),
+            write=self._merge,
+        )
+        return [source, encode, index, partition, shards, merge]
 
-    def bring_up_to_date(self, check: Callable[[DataSizes], None] | None = None) -> None:
-        """Run the stages without a valid record, one process at a time."""
-        if not self.pending():
-            self.reporter.say(f"{self.folder}: up to date")
-            return
+    def _hash_of_other_partition(self) -> str | None:
+        """Return a hash of another run's partition, if it is used; it may have changed."""
+        path = Path(self.config.partition.path or "").expanduser()
+        if path.is_file():
+            return sha256_file(path)
 
+        return None
+
+    def bring_up_to_date(self, check: Check | None = None) -> None:
+        """Run the stages without a valid record, one process at a time; wait for other machines."""
         self.check_before_writing(check)
         with self._alone():
-            for stage in self._stages():
-                if not self._is_done(stage):
-                    self._run(stage)
+            if self.store is not None:
+                agree_on_parts(self.store, self.parts)
+
+            read_at = time.monotonic()
+            said = ""
+            while waiting := self._advance():
+                if waiting != said:
+                    self.reporter.say(f"waiting for {waiting}; Ctrl-C leaves")
+                    said = waiting
+
+                time.sleep(finished_work.POLL_SECONDS)
+                if time.monotonic() - read_at > RECHECK_SECONDS:
+                    read_at = time.monotonic()
+                    self._read_ledgers()
 
         if self.plugins.source.attribution:
             self.reporter.say(self.plugins.source.attribution)
 
-    def check_before_writing(self, check: Callable[[DataSizes], None] | None) -> None:
+    def _advance(self) -> str:
+        """Do what can be done of this machine's share; return what it has to wait for."""
+        source, encode, index, partition, shards, merge = self._stages()
+        if self.store is None:
+            self._run_unless_done(source)
+
+        missing = self._map("parts", encode) or self._reduce(index, partition)
+        if missing:
+            return missing
+
+        missing = self._map("groups", shards)
+        if not self.share.is_first:
+            return ""
+        if missing:
+            return missing
+
+        if not self._is_done(merge):
+            self._fetch_sample()
+            remote.in_threads(self._pull_indices, self.group_jobs())
+            self._run(merge)
+
+        return ""
+
+    def _map(self, kind: str, stage: Stage) -> str:
+        """Do this machine's share of the jobs of a stage; return what is missing of those of others."""
+        there = set[str]()
+        jobs = stage.jobs()
+        if self.store is not None:
+            there = take_over(self.store, self.share, kind, jobs)
+
+        self._run_unless_done(stage)
+        self._renew()
+        missing = [job for job in jobs if job.ledger.is_stored != bool(self.store)]
+        if self.store is not None:
+            self.reporter.advance(f"{kind} of all machines", len(jobs) - len(missing), len(jobs))
+        if not missing:
+            return ""
+
+        owners = sorted({self.share.owner_of(job.number) for job in missing})
+        machines = f"machine{'s' * (len(owners) > 1)} {', '.join(map(str, owners))}"
+        others = _OTHER * any(job.name in there for job in missing)
+        return f"{kind} of {machines}{others}"
+
+    def _reduce(self, *stages: Stage) -> str:
+        """Run stages that need all parts, or take over what machine 1 has made; return what is missing."""
+        if self.store is not None:
+            found = self.store.read(_PARTITION)
+            if self._has_results(stages, found):
+                self.store.pull(_PARTITION, self.folder, found)
+                self._renew()
+                return ""
+
+            if not self.share.is_first:
+                return f"the partition of machine 1{_OTHER * bool(found)}"
+
+        self._fetch_sample()
+        for stage in stages:
+            self._run_unless_done(stage)
+
+        if self.store is not None:
+            made = {stage.name: self.ledger.entries[stage.name] for stage in stages}
+            self.store.publish(_PARTITION, self.folder, made)
+
+        return ""
+
+    def _has_results(self, stages: Sequence[Stage], found: Entries) -> bool:
+        """Take over the entries of these stages if they are of the same inputs; return whether they are."""
+        before = dict(self.ledger.entries)
+        self.ledger.entries |= found  # the key of the partition depends on the index
+        for stage in stages:
+            if stage.name not in found or found[stage.name]["key"] != stage.key:
+                self.ledger.entries = before
+                return False
+
+        return True
+
+    def _fetch_sample(self) -> None:
+        """Bring what the fit and the report read of all parts."""
+        partition = self.config.partition
+        names = [ROWS_FILE, "codes.npy", "sample.npy"]
+        if partition.fit_fraction == 1:
+            names[-1] = "features.npy"
+        if partition.kind in ("random", "existing"):
+            names.append(TEXTS_FILE)
+
+        self.prepared.fetch(range(len(self.parts)), *names)
+
+    def _pull_indices(self, group: GroupJob) -> None:
+        if self.store is not None:
+            self.store.pull(group.name, self.folder, group.ledger.entries, (".npz", "index.json"))
+
+    def check_before_writing(self, check: Check | None) -> None:
         """Build all plug-ins and compare sizes, so that bad input is refused before a file is touched; see ``prepare``.
 
         Raises:
             UserError: bad input.
         """
         self.plugins.versions()
-        source = self.plugins.source
-        names = getattr(source, "class_names", None) or ()
-        are_splits = names and all(map(_SPLIT.fullmatch, names))
-        if self.experiment.condition.kind == "class" and (source.num_classes < 2 or are_splits):
-            raise UserError(
-                f"key 'condition.kind' = 'class': source {self.config.source.name!r} has no classes, only "
-                f"{', '.join(names) or 'images'}; use text or none, or give the folder of the classes"
-            )
-
+        condition = self.experiment.condition.kind
+        check_classes(condition, self.plugins)
         if self.unfinished(self.part_jobs()):
             _ = self.plugins.parts  # refuses a source that is gone, or lacks a column
-            if not any(RECORDS in ledger.entries for ledger in self.prepared.ledgers):
-                self._check_condition()
+            is_new = not any(RECORDS in ledger.entries for ledger in self.prepared.ledgers)
+            # A machine that joins others late has nothing to read.
+            if is_new and self.store is None:
+                check_samples(condition, self.plugins)
 
         check_partition(self.config.partition, count_samples(self.parts))
         if self.config.partition.path is not None:
-            if not (path := Path(self.config.partition.path).expanduser()).is_file():
+            path = Path(self.config.partition.path).expanduser()
+            if not path.is_file():
                 raise UserError(
                     f"key 'prepare.partition.path': {path} is no file; give another run's "
                     "prepared/partition.safetensors"
@@ -264,32 +405,15 @@ class Preparation:
         if check is not None:
             check(self.plugins.sizes())
 
-    def _check_condition(self) -> None:
-        """Look for a caption, or for two classes, if the condition needs them.
-
-        Raises:
-            UserError: there are none.
-        """
-        kind = self.experiment.condition.kind
-        seen = set[Any]()
-        num_read = 0
-        if kind == "none":
-            return
-
-        for found in self.plugins.look():
-            num_read += 1
-            if isinstance(found, Record):
-                seen.add(found.label if kind == "class" else found.caption)
-            if len(seen - {""}) > (kind == "class"):
-                return
-
-        # Sorted by class, the first thousand of a larger source may have one.
-        if seen and (kind != "class" or num_read == count_samples(self.parts)):
-            raise missing_condition(kind, num_read)
+    def _run_unless_done(self, stage: Stage) -> None:
+        if not self._is_done(stage):
+            self._run(stage)
 
     def _run(self, stage: Stage) -> None:
         start = time.monotonic()
-        stage.compute()
+        if stage.compute is not None:
+            stage.compute()
+
         # Remove the manifest first, so that a half-changed folder does not look finished.
         manifest_path(self.run_dir).unlink(missing_ok=True)
         self.ledger.forget(stage.name)
@@ -297,26 +421,28 @@ class Preparation:
         self.ledger.add(stage.name, stage.key, chain(*map(self.folder.glob, stage.outputs)))
         self.ledger.save()
         self._renew()
-        self.reporter.say(f"{stage.name}: done in {time.monotonic() - start:.1f} s" + (f": {found}" if found else ""))
+        line = f"{stage.name}: done in {time.monotonic() - start:.1f} s"
+        if found:
+            line += f": {found}"
+
+        self.reporter.say(line)
 
     def pending(self) -> list[Stage]:
         """List the first stage that is not done and all later ones."""
-        stages = self._stages()
-        return next((stages[number:] for number, stage in enumerate(stages) if not self._is_done(stage)), [])
+        return [*dropwhile(self._is_done, self._stages())]
 
     def _is_done(self, stage: Stage) -> bool:
         return self.ledger.is_done(stage.name, stage.key) and not self.unfinished(stage.jobs())
 
     def _renew(self) -> None:
         """Forget what is cached of files that have changed."""
-        self.prepared = Prepared(self.folder, self.parts, ledgers=self.prepared.ledgers, published=self.published)
+        self.prepared = Prepared(self.folder, self.parts, ledgers=self.prepared.ledgers, store=self.store)
 
     def _fitted_files(self) -> str:
         """Return a hash of the files that the fit of the partition reads."""
+        features = SAMPLE
         if self.config.partition.fit_fraction == 1:
             features = FEATURES
-        else:
-            features = SAMPLE
 
         return hash_of_files(self.prepared.ledgers, (RECORDS, features))
 
@@ -328,7 +454,7 @@ class Preparation:
             samples = sha256_json([part.name, part.fingerprint])
             keys = {name: f"{samples} {digest}" for name, digest in digests.items()}
             name = f"parts/{ledger.folder.name}"
-            jobs.append(PartJob(number, name, ledger, keys, self.published, part, len(self.parts)))
+            jobs.append(PartJob(number, name, ledger, keys, self.store, part, len(self.parts)))
 
         return jobs
 
@@ -338,14 +464,15 @@ class Preparation:
         seed = self.experiment.seed
         stored = [config.held_out_fraction, asdict(config.shards), seed]
         stored += [self.ledger.files("index"), self.ledger.files("partition"), *config.keep]
+        columns = self.columns.keys() - {SAMPLE, CODES}
         jobs = []
         for number, ledger in enumerate(self.groups):
             prepared = self.prepared.group(number)
             name = f"groups/{number:05}"
             if prepared.filled_parts:
-                files = hash_of_files(prepared.ledgers, self.columns.keys() - {SAMPLE, CODES})
+                files = hash_of_files(prepared.ledgers, columns)
                 keys = {GROUP: sha256_json([STAGES_VERSION, stored, files])}
-                jobs.append(GroupJob(number, name, ledger, keys, self.published, prepared, seed))
+                jobs.append(GroupJob(number, name, ledger, keys, self.store, prepared, seed))
 
         return jobs
 
@@ -354,7 +481,7 @@ class Preparation:
 
     def unfinished(self, jobs: Sequence[_Job]) -> list[_Job]:
         """List this machine's jobs whose work is not done, or not published."""
-        return [job for job in jobs if self.is_own(job.number) and not job.is_done()]
+        return [job for job in jobs if self.share.is_own(job.number) and not job.is_done()]
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -365,7 +492,7 @@ class Preparation:
         try:
             acquired = locked(lock)
         except Timeout:
-            if self.published is not None:  # the other would wait for this machine's share
+            if self.store is not None:  # the other would wait for this machine's share
                 raise UserError(
                     f"{self.folder}: another process prepares here; give each machine a run_dir of its own"
                 ) from None
@@ -385,21 +512,25 @@ class Preparation:
 
     def handle_unlisted(self, prune: bool) -> None:
         """Report encoded parts that the source no longer lists; remove them if ``prune``."""
-        listed = {self.prepared.folder_of(part) for part in self.parts}
-        unlisted = [folder for folder in self.folder.glob("parts/*") if folder not in listed]
+        listed = {*map(self.prepared.folder_of, self.parts)}
+        unlisted = sorted({*self.folder.glob("parts/*")} - listed)
         if not unlisted:
             return
 
-        num_bytes = sum(path.stat().st_size for folder in unlisted for path in folder.rglob("*") if path.is_file())
+        num_bytes = 0
+        for path in chain.from_iterable(folder.rglob("*") for folder in unlisted):
+            if path.is_file():
+                num_bytes += path.stat().st_size
+
+        outcome = "prepare --prune removes them"
         if prune:
+            outcome = "removed"
             with self._alone():
                 for folder in unlisted:
                     shutil.rmtree(folder)
 
-        self.reporter.say(
-            f"encoded parts that the source no longer lists: {len(unlisted):,}, {format_bytes(num_bytes)}; "
-            + ("removed" if prune else "prepare --prune removes them")
-        )
+        size = format_bytes(num_bytes)
+        self.reporter.say(f"encoded parts that the source no longer lists: {len(unlisted):,}, {size}; {outcome}")
 
     def _encode(self) -> str:
         jobs = self.unfinished(self.part_jobs())
@@ -412,8 +543,12 @@ class Preparation:
             check_broken(broken, num_read, self.config.max_bad_fraction, job.ledger.folder / TEXTS_FILE)
 
         num_parts = len(self.parts)
-        num_kept = len(self.parts) - len(jobs)
-        return f"{num_parts:,} part{'s' * (num_parts != 1)}" + (f", {num_kept:,} already encoded" if num_kept else "")
+        line = f"{num_parts:,} part{'s' * (num_parts != 1)}"
+        num_kept = num_parts - len(jobs)
+        if num_kept:
+            line += f", {num_kept:,} already encoded"
+
+        return line
 
     def _compute_partition(self) -> None:
         """Fit the partition.
@@ -455,20 +590,23 @@ class Preparation:
         total = sum(job.num_samples for job in jobs)
         for job in run_jobs("shards", write_group, jobs, self.plugins, total, self.reporter):
             # The group's other file holds thumbnails.
-            files = job.ledger.files(GROUP).items()
-            num_bytes += sum(file["bytes"] for name, file in files if name.startswith("shards/"))
+            for name, file in job.ledger.files(GROUP).items():
+                if name.startswith("shards/"):
+                    num_bytes += file["bytes"]
 
         return f"{total:,} samples, {format_bytes(num_bytes)}"
 
     def _merge(self) -> None:
-        ledgers = [job.ledger for job in self.group_jobs()]
+        groups = {}
+        for job in self.group_jobs():
+            groups[job.ledger.file] = job.ledger.entries[GROUP]
+
         for path in list((self.folder / "groups").iterdir()):
-            if path.with_suffix(".json") not in [ledger.file for ledger in ledgers]:
+            if path.with_suffix(".json") not in groups:
                 path.unlink()
 
-        groups = [ledger.entries[GROUP] for ledger in ledgers]
-        manifest = merge_groups(self.experiment, self.plugins, self.prepared, groups)
-        thumbnails = Thumbnails.read(ledger.file.with_suffix(".npz") for ledger in ledgers)
+        manifest = merge_groups(self.experiment, self.plugins, self.prepared, [*groups.values()])
+        thumbnails = Thumbnails.read(path.with_suffix(".npz") for path in groups)
         report_partition(self.experiment, self.plugins, self.prepared, thumbnails)
         manifest.write(self.run_dir)
         self.reporter.advance("merge", manifest.num_samples, manifest.num_samples)

@@ -196,7 +196,7 @@ def write_group(job: GroupJob, plugins: Plugins, on_progress: Callable[[int], No
 
     job.publish()
     for name in ledger.files(GROUP):
-        if job.published and name.startswith("shards/"):
+        if job.store and name.startswith("shards/"):
             (ledger.folder / name).unlink()
 
     for part in job.prepared.ledgers:

@@ -13,8 +13,9 @@ from prepare.listed import Listener
 from prepare.tiny_experiment import tiny_experiment
 
 from ddm_lightning.core.files import sha256_json
-from ddm_lightning.prepare import ledger, prepared, records, share
-from ddm_lightning.prepare.share import Share, prepare_share
+from ddm_lightning.prepare import ledger, prepared, records, stages
+from ddm_lightning.prepare.share import Share
+from ddm_lightning.prepare.stages import prepare_share
 
 NUM_KILLS = 20
 
@@ -29,7 +30,7 @@ def experiment_at(url, **changes):
 def set_sizes(set_value=setattr):
     set_value(records, "BLOCK_SIZE", 20)
     set_value(ledger, "POLL_SECONDS", 0.05)
-    set_value(share, "RECHECK_SECONDS", 1.0)
+    set_value(stages, "RECHECK_SECONDS", 1.0)
     set_value(prepared, "GROUP_SIZE", 2)
 
 

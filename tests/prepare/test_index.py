@@ -70,7 +70,7 @@ def test_a_row_is_dropped_from_its_own_part_in_a_later_group_of_parts(run, monke
     parts = {name: records(12, name) for name in "abcd"}
     expected = {sample.key: sample.caption for samples in parts.values() for sample in samples}
     parts["d"].insert(5, record("a3", caption="again"))
-    manifest, prepared, broken = run(parts)
+    manifest, _, broken = run(parts)
     assert [(line["part"], line["key"]) for line in broken] == [("d", "a3")] and manifest.num_samples == 48
     stored = {int(sample["sample_id"]): sample["caption"] for sample in stored_samples(tmp_path)}
     assert stored == dict(enumerate(expected.values()))

@@ -10,7 +10,7 @@ from shards.mds import WARNINGS
 from ddm_lightning.core import remote as core_remote
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.prepare import ledger
-from ddm_lightning.prepare.ledger import Ledger, Published
+from ddm_lightning.prepare.ledger import Ledger, Store
 
 pytestmark = [*WARNINGS, pytest.mark.slow]
 FILES = {"x_0.npy": b"0" * 70_000, "groups/a.npz": b"a", "shards/cluster-0/train/0-ab/shard.00000.mds": b"s" * 300}
@@ -58,8 +58,8 @@ def puts(monkeypatch):
 
 def test_work_is_published_once_and_pulled_elsewhere(place, work, puts, tmp_path):
     (url, _), (folder, entries) = place, work
-    store = Published(f"{url}/prepared", {"numpy": "2"})
-    assert store.names("parts") == set() and store.read("parts/one") is None
+    store = Store(f"{url}/prepared", {"numpy": "2"})
+    assert store.names("parts") == set() and store.read("parts/one") == {}
     store.publish("parts/one", folder, entries)
     assert puts[-1] == f"{url}/prepared/parts/one.json" and len(puts) == 4, "the record goes last"
     assert f"{url}/prepared/shards/cluster-0/train/0-ab/shard.00000.mds" in puts, "readers know it by this name"
@@ -74,7 +74,7 @@ def test_work_is_published_once_and_pulled_elsewhere(place, work, puts, tmp_path
     assert puts == [half, f"{url}/prepared/parts/one.json"] and core_remote.read(half) == b"s" * 300
 
     elsewhere = tmp_path / "elsewhere"
-    store.pull("parts/one", elsewhere, entries, lambda path: path != "x_0.npy")
+    store.pull("parts/one", elsewhere, entries, ("npz", ".mds"))
     assert {path.name for path in elsewhere.rglob("*.*")} == {"a.npz", "shard.00000.mds"}
     store.pull("parts/one", elsewhere, entries)
     assert hashes(elsewhere) == hashes(folder)
@@ -88,7 +88,7 @@ def test_a_broken_connection_is_waited_for_or_one_line_and_what_had_arrived_is_n
     place, work, puts, monkeypatch
 ):
     (url, line), (folder, entries) = place, work
-    store = Published(f"{url}/prepared", {})
+    store = Store(f"{url}/prepared", {})
     if line is None:
         return
     num_bytes = 0 if url.startswith("s3") else 3_000
@@ -119,5 +119,5 @@ def test_a_broken_connection_is_waited_for_or_one_line_and_what_had_arrived_is_n
 def test_an_unwritable_address_is_one_line(work, url, words, monkeypatch):
     monkeypatch.setattr(ledger, "PATIENCE_SECONDS", 0)
     with pytest.raises(UserError, match=f"^key 'remote': {url}") as refusal:
-        Published(url, {}).publish("parts/one", *work)
+        Store(url, {}).publish("parts/one", *work)
     assert words in str(refusal.value) and "\n" not in str(refusal.value)

@@ -28,9 +28,9 @@ from ddm_lightning.core.registry import SOURCES
 from ddm_lightning.islands.shared import check_free
 from ddm_lightning.members.run import Run
 from ddm_lightning.prepare import stages
-from ddm_lightning.prepare.ledger import Published, publish_shards
-from ddm_lightning.prepare.share import Share, SharedPreparation
-from ddm_lightning.prepare.stages import prepare
+from ddm_lightning.prepare.ledger import Store, publish_shards
+from ddm_lightning.prepare.share import Share
+from ddm_lightning.prepare.stages import Preparation, prepare
 
 pytestmark = [*WARNINGS, pytest.mark.slow, pytest.mark.usefixtures("quick_prepare")]
 
@@ -53,7 +53,7 @@ def test_two_machines_with_only_a_bucket_write_what_one_process_writes(tmp_path,
         assert manifest == alone[0] and nothing is None
         assert "encode: done" in " ".join(lines) and "shards: done" in " ".join(others)
         folder = tmp_path / "a" / "prepared"
-        publish_shards(folder, Published(f"{url}/prepared", manifest.versions), manifest.index_sha256, lambda *_: None)
+        publish_shards(folder, Store(f"{url}/prepared", manifest.versions), manifest.index_sha256, lambda *_: None)
         shards = f"{url}/prepared/shards"
         written = {name: sha256(remote.read(f"{shards}/{name}")).hexdigest() for name in remote.files(shards)}
         assert written == alone[1]
@@ -82,7 +82,7 @@ def test_a_machine_of_other_settings_says_why_it_waits(tmp_path, change, missing
     machine(experiment, tmp_path / "a", 1, 1)
     for name, value in (change or {"horizontal_flips": True}).items():
         setattr(experiment.prepare, name, value)
-    other = SharedPreparation(experiment, tmp_path / "b", Listener(), Share(2, 2))
+    other = Preparation(experiment, tmp_path / "b", Listener(), Share(2, 2))
     with other._alone():
         assert re.fullmatch(rf"{missing}.* machine 1 \(published, but of other settings or parts.*", other._advance())
 

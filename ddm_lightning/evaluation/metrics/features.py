@@ -184,7 +184,7 @@ def mean_over_subsets(
 class KernelInceptionDistance(FeatureMetric):
     """``kernel_distance`` (KID, 1801.01401).
 
-    Published KIDs use Inception features. Compare values only on the same features.
+    Store KIDs use Inception features. Compare values only on the same features.
 
     Args:
         features: see ``FeatureMetric``.
