@@ -19,16 +19,13 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from matplotlib.figure import Figure
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
-from yaml import YAMLError
 
 from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.config.load import load_experiment
-from ddm_lightning.core.errors import UserError, first_line
+from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write, atomic_write_json, atomic_write_text
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -67,23 +64,12 @@ def parser(
 
 
 def parse(cli: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line and check the common options.
-
-    Raises:
-        UserError: an override is not ``key=value``, or ``--json`` names no JSON file.
-    """
+    """Parse the command line; settings ``key=value`` may stand anywhere."""
     words = sys.argv[1:] if arguments is None else arguments
-    # Move overrides to the front: an option with several values would swallow the ones after it.
-    files = {index for index, word in enumerate(words, 1) if word in ("-c", "--config", "--json")}
-    moved = [index for index, word in enumerate(words) if index not in files and re.match(r"[\w.][\w.-]*=", word)]
-    rest = [word for index, word in enumerate(words) if index not in moved]
-    options = cli.parse_intermixed_args([*(words[index] for index in moved), *rest])
-    for text in options.overrides:
-        if "=" not in text:
-            raise UserError(f"{text}: settings are given as key=value")
-    if options.json is not None and options.json.suffix != ".json":
-        raise UserError(f"--json {options.json}: give a file that ends in .json")
-    return options
+    # An option with several values would swallow the settings after it.
+    settings = [word for word in words if re.match(r"[\w.][\w.-]*=", word)]
+    rest = [word for word in words if word not in settings]
+    return cli.parse_args([*settings, *rest])
 
 
 def run(main: Callable[[Sequence[str] | None], None]) -> None:
@@ -114,36 +100,12 @@ def device_of(options: argparse.Namespace) -> torch.device:
     Raises:
         UserError: there is no GPU.
     """
-    if options.device == "cuda" and not torch.cuda.is_available():
+    if torch.cuda.is_available():
+        return torch.device(options.device or "cuda")
+    if options.device == "cuda":
         raise UserError("--device cuda: torch sees no CUDA device here; give --device cpu")
-    return torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
-
-def read_variants(words: Sequence[str], kind: Callable[..., T]) -> list[T]:
-    """Read variants from a YAML file: all of them, or those named behind the file.
-
-    Args:
-        words: ``FILE NAME…``, as given to ``--variants``; empty for none.
-        kind: dataclass with a field ``name`` and one for each key of a variant.
-
-    Raises:
-        UserError: the file is missing or damaged, a key is unknown, or there is no variant of a name.
-    """
-    if not words:
-        return []
-    path, names = Path(words[0]), words[1:]
-    try:
-        document: Any = OmegaConf.to_container(OmegaConf.load(path))
-        variants = {
-            name: kind(name, **{key: tuple(v) if isinstance(v, list) else v for key, v in (entry or {}).items()})
-            for name, entry in document.items()
-        }
-    except (OSError, OmegaConfBaseException, YAMLError, TypeError, AttributeError) as error:
-        problem = f"is not a file of variants ({first_line(error)}); benchmarks/variants_….yaml show the form"
-        raise UserError(f"--variants {path}: {problem}") from None
-    if unknown := [name for name in names if name not in variants]:
-        raise UserError(f"--variants {path}: no variant {unknown[0]!r}; known: {', '.join(variants)}")
-    return [variants[name] for name in names or variants]
+    return torch.device("cpu")
 
 
 class Child(subprocess.Popen[bytes]):
@@ -165,16 +127,19 @@ class Child(subprocess.Popen[bytes]):
         self, *words: str, shown: bool = False, before: Sequence[str] = (), variables: Mapping[str, str] | None = None
     ) -> None:
         self.words = words
-        self.log = None if shown else tempfile.TemporaryFile()  # noqa: SIM115  # closed by ``output``
+        self.log = None
+        if not shown:
+            self.log = tempfile.TemporaryFile()  # noqa: SIM115  # closed by ``output``
+
         # The tests' plug-ins, for ``LOGS_SAMPLES``.
-        paths = [str(REPOSITORY), str(REPOSITORY / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        paths = [str(REPOSITORY), str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH", "")]
         super().__init__(
             [*before, sys.executable, "-m", *words],
             stdin=subprocess.DEVNULL,
             stdout=self.log,
             stderr=None if shown else subprocess.STDOUT,
             start_new_session=True,
-            env={**os.environ, **(variables or {}), "PYTHONPATH": os.pathsep.join(paths)},
+            env={**os.environ, **(variables or {}), "PYTHONPATH": os.pathsep.join(filter(None, paths))},
         )
         self.running.append(self)
 
@@ -211,12 +176,14 @@ class Child(subprocess.Popen[bytes]):
             self.send_signal(signal.SIGINT)
             self.wait()
             raise
+
         self.wait()
         output = self.output()
         if self.returncode == code:
             return output
         if self.returncode == INTERRUPTED:
             raise KeyboardInterrupt
+
         last = output.strip().rpartition("\n")[2]
         command = f"python -m {shlex.join(self.words)}"
         raise UserError(f"{command}: ended with code {self.returncode}, not {code}: {last}\n{output[-2000:]}")
@@ -261,7 +228,7 @@ def all_of(futures: Sequence[Future[T]], tick: Callable[[int], object]) -> list[
 
 def console() -> Console:
     """Console for tables; 130 columns wide unless it is a terminal."""
-    return Console() if sys.stdout.isatty() else Console(width=130)
+    return Console(width=None if sys.stdout.isatty() else 130)
 
 
 def use_all_threads() -> None:
@@ -281,11 +248,16 @@ def progress() -> Progress:
 
 
 class Report:
-    """Table for people and named figures for programs."""
+    """Table for people and named figures for programs.
+
+    Args:
+        title: what is measured.
+        headings: of the columns.
+    """
 
     def __init__(self, title: str, headings: Sequence[str]) -> None:
         self.title = title
-        self.headings = list(headings)
+        self.headings = headings
         self.rows: list[list[str]] = []
         self.notes: list[str] = []
         self.figures: dict[str, float] = {}
@@ -303,27 +275,28 @@ class Report:
     def show(self) -> None:
         """Print the table and its notes."""
         table = Table(title=self.title, title_justify="left")
-        for index, heading in enumerate(self.headings):
-            table.add_column(heading, justify="left" if index == 0 else "right")
+        for heading in self.headings:
+            table.add_column(heading, justify="right" if table.columns else "left")
+
         for cells in self.rows:
             table.add_row(*cells)
+
         shown = console()
         shown.print(table)
         for line in self.notes:
             shown.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    def finish(self, path: Path | None, plot: Figure | None = None) -> None:
-        """Print the report; write it, and ``plot`` beside it as PNG, if a path is given."""
+    def finish(self, path: Path | None) -> None:
+        """Print the report; write it if a path is given."""
         self.show()
         self.write(path)
-        if path is not None and plot is not None:
-            save_figure(path.with_suffix(".png"), plot)
 
     def write(self, path: Path | None) -> None:
         """Write the figures to ``path`` and the table to the Markdown file beside it; None writes nothing."""
         if path is None:
             return
-        origin = {"commit": commit(), "device": device(), "command": command()}
+
+        origin = origin_of_results()
         atomic_write_json(path, {**origin, "figures": self.figures, **self.details})
         atomic_write_text(path.with_suffix(".md"), self.markdown(origin))
         print(f"results: {path}, {path.with_suffix('.md')}")
@@ -331,54 +304,57 @@ class Report:
     def table_lines(self) -> list[str]:
         """The table alone as Markdown."""
         alignment = [":--", *["--:"] * (len(self.headings) - 1)]
-        bar = "\\|"  # a plain bar would end the cell
-        return [
-            f"| {' | '.join(cell.replace('|', bar) for cell in cells)} |"
-            for cells in (self.headings, alignment, *self.rows)
-        ]
+        lines = []
+        for cells in (self.headings, alignment, *self.rows):
+            escaped = [cell.replace("|", r"\|") for cell in cells]
+            lines.append(f"| {' | '.join(escaped)} |")
+
+        return lines
 
     def markdown(self, origin: Mapping[str, str]) -> str:
         """The table, its notes and the origin of its figures as Markdown."""
-        notes = [line for note in self.notes for line in (note, "")]
-        facts = [f"- {name}: `{value}`" for name, value in origin.items()]
-        return "\n".join([f"# {self.title}", "", *self.table_lines(), "", *notes, *facts, ""])
+        lines = [f"# {self.title}", "", *self.table_lines(), ""]
+        for note in self.notes:
+            lines += [note, ""]
+
+        lines += [f"- {name}: `{value}`" for name, value in origin.items()]
+        return "\n".join([*lines, ""])
+
+
+def origin_of_results() -> dict[str, str]:
+    """Commit, device and command line."""
+    script = Path(sys.argv[0]).resolve()
+    if script.is_relative_to(REPOSITORY):
+        script = script.relative_to(REPOSITORY)
+
+    return {"commit": commit(), "device": device(), "command": shlex.join(["python", str(script), *sys.argv[1:]])}
 
 
 def commit() -> str:
     """Commit of this repository, followed by ``+changes`` if tracked files outside ``results/`` differ from it."""
-
-    def git(*arguments: str) -> str | None:
-        done = subprocess.run(["git", "-C", str(REPOSITORY), *arguments], capture_output=True, text=True, check=False)
-        return done.stdout.strip() if done.returncode == 0 else None
-
+    git = ["git", "-C", str(REPOSITORY)]
+    status = ["status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results"]
     try:
-        name = git("rev-parse", "HEAD")
-        changes = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results")
-    except FileNotFoundError:
-        return "unknown: git is not installed"
-    return "unknown: no git repository" if name is None else name + ("+changes" if changes else "")
+        name = subprocess.check_output([*git, "rev-parse", "HEAD"], text=True).strip()
+        changes = subprocess.check_output([*git, *status])
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown: no git repository"
+
+    return f"{name}+changes" if changes else name
 
 
 def device() -> str:
     """Processor, GPU if torch sees one, and torch's version."""
-    model = platform.processor() or platform.machine()
+    model = platform.processor()
     info = Path("/proc/cpuinfo")
     if info.exists():
-        names = [
-            line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")
-        ]
-        model = names[0] if names else model
-    parts = [f"{model}, {os.cpu_count()} cores"]
+        model = info.read_text().partition("model name")[2].partition(":")[2].partition("\n")[0].strip()
+
+    parts = [f"{model or platform.machine()}, {os.cpu_count()} cores"]
     if torch.cuda.is_available():
         parts.append(torch.cuda.get_device_name())
+
     return ", ".join([*parts, f"torch {torch.__version__}"])
-
-
-def command() -> str:
-    """Command line of this benchmark, with paths relative to the repository's root."""
-    script = Path(sys.argv[0]).resolve()
-    shown = script.relative_to(REPOSITORY) if script.is_relative_to(REPOSITORY) else script
-    return shlex.join(["python", str(shown), *sys.argv[1:]])
 
 
 def save_figure(path: Path, figure: Figure) -> None:

@@ -21,7 +21,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 import numpy as np
-from common import Report
+from common import Report, save_figure
 from matplotlib.figure import Figure
 
 NODES = 8
@@ -91,7 +91,11 @@ def goodputs(hours: float, *, best: bool, failures: int = 4000) -> tuple[float, 
     """
     horizon = failures * (hours * HOUR + DOWN)
     nodes = [up_times(hours, DOWN, horizon, np.random.default_rng(number)) for number in range(NODES)]
-    own, common = (best_interval(hours), best_interval(hours / NODES)) if best else (INTERVAL, INTERVAL)
+    own = common = INTERVAL
+    if best:
+        own = best_interval(hours)
+        common = best_interval(hours / NODES)
+
     islands = sum(kept(node, own) for node in nodes) / NODES
     return islands / horizon, kept(all_up(nodes), common) / horizon
 
@@ -101,21 +105,26 @@ def simulate(options: Namespace) -> None:
     title = "Goodput of 8 islands of 8 GPUs and of one synchronous job on 64"
     report = Report(title, ["failures", "of a node every", "checkpoint", "islands", "one job"])
     failures = 400 if options.quick else 4000
-    axes = (figure := Figure((7, 4), layout="constrained")).add_subplot()
-    for best, style in ((False, "-"), (True, "--")):
-        name = "as often as is best" if best else "every 10 minutes"
+    figure = Figure((7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    times = np.geomspace(0.2, 20000, 40)
+    for best, end, name, style in ((False, "", "every 10 minutes", "-"), (True, "_best", "as often as is best", "--")):
         for rate, hours in RATES.items():
             islands, common = goodputs(hours, best=best, failures=failures)
             report.row(rate, f"{hours:,.1f} h", name, f"{islands:.3f}", f"{common:.3f}")
-            key = f"{rate.lower().replace(' ', '_')}{'_best' if best else ''}"
+            key = rate.lower().replace(" ", "_") + end
             report.figures |= {f"islands_{key}": islands, f"synchronous_{key}": common}
-        times = np.geomspace(0.2, 20000, 40)
-        curves = zip(*(goodputs(one, best=best, failures=failures) for one in times), strict=True)
-        for values, label, colour in zip(curves, ("8 islands", "one synchronous job"), ("C0", "C3"), strict=True):
-            axes.semilogx(times, values, style, color=colour, label=f"{label}, checkpoint {name}")
+
+        curves = np.array([goodputs(hours, best=best, failures=failures) for hours in times])
+        axes.semilogx(times, curves[:, 0], style, color="C0", label=f"8 islands, checkpoint {name}")
+        axes.semilogx(times, curves[:, 1], style, color="C3", label=f"one synchronous job, checkpoint {name}")
+
     for rate, hours in RATES.items():
         axes.axvline(hours, color="0.7", zorder=0)
         axes.annotate(rate, (hours, 1.02), ha="center", annotation_clip=False)
+
     axes.set(xlabel="hours between two failures of a node of 8 GPUs", ylabel="goodput", ylim=(0, 1))
     axes.legend(loc="lower right", fontsize=8)
-    report.finish(options.json, figure)
+    report.finish(options.json)
+    if options.json is not None:
+        save_figure(options.json.with_suffix(".png"), figure)

@@ -36,6 +36,7 @@ from ddm_lightning.members.run_folder import MEMBER_FILE, RunFolder
 from ddm_lightning.shards.manifest import HELD_OUT
 
 BATCH_SIZE = 125
+COSTS = ("experts_per_step", "gflop_per_image", "seconds_per_image")
 
 
 @dataclass(frozen=True)
@@ -104,22 +105,25 @@ class Task:
     @property
     def path(self) -> Path:
         """Its result; the name holds a hash of all inputs."""
+        run = RunFolder(self.weights)
+        model = self.method.model
+        described_by = run.ensemble if model == ENSEMBLE else run.artifact(model) / MEMBER_FILE
         described = {
-            "weights": sha256_file(self._described_by()),
+            "weights": sha256_file(described_by),
             "method": {key: value for key, value in asdict(self.method).items() if key != "curve"},
             "settings": asdict(self.settings),
             "condition": self.data.experiment.condition.kind,
         }
         return self.out / f"{self.method.name}-{sha256_json(described)[:12]}.npz"
 
-    def _described_by(self) -> Path:
-        run, model = RunFolder(self.weights), self.method.model
-        return run.ensemble if model == ENSEMBLE else run.artifact(model) / MEMBER_FILE
-
     def load(self) -> tuple[Ensemble, ArtifactMeta]:
         """Load the weights, and the metadata that their experts share."""
-        run, model = RunFolder(self.weights), self.method.model
-        manifest = read_ensemble(run.ensemble) if model == ENSEMBLE else single(run.artifact(model))
+        run = RunFolder(self.weights)
+        if self.method.model == ENSEMBLE:
+            manifest = read_ensemble(run.ensemble)
+        else:
+            manifest = single(run.artifact(self.method.model))
+
         return load_ensemble(manifest), manifest.meta
 
 
@@ -128,18 +132,14 @@ class Images:
     """Images of one method."""
 
     images: UInt8[np.ndarray, "n h w 3"]
-    experts_per_step: float
-    """Mean number of active experts per image and step."""
-    gflop_per_image: float
-    """Measured forward GFLOP per image over all steps, router included."""
-    seconds_per_image: float
-    """CPU time of one thread."""
+    cost: dict[str, float]
+    """Of an image: active experts per step, GFLOP over all steps with the router's, CPU seconds of one thread."""
 
     @classmethod
     def read(cls, path: Path) -> Images:
         """Read the result of ``sample_task``."""
         with np.load(path, allow_pickle=False) as stored:
-            return cls(stored["images"], *(float(value) for value in stored["cost"]))
+            return cls(stored["images"], dict(zip(COSTS, stored["cost"].tolist(), strict=True)))
 
 
 def sample_all(tasks: Sequence[Task], num_jobs: int) -> list[Images]:
@@ -158,7 +158,8 @@ def sample_all(tasks: Sequence[Task], num_jobs: int) -> list[Images]:
 def sample_task(task: Task) -> None:
     """Sample the images of one task and write them."""
     ensemble, meta = task.load()
-    settings, method = task.settings, task.method
+    settings = task.settings
+    method = task.method
     condition, clusters = held_out_conditions(task.data, settings)
     start = time.process_time()
     x_0 = sample(

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import numpy as np
 import torch
-from flop_sampling import METHODS, Images, features_of
-from flop_training import Variant
+from flop_sampling import METHODS, features_of
 from jaxtyping import Float, UInt8
 from split import encoder_of, read_split
 from torch import Tensor
@@ -27,15 +27,17 @@ OTHER = PluginConfig("squeezenet", {"resolution": 112})
 """Feature network that takes no part in the clustering."""
 PLAIN = PluginConfig("random-convolutions")
 """Features for the clusters' shares, precision and recall."""
-BEST, BASELINE = "bayes", "monolith_ancestral"
+BEST = "bayes"
+BASELINE = "monolith_ancestral"
 """The methods of the headline, chosen before the results."""
 HEADLINE = (BEST, BASELINE, "top1", "monolith")
 """Methods without which there are no figures."""
-# Training images on which the classifier of clusters is fitted.
 NUM_CLASSIFIED = 8000
+"""Training images on which the classifier of clusters is fitted."""
 NUM_RESAMPLES = 2000
-_OWN = ("variant", "seed", "share", "branch_at", "train_tflop", "method", "shares_tv")
-CONFIDENCE = 95.0
+INTERVAL = (2.5, 97.5)
+"""Percentiles of the bootstrap."""
+_OWN = ("variant", "seed", "share", "branch_at", "train_tflop", "method")
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,34 +53,32 @@ class Point:
     method: str
     kid: dict[str, KernelDistance]
     """KID to the held-out images, by feature network."""
-    shares_tv: float
-    """Total variation between the clusters' shares among the images and the priors."""
     scores: dict[str, float] = field(default_factory=dict)
-    """Further scores, such as ``precision`` and ``gflop_per_image``."""
+    """Further scores, such as ``precision``, ``shares_tv`` and ``gflop_per_image``."""
     branch_at: float = 0.0
     """See ``Variant``."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON."""
-        kid = {
-            name: {
-                "value": found.value,
-                "spread": found.spread,
-                "halves": " ".join(f"{half:.4g}" for half in found.halves.tolist()),
-            }
-            for name, found in self.kid.items()
-        }
-        return {**{key: getattr(self, key) for key in _OWN}, "kid": kid, **self.scores}
+        kid = {}
+        for name, found in self.kid.items():
+            halves = " ".join(f"{half:.4g}" for half in found.halves.tolist())
+            kid[name] = {"value": found.value, "spread": found.spread, "halves": halves}
+
+        own = {key: getattr(self, key) for key in _OWN}
+        return {**own, "kid": kid, **self.scores}
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any]) -> Point:
-        """Read what ``to_dict`` returned."""
-        kid = {
-            name: KernelDistance(found["value"], torch.tensor([float(half) for half in found["halves"].split()]))
-            for name, found in stored["kid"].items()
-        }
+        """Read what ``to_dict`` returned; results that nobody continues may lack the halves."""
+        kid = {}
+        for name, found in stored["kid"].items():
+            halves = [float(half) for half in found.get("halves", "").split()]
+            kid[name] = KernelDistance(found["value"], torch.tensor(halves))
+
+        own = {key: stored[key] for key in _OWN if key in stored}
         scores = {key: value for key, value in stored.items() if key not in (*_OWN, "kid")}
-        return cls(**{key: stored[key] for key in _OWN if key in stored}, kid=kid, scores=scores)
+        return cls(**own, kid=kid, scores=scores)
 
 
 @dataclass(frozen=True, order=True)
@@ -93,8 +93,11 @@ class Interval:
         """The three numbers as figures ``name``, ``name_low`` and ``name_high``."""
         return {name: self.value, f"{name}_low": self.low, f"{name}_high": self.high}
 
+    def __str__(self) -> str:
+        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
-def ratio(ours: Sequence[KernelDistance], theirs: Sequence[KernelDistance], *, seed: int = 0) -> Interval:
+
+def ratio(ours: Sequence[KernelDistance], theirs: Sequence[KernelDistance]) -> Interval:
     """Ratio of the mean KIDs of two methods over seeds, with a hierarchical bootstrap interval.
 
     Seeds are resampled with replacement, and the images of each by its random halves. All sets share their real
@@ -103,48 +106,55 @@ def ratio(ours: Sequence[KernelDistance], theirs: Sequence[KernelDistance], *, s
     Args:
         ours: one per training seed.
         theirs: the same seeds in the same order.
-        seed: of the bootstrap.
     """
-    random = np.random.default_rng(seed)
-    halves = [np.stack([one.halves.numpy() for one in side]) for side in (ours, theirs)]
-    num_seeds, num_halves = halves[0].shape
+    random = np.random.default_rng(0)
+    our_halves = np.stack([one.halves.numpy() for one in ours])
+    their_halves = np.stack([one.halves.numpy() for one in theirs])
+    num_seeds, num_halves = our_halves.shape
     seeds = random.integers(num_seeds, size=(NUM_RESAMPLES, num_seeds))
-    drawn = random.integers(num_halves, size=(NUM_RESAMPLES, num_seeds))
-    means = [side[seeds, drawn].mean(1) for side in halves]
-    tail = (100 - CONFIDENCE) / 2
-    low, high = np.percentile(means[0] / means[1], [tail, 100 - tail])
+    halves = random.integers(num_halves, size=(NUM_RESAMPLES, num_seeds))
+    resampled = our_halves[seeds, halves].mean(1) / their_halves[seeds, halves].mean(1)
+    low, high = np.percentile(resampled, INTERVAL)
     value = np.mean([one.value for one in ours]) / np.mean([one.value for one in theirs])
     return Interval(float(value), float(low), float(high))
 
 
 def equal_score_share(flops: Sequence[float], scores: Sequence[float], wanted: float) -> float:
-    """Share of the largest budget at which a falling curve of scores reaches ``wanted``.
+    """Share of the largest budget at which a falling curve of scores reaches ``wanted``; -1 if it does not.
 
     Interpolates linearly in log FLOPs and score. A curve that starts below ``wanted`` gives its first budget, an
-    upper bound; one that ends above it gives infinity.
+    upper bound.
     """
-    pairs = sorted(zip(flops, scores, strict=True))
-    largest = pairs[-1][0]
-    if pairs[0][1] <= wanted:
-        return pairs[0][0] / largest
-    for (low, before), (high, after) in itertools.pairwise(pairs):
+    if scores[0] <= wanted:
+        return flops[0] / flops[-1]
+
+    for (low, before), (high, after) in pairwise(zip(flops, scores, strict=True)):
         if after <= wanted:
-            part = (before - wanted) / (before - after)
-            return float(np.exp(np.log(low) + part * (np.log(high) - np.log(low)))) / largest
-    return float("inf")
+            logarithm = np.interp(wanted, [after, before], np.log([high, low]))
+            return float(np.exp(logarithm)) / flops[-1]
+
+    return -1.0
 
 
 def of_method(points: Iterable[Point], method: str, share: float, variant: str = "main") -> list[Point]:
     """Points of one method at one budget, by seed."""
-    found = [p for p in points if (p.variant, p.method, p.share) == (variant, method, share)]
+    wanted = (variant, method, share)
+    found = [point for point in points if (point.variant, point.method, point.share) == wanted]
     return sorted(found, key=lambda point: point.seed)
 
 
+def mean_kid(points: Sequence[Point], network: str) -> float:
+    """Mean KID over seeds."""
+    return mean(point.kid[network].value for point in points)
+
+
 def over(ours: Sequence[Point], theirs: Sequence[Point], network: str) -> Interval | None:
-    """Ratio of KIDs over the seeds of ``ours``; None if there are none, or if a seed of theirs or a KID is missing."""
-    theirs = [one for one in theirs if one.seed in {point.seed for point in ours}]
-    if not ours or len(ours) != len(theirs) or any(network not in point.kid for point in (*ours, *theirs)):
+    """Ratio of KIDs over the seeds of ``ours``; None if ``theirs`` lacks one of them."""
+    seeds = {point.seed for point in ours}
+    theirs = [point for point in theirs if point.seed in seeds]
+    if len(theirs) < len(ours):
         return None
+
     return ratio([point.kid[network] for point in ours], [point.kid[network] for point in theirs])
 
 
@@ -158,15 +168,17 @@ class Judge:
     """
 
     def __init__(self, run: Run, networks: Sequence[PluginConfig], stored: Path) -> None:
-        self.networks, self.stored = networks, stored
+        self.networks = networks
+        self.stored = stored
         encoder = encoder_of(run)
-        self.held_out, train = (read_split(run, side) for side in (HELD_OUT, TRAIN))
-        self.held_out_images = encoder.decode(self.held_out.x_0)
+        self.held_out_images = encoder.decode(read_split(run, HELD_OUT).x_0)
         self.real = self.features(self.held_out_images)
+        train = read_split(run, TRAIN)
         rows = torch.randperm(len(train), generator=keyed_generator(0, "classifier"))[:NUM_CLASSIFIED]
         self.some_train = self.features(encoder.decode(train.x_0[rows]))
         half = len(rows) // 2
-        inputs, clusters = self.some_train[PLAIN.name], train.clusters[rows]
+        inputs = self.some_train[PLAIN.name]
+        clusters = train.clusters[rows]
         self.classifier = ClusterShares(
             inputs[:half], clusters[:half], inputs[half:], clusters[half:], run.manifest.num_clusters
         )
@@ -176,26 +188,15 @@ class Judge:
         """Features of images, by network."""
         return {network.name: features_of(images, network, self.stored) for network in self.networks}
 
-    def point(
-        self,
-        variant: Variant,
-        seed: int,
-        share: float,
-        train_flops: float,
-        method: str,
-        found: Images,
-        losses: Mapping[str, float],
-    ) -> Point:
-        """Score the images of one method, beside the held-out ``losses`` of its weights."""
-        features = self.features(found.images)
-        shares = precision_recall(features[PLAIN.name], self.real[PLAIN.name])
-        scores = {**{name: score.value for name, score in shares.items()}, **losses}
-        for cost in ("experts_per_step", "gflop_per_image", "seconds_per_image"):
-            scores[cost] = getattr(found, cost)
-        distances = {name: kernel_distance(found, self.real[name]) for name, found in features.items()}
-        variation = self.variation(features[PLAIN.name])
-        tflop, at = train_flops / 1e12, variant.branch_at
-        return Point(variant.name, seed, share, tflop, method, distances, variation, scores, branch_at=at)
+    def distances(self, features: Mapping[str, Float[Tensor, "n d"]]) -> dict[str, KernelDistance]:
+        """KID to the held-out images, by network."""
+        return {name: kernel_distance(found, self.real[name]) for name, found in features.items()}
+
+    def scores(self, features: Float[Tensor, "n d"]) -> dict[str, float]:
+        """Precision, recall and error of the clusters' shares, from features of ``PLAIN``."""
+        found = precision_recall(features, self.real[PLAIN.name])
+        scores = {name: score.value for name, score in found.items()}
+        return scores | {"shares_tv": self.variation(features)}
 
     def variation(self, features: Float[Tensor, "n d"]) -> float:
         """Total variation between the clusters' shares among images and the priors."""
@@ -203,57 +204,63 @@ class Judge:
 
     def floors(self) -> dict[str, float]:
         """Scores of real images: what a perfect model would reach."""
-        found = {
-            f"kid_floor_{name}": kernel_distance(self.some_train[name], real).value for name, real in self.real.items()
-        }
-        return found | {"shares_tv_floor": self.variation(self.real[PLAIN.name])}
+        distances = self.distances(self.some_train)
+        floors = {f"kid_floor_{name}": distance.value for name, distance in distances.items()}
+        return floors | {"shares_tv_floor": self.variation(self.real[PLAIN.name])}
 
 
 def figures_of(points: Sequence[Point], network: str) -> dict[str, float]:
     """Named figures of the main comparison; ratios are of mean KIDs over seeds."""
     main = [point for point in points if point.variant == "main"]
-    largest = max(point.share for point in main)
+    shares = sorted({point.share for point in main})
+    largest = shares[-1]
     figures: dict[str, float] = {
         "num_seeds": len({point.seed for point in main if point.share == largest}),
-        "num_budgets": len({point.share for point in main}),
+        "num_budgets": len(shares),
     }
-    for method in dict.fromkeys(point.method for point in main):
-        ours = of_method(main, method, largest)
-        figures[f"kid_{method}"] = sum(p.kid[network].value for p in ours) / len(ours)
-        figures[f"shares_tv_{method}"] = sum(p.shares_tv for p in ours) / len(ours)
-        if method.startswith("monolith"):
-            continue
-        theirs = of_method(main, baseline_of(method), largest)
-        for prefix, name in (("", network), ("other_features_", OTHER.name)):
-            if found := over(ours, theirs, name):
-                figures |= found.figures(f"{prefix}{method}_over_monolith")
     branched = []
     for variant, share, method in dict.fromkeys((point.variant, point.share, point.method) for point in points):
+        ours = of_method(points, method, share, variant)
+        is_main = variant == "main" and share == largest
+        if is_main:
+            figures[f"kid_{method}"] = mean_kid(ours, network)
+            figures[f"shares_tv_{method}"] = mean(point.scores["shares_tv"] for point in ours)
+
         if method.startswith("monolith"):
             continue
-        ours, baseline = of_method(points, method, share, variant), baseline_of(method)
+
         # A variant of the ensemble alone is compared with the main monolith of the same budget and seeds.
+        baseline = baseline_of(method)
         theirs = of_method(points, baseline, share, variant) or of_method(main, baseline, share)
         for prefix, name in (("", network), ("other_features_", OTHER.name)):
-            if found := over(ours, theirs, name):
-                figures |= found.figures(f"{prefix}{variant}_{share:g}_{method}_over_monolith")
-        if ours[0].branch_at and (found := over(ours, of_method(main, method, share), network)):
-            figures |= found.figures(f"{variant}_{share:g}_{method}_over_scratch")
+            found = over(ours, theirs, name)
+            if found is None:
+                continue
+
+            figures |= found.figures(f"{prefix}{variant}_{share:g}_{method}_over_monolith")
+            if is_main:
+                figures |= found.figures(f"{prefix}{method}_over_monolith")
+
+        if not ours[0].branch_at:
+            continue
+
+        scratch = over(ours, of_method(main, method, share), network)
+        if scratch is not None:
+            figures |= scratch.figures(f"{variant}_{share:g}_{method}_over_scratch")
             if method == BEST:
-                branched.append((-len(ours), found))
+                branched.append((-len(ours), scratch))
+
     if branched:
         # The lowest ratio among those of most seeds.
         figures |= min(branched)[1].figures("branched_over_scratch")
-    wanted = figures[f"kid_{BASELINE}"]
-    curve = {share: of_method(main, BEST, share) for share in sorted({point.share for point in main})}
-    flops = [row[0].train_tflop for row in curve.values()]
-    scores = [sum(p.kid[network].value for p in row) / len(row) for row in curve.values()]
-    share = equal_score_share(flops, scores, wanted)
-    other = f"other_features_{BEST}_over_monolith"
+
+    curve = [of_method(main, BEST, share) for share in shares]
+    flops = [row[0].train_tflop for row in curve]
+    kids = [mean_kid(row, network) for row in curve]
     return figures | {
         "best_over_monolith": figures[f"{BEST}_over_monolith"],
-        **({"best_over_monolith_other_features": figures[other]} if other in figures else {}),
-        "flops_for_equal_score": share if share < float("inf") else -1.0,
+        "best_over_monolith_other_features": figures[f"other_features_{BEST}_over_monolith"],
+        "flops_for_equal_score": equal_score_share(flops, kids, figures[f"kid_{BASELINE}"]),
         "shares_tv_best": figures[f"shares_tv_{BEST}"],
     }
 
@@ -261,4 +268,4 @@ def figures_of(points: Sequence[Point], network: str) -> dict[str, float]:
 def baseline_of(method: str) -> str:
     """The monolith's method with the same kind of solver."""
     solver = next(one.solver for one in METHODS if one.name == method)
-    return "monolith_ancestral" if solver == "ancestral" else "monolith"
+    return BASELINE if solver == "ancestral" else "monolith"

@@ -14,19 +14,21 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from common import all_of, call, load, progress, start
+from omegaconf import OmegaConf
 from torch.utils.flop_counter import FlopCounterMode
 
 from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.config.merge import expert_clusters
-from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.files import atomic_folder
 from ddm_lightning.core.registry import FEATURES
 from ddm_lightning.ensemble.manifest import write_ensemble
 from ddm_lightning.members.artifact import read_meta
-from ddm_lightning.members.cost import step_cost
+from ddm_lightning.members.cost import MemberCost
 from ddm_lightning.members.member import MONOLITH, ROUTER, STUDENT, Member, ensemble_members, role_of
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import MEMBER_FILE, RunFolder, refuse_changed
@@ -54,25 +56,26 @@ class Costs:
     @classmethod
     def of(cls, experiment: Experiment, sizes: Manifest | DataSizes, num_samples: int) -> Costs:
         """Count the operations of the networks, and the multiply-adds of k-means."""
+        expert = MemberCost(Member.resolve(MONOLITH, experiment, sizes)).flops()
+        router = 0.0
+        if ROUTER in ensemble_members(experiment):
+            router = MemberCost(Member.resolve(ROUTER, experiment, sizes)).flops()
 
-        def training(name: str) -> float:
-            member = Member.resolve(name, experiment, sizes)
-            return step_cost(member, experiment.island, member.plan_network()).flops
-
-        has_router = ROUTER in ensemble_members(experiment)
-        partition = partition_flops(experiment, num_samples)
-        return cls(training(MONOLITH), training(ROUTER) if has_router else 0.0, partition)
+        return cls(expert, router, partition_flops(experiment, num_samples))
 
 
 def partition_flops(experiment: Experiment, num_samples: int) -> float:
     """FLOPs of the features of all samples, of k-means on the fitted ones, and of assigning all of them."""
-    config, plugin = experiment.prepare.partition, experiment.prepare.features
+    config = experiment.prepare.partition
     if config.kind != "kmeans":
         return 0.0
+
+    plugin = experiment.prepare.features
     network = FEATURES.build(plugin.name, plugin.params)
     size = experiment.prepare.images.size or 32
     with FlopCounterMode(display=False) as counter:
         features = network.encode(np.zeros((1, size, size, 3), np.uint8))
+
     passes = config.fit_fraction * config.num_iterations + 1
     distances = 2.0 * num_samples * min(config.num_fine_centroids, num_samples) * features.shape[1]
     return counter.get_total_flops() * num_samples + passes * distances
@@ -83,13 +86,13 @@ class Variant:
     """Settings under which the ensemble, the monolith or both are trained."""
 
     name: str
-    overrides: tuple[str, ...] = ()
+    overrides: Sequence[str] = ()
     """Settings ``key=value`` that differ from the experiment's."""
     train: str = "both"
     """A key of ``TRAIN``."""
-    budgets: tuple[float, ...] = (1.0,)
+    budgets: Sequence[float] = (1.0,)
     """Shares of the experiment's budget, ascending."""
-    seeds: tuple[int, ...] = ()
+    seeds: Sequence[int] = ()
     """Seeds of the experiment; each is one training of every member. Empty for those of the main comparison."""
     branch_at: float = 0.0
     """Share of the budget at which the experts branch off the main monolith of their seed, whose FLOPs are charged to
@@ -101,6 +104,49 @@ class Variant:
         return self.train == STUDENT or self.branch_at > 0
 
 
+def are_shares(budgets: Sequence[float]) -> bool:
+    """Whether all budgets are shares of the experiment's steps."""
+    return all(0 < share <= 1 for share in budgets)
+
+
+def variants_of(words: Sequence[str]) -> list[Variant]:
+    """Read variants from a YAML file: all of them, or those named behind the file.
+
+    Args:
+        words: ``FILE NAME…``, as given to ``--variants``; empty for none.
+
+    Raises:
+        UserError: no such file or variant, an unknown key, or a bad value.
+    """
+    if not words:
+        return []
+
+    path, *names = words
+    try:
+        document: Any = OmegaConf.to_container(OmegaConf.load(path))
+        known = {name: Variant(name, **entry) for name, entry in document.items()}
+    except (OSError, TypeError) as error:
+        problem = f"is not a file of variants ({first_line(error)}); benchmarks/variants_….yaml show the form"
+        raise UserError(f"--variants {path}: {problem}") from None
+
+    chosen = []
+    for name in names or known:
+        if name not in known:
+            raise UserError(f"--variants {path}: no variant {name!r}; known: {', '.join(known)}")
+
+        variant = known[name]
+        if variant.train not in TRAIN:
+            raise UserError(f"--variants {path}: {name}: train = {variant.train!r} is none of {', '.join(TRAIN)}")
+        if not are_shares(variant.budgets):
+            raise UserError(
+                f"--variants {path}: {name}: budgets = {variant.budgets}: give shares above 0 and at most 1"
+            )
+
+        chosen.append(variant)
+
+    return chosen
+
+
 @dataclass(frozen=True)
 class Job:
     """One member of one variant and seed, trained from budget to budget."""
@@ -108,7 +154,7 @@ class Job:
     variant: Variant
     seed: int
     member: str
-    steps: tuple[int, ...]
+    steps: list[int]
     """Optimizer steps at each of the variant's budgets."""
     flops: float
     """Training FLOPs up to the last budget."""
@@ -127,40 +173,51 @@ class Study:
     """
 
     def __init__(self, options: Namespace, variants: Sequence[Variant]) -> None:
-        main = variants[0]
-        self.options, self.variants = options, [replace(one, seeds=one.seeds or main.seeds) for one in variants]
+        seeds = variants[0].seeds
+        self.options = options
+        self.variants = [replace(variant, seeds=variant.seeds or seeds) for variant in variants]
         self.experiment = load(options)
         self.root = RunFolder.of(self.experiment).root / "flop_matched"
         for variant in self.variants:
-            at = variant.branch_at
-            if at and not (at in main.budgets and at < min(variant.budgets)):
-                raise UserError(
-                    f"variant {variant.name}: branch_at = {at:g} must be below its own budgets and one of the main "
-                    f"comparison's ({' '.join(f'{share:g}' for share in main.budgets)}); see --budgets"
-                )
-            if variant.starts_from_main and (missing := {*variant.seeds} - {*main.seeds}):
-                raise UserError(
-                    f"variant {variant.name}: starts from the main comparison, which lacks seed {min(missing)}; "
-                    "add it with --seeds, or change the variant's seeds"
-                )
-            experiment = self.settings_of(variant)
-            if experiment.expert.overrides:
-                raise UserError(f"variant {variant.name}: FLOPs are matched for equal experts; remove expert.overrides")
-            for section in (experiment.expert, experiment.router):
-                if len(variant.budgets) > 1 and section.train.schedule != "constant":
-                    raise UserError(
-                        f"variant {variant.name}: {len(variant.budgets)} budgets of one training need a constant "
-                        "learning rate; set expert.train.schedule and router.train.schedule, or give one budget"
-                    )
+            self._check(variant)
 
-    def settings_of(self, variant: Variant, *more: str) -> Experiment:
+    def _check(self, variant: Variant) -> None:
+        main = self.variants[0]
+        at = variant.branch_at
+        if at and not (at in main.budgets and at < min(variant.budgets)):
+            raise UserError(
+                f"variant {variant.name}: branch_at = {at:g} must be below its own budgets and one of the main "
+                f"comparison's ({' '.join(f'{share:g}' for share in main.budgets)}); see --budgets"
+            )
+
+        missing = {*variant.seeds} - {*main.seeds}
+        if variant.starts_from_main and missing:
+            raise UserError(
+                f"variant {variant.name}: starts from the main comparison, which lacks seed {min(missing)}; "
+                "add it with --seeds, or change the variant's seeds"
+            )
+
+        experiment = self.settings_of(variant)
+        if experiment.expert.overrides:
+            raise UserError(f"variant {variant.name}: FLOPs are matched for equal experts; remove expert.overrides")
+
+        schedules = {experiment.expert.train.schedule, experiment.router.train.schedule}
+        if len(variant.budgets) > 1 and schedules != {"constant"}:
+            raise UserError(
+                f"variant {variant.name}: {len(variant.budgets)} budgets of one training need a constant "
+                "learning rate; set expert.train.schedule and router.train.schedule, or give one budget"
+            )
+
+    def settings_of(self, variant: Variant) -> Experiment:
         """The variant's experiment."""
-        return load(self.options, *variant.overrides, *more)
+        return load(self.options, *variant.overrides)
 
     def prepared(self, variant: Variant) -> Run:
         """The variant's run: shards are those of the experiment, or its own if it prepares otherwise."""
-        prepares = any(override.startswith("prepare.") for override in variant.overrides)
-        folder = RunFolder(self.root / variant.name / "data") if prepares else RunFolder.of(self.experiment)
+        folder = RunFolder.of(self.experiment)
+        if any(override.startswith("prepare.") for override in variant.overrides):
+            folder = RunFolder(self.root / variant.name / "data")
+
         return Run(self.settings_of(variant), folder)
 
     @property
@@ -175,10 +232,9 @@ class Study:
             UserError: ``prepare`` failed.
         """
         for variant in self.variants:
-            run = self.prepared(variant).folder
-            if not is_prepared(run):
-                own = [*variant.overrides, f"run_dir={run.root}"] if run.root != Path(self.experiment.run_dir) else []
-                call("prepare", self.options, *own)
+            folder = self.prepared(variant).folder
+            if not is_prepared(folder):
+                call("prepare", self.options, *variant.overrides, f"run_dir={folder.root}")
 
     @cached_property
     def costs(self) -> Costs:
@@ -186,50 +242,71 @@ class Study:
         manifest = self.main.manifest
         return Costs.of(self.experiment, manifest, manifest.num_samples)
 
+    @property
+    def expert_flops(self) -> float:
+        """Training FLOPs of all main experts."""
+        train = self.experiment.expert.train
+        return self.costs.expert * train.global_batch_size * train.max_steps
+
+    @property
+    def router_flops(self) -> float:
+        """Training FLOPs of the main router."""
+        train = self.experiment.router.train
+        return self.costs.router * train.global_batch_size * train.max_steps
+
     def budget(self, share: float) -> float:
         """Training FLOPs of the ensemble at a share of its steps, with router and partition."""
-        experiment = self.experiment
-        experts = self.costs.expert * experiment.expert.train.global_batch_size * experiment.expert.train.max_steps
-        router = self.costs.router * experiment.router.train.global_batch_size * experiment.router.train.max_steps
-        return share * (experts + router) + self.costs.partition
+        return share * (self.expert_flops + self.router_flops) + self.costs.partition
 
     def jobs(self) -> list[Job]:
         """All trainings, in the order in which they start: the longest first, so that none is left over at the end."""
         jobs = []
         for variant in self.variants:
-            run = self.prepared(variant)
-            experiment = run.experiment
+            jobs += sorted(self._jobs_of(variant), key=lambda job: (-job.flops, job.seed))
+
+        return jobs
+
+    def _jobs_of(self, variant: Variant) -> Iterator[Job]:
+        run = self.prepared(variant)
+        experiment = run.experiment
+        main = self.main.manifest
+        if is_prepared(run.folder):
+            costs = Costs.of(experiment, run.manifest, main.num_samples)
+        else:
             # With --plan, sizes are those of the main comparison, which may have other clusters.
-            main = self.main.manifest
             sizes = DataSizes(main.x_shape, main.text_size, main.token_shape, main.num_classes)
-            costs = Costs.of(experiment, run.manifest if is_prepared(run.folder) else sizes, main.num_samples)
-            members = []
-            for model in TRAIN[variant.train]:
-                members += ensemble_members(experiment) if model == ENSEMBLE else [model]
+            costs = Costs.of(experiment, sizes, main.num_samples)
+
+        members: list[str] = []
+        for model in TRAIN[variant.train]:
+            members += ensemble_members(experiment) if model == ENSEMBLE else [model]
+
+        per_sample = {ROUTER: costs.router, STUDENT: STUDENT_COST * costs.expert}
+        for member in members:
+            of_step = per_sample.get(member, costs.expert) * role_of(member).batch_size(member, experiment)
+            steps = [self._steps(variant, member, experiment, costs, share) for share in variant.budgets]
             for seed in variant.seeds:
-                for member in members:
-                    steps = tuple(self._steps(variant, member, experiment, costs, share) for share in variant.budgets)
-                    of_sample = {ROUTER: costs.router, STUDENT: STUDENT_COST * costs.expert}.get(member, costs.expert)
-                    cost = steps[-1] * role_of(member).batch_size(member, experiment) * of_sample
-                    jobs.append(Job(variant, seed, member, steps, cost))
-        order = {variant.name: index for index, variant in enumerate(self.variants)}
-        return sorted(jobs, key=lambda job: (order[job.variant.name], -job.flops, job.seed))
+                yield Job(variant, seed, member, steps, steps[-1] * of_step)
 
     def _steps(self, variant: Variant, member: str, experiment: Experiment, costs: Costs, share: float) -> int:
         """Steps that the budget pays for; all experts together pay for router, partition and what they branch off."""
-        router = experiment.router.train
+        router_steps = round(share * experiment.router.train.max_steps)
         if member == ROUTER:
-            return max(1, round(share * router.max_steps))
-        budget, batch = self.budget(share), experiment.expert.train.global_batch_size
+            return max(1, router_steps)
+
+        of_step = costs.expert * experiment.expert.train.global_batch_size
         if member == STUDENT:
-            return max(1, round(share * self.budget(1.0) / (STUDENT_COST * costs.expert * batch)))
+            return max(1, round(share * self.budget(1.0) / (STUDENT_COST * of_step)))
+
+        budget = self.budget(share)
         if variant.branch_at:
             budget -= self.budget(variant.branch_at)
+
         if member != MONOLITH:
             # The partition of the main experiment is charged to every ensemble, however its clusters are made.
-            charged = costs.router * router.global_batch_size * round(share * router.max_steps)
-            budget -= charged + self.costs.partition
-        return max(1, round(budget / (costs.expert * batch)))
+            budget -= costs.router * experiment.router.train.global_batch_size * router_steps + self.costs.partition
+
+        return max(1, round(budget / of_step))
 
     def folder(self, job: Job) -> Path:
         """Run folder of one member's training."""
@@ -245,22 +322,27 @@ class Study:
         An ensemble's is the mean of its experts', each on its own cluster, weighted by the held-out samples there. Its
         router's accuracy at the highest noise, with and without the condition, says how much the condition tells.
         """
-        run, clusters = self.at_budget(variant, seed, share), self.prepared(variant).manifest.clusters
-        names = [model] if model != ENSEMBLE else [f"expert-{number}" for number in range(len(clusters))]
-        metas = [read_meta(run.artifact(name)) for name in names]
-        weights = [1 if meta.cluster is None else clusters[meta.cluster].held_out for meta in metas]
-        noisiest = max((key for key in metas[0].metrics if key.startswith("held_out/loss_t")), default="")
-        wanted = {"held_out_loss": "held_out/loss", "held_out_loss_at_high_noise": noisiest}
-        found = {
-            name: float(np.average([meta.metrics[key] for meta in metas], weights=weights))
-            for name, key in wanted.items()
-            if all(key in meta.metrics for meta in metas)
-        }
+        run = self.at_budget(variant, seed, share)
+        clusters = self.prepared(variant).manifest.clusters
+        names = [model]
+        weights = [1]
+        if model == ENSEMBLE:
+            names = [f"expert-{number}" for number in range(len(clusters))]
+            weights = [cluster.held_out for cluster in clusters]
+
+        metrics = [read_meta(run.artifact(name)).metrics for name in names]
+        noisiest = max(key for key in metrics[0] if key.startswith("held_out/loss_t"))
+        found = {}
+        for score, key in (("held_out_loss", "held_out/loss"), ("held_out_loss_at_high_noise", noisiest)):
+            found[score] = float(np.average([one[key] for one in metrics], weights=weights))
+
         if model == ENSEMBLE and run.has_artifact(ROUTER):
-            metrics = read_meta(run.artifact(ROUTER)).metrics
+            of_router = read_meta(run.artifact(ROUTER)).metrics
             for kind in ("accuracy", "accuracy_conditional"):
-                if (key := noisiest.replace("loss", kind)) in metrics:
-                    found[f"router_{kind}_at_high_noise"] = metrics[key]
+                key = noisiest.replace("loss", kind)
+                if key in of_router:
+                    found[f"router_{kind}_at_high_noise"] = of_router[key]
+
         return found
 
     def train(self, num_jobs: int) -> None:
@@ -275,15 +357,17 @@ class Study:
             self._train_all([job for job in jobs if job.variant.starts_from_main == later], num_jobs)
             for variant, seed, share in self.points():
                 if variant.starts_from_main == later and ENSEMBLE in TRAIN[variant.train]:
-                    run, kept = self.prepared(variant), self.at_budget(variant, seed, share)
-                    folders, clusters = [kept.artifact(member) for member in run.names], expert_clusters(run.experiment)
+                    run = self.prepared(variant)
+                    kept = self.at_budget(variant, seed, share)
+                    folders = [kept.artifact(member) for member in run.names]
+                    clusters = expert_clusters(run.experiment)
                     write_ensemble(kept.root, folders, run.manifest.priors, expert_clusters=clusters)
 
     def _train_all(self, jobs: Sequence[Job], num_jobs: int) -> None:
         with progress() as bars, ThreadPoolExecutor(num_jobs) as pool:
-            bar = bars.add_task("steps", total=sum(job.flops for job in jobs) / 1e12)
+            bar = bars.add_task("TFLOP", total=sum(job.flops for job in jobs) / 1e12)
             trainings = [pool.submit(self._train, job) for job in jobs]
-            all_of(trainings, lambda _: bars.update(bar, completed=sum(self.done(job) for job in jobs) / 1e12))
+            all_of(trainings, lambda _: bars.update(bar, completed=sum(map(self.done, jobs)) / 1e12))
 
     def points(self) -> Iterator[tuple[Variant, int, float]]:
         """Variant, seed and share of every comparison."""
@@ -294,43 +378,50 @@ class Study:
 
     def done(self, job: Job) -> float:
         """FLOPs of the training that are done."""
-        if all(self.at_budget(job.variant, job.seed, s).has_artifact(job.member) for s in job.variant.budgets):
+        if self.at_budget(job.variant, job.seed, job.variant.budgets[-1]).has_artifact(job.member):
             return job.flops
+
         folder = RunFolder(self.folder(job)).member(job.member)
-        return job.flops * min(1.0, MemberStatus.read(folder, job.member, job.steps[-1]).step / job.steps[-1])
+        status = MemberStatus.read(folder, job.member, job.steps[-1])
+        return job.flops * min(1.0, status.step / job.steps[-1])
 
     def _train(self, job: Job) -> None:
         """Train one member from budget to budget, by the command line, as a user would."""
-        run, prepared = RunFolder(self.folder(job)), self.prepared(job.variant).folder
-        main, branch_at = self.variants[0], job.variant.branch_at
-        trunk = self.at_budget(main, job.seed, branch_at).artifact(MONOLITH)
+        run = RunFolder(self.folder(job))
+        prepared = self.prepared(job.variant).folder
+        main = self.variants[0]
         section = {ROUTER: "router.train", STUDENT: "distill"}.get(job.member, "expert.train")
+        fixed = [
+            *job.variant.overrides,
+            f"seed={job.seed}",
+            f"run_dir={run.root}",
+            f"island.shards={prepared.shards.resolve()}",
+        ]
+        if job.variant.branch_at:
+            trunk = self.at_budget(main, job.seed, job.variant.branch_at)
+            fixed.append(f"expert.init_from={trunk.artifact(MONOLITH)}")
+
         for share, steps in zip(job.variant.budgets, job.steps, strict=True):
             kept = self.at_budget(job.variant, job.seed, share).artifact(job.member)
             if (kept / MEMBER_FILE).exists():
-                if read_meta(kept).step != steps:
-                    raise UserError(
-                        f"{kept}: has {read_meta(kept).step} steps, the budget asks for {steps}; move it away"
-                    )
+                found = read_meta(kept).step
+                if found != steps:
+                    raise UserError(f"{kept}: has {found} steps, the budget asks for {steps}; move it away")
+
                 continue
-            settings = [
-                *job.variant.overrides,
-                *([f"expert.init_from={trunk}"] if branch_at else []),
-                f"seed={job.seed}",
-                f"run_dir={run.root}",
-                f"island.shards={prepared.shards.resolve()}",
-                f"{section}.max_steps={steps}",
-                # Validating takes as long as hundreds of these small steps.
-                f"island.validate_every_n_steps={steps}",
-            ]
+
+            # Validating takes as long as hundreds of these small steps.
+            settings = [*fixed, f"{section}.max_steps={steps}", f"island.validate_every_n_steps={steps}"]
             refuse_changed(load(self.options, *settings))
             if not is_prepared(run):
                 run.prepared.mkdir(parents=True, exist_ok=True)
                 shutil.copy(prepared.prepared / "manifest.json", run.prepared)
+
             if job.member == STUDENT and not run.ensemble.exists():
                 teacher = self.at_budget(main, job.seed, max(main.budgets))
                 shutil.copytree(teacher.root / "members", run.root / "members", dirs_exist_ok=True)
                 shutil.copy(teacher.ensemble, run.ensemble)
+
             start("fit", self.options, *settings, f"member={job.member}").ended()
             with atomic_folder(kept) as temporary:
                 shutil.copytree(run.artifact(job.member), temporary, dirs_exist_ok=True)

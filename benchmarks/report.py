@@ -1,6 +1,6 @@
 """Write the tables of README.md and docs/ anew from the committed results.
 
-A table stands between ``<!-- table NAME FILE -->`` and ``<!-- end of table -->``; FILE is below ``benchmarks/results``.
+A table stands between ``<!-- table mix FILE -->`` and ``<!-- end of table -->``; FILE is below ``benchmarks/results``.
 
     make report
 """
@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
-from common import REPOSITORY, Report
-from flop_report import Results, curves_figure, write_figures
+from common import REPOSITORY, Report, save_figure
+from flop_report import Results, curves_figure, mean_score
+from flop_scores import mean_kid
 
 from ddm_lightning.core.files import atomic_write_text
 
-_TABLE = re.compile(r"(<!-- table (\S+) (\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+_TABLE = re.compile(r"(<!-- table mix (\S+) -->)\n.*?(<!-- end of table -->)", re.DOTALL)
 _MIX = {
     "monolith, ODE": "monolith",
     "monolith, ancestral": "monolith_ancestral",
@@ -35,21 +35,22 @@ def _mix(document: Mapping[str, Any]) -> Report:
     table = Report("", ["", "KID", "over monolith", "error of shares", "GFLOP per image"])
     for label, method in _MIX.items():
         rows = results.rows(method)
-        error, gflop = (mean(row[key] for row in rows) for key in ("shares_tv", "gflop_per_image"))
-        table.row(label, f"{mean(results.kid(method)):.3f}", results.ratio(method), f"{error:.3f}", f"{gflop:.2f}")
+        kid = f"{mean_kid(rows, results.network):.3f}"
+        error = f"{mean_score(rows, 'shares_tv'):.3f}"
+        gflop = f"{mean_score(rows, 'gflop_per_image'):.2f}"
+        table.row(label, kid, results.ratio(method), error, gflop)
+
     return table
-
-
-TABLES: Mapping[str, Callable[[Mapping[str, Any]], Report]] = {"mix": _mix}
 
 
 def rendered(text: str, results: Path) -> str:
     """``text`` with all its tables made anew."""
 
     def table(found: re.Match[str]) -> str:
-        start, name, file, end = found.groups()
+        start, file, end = found.groups()
         document = json.loads((results / file).read_text())
-        return start + "\n".join(TABLES[name](document).table_lines()) + "\n" + end
+        lines = _mix(document).table_lines()
+        return "\n".join([start, *lines, end])
 
     return _TABLE.sub(table, text)
 
@@ -64,7 +65,7 @@ def main() -> None:
             atomic_write_text(path, new)
             print(f"rewritten: {path.relative_to(REPOSITORY)}")
     mix = json.loads((results / "flop_matched_mix_4x.json").read_text())
-    write_figures(REPOSITORY / "docs" / "images", {"equal_flops": curves_figure(Results(mix))})
+    save_figure(REPOSITORY / "docs" / "images" / "equal_flops.png", curves_figure(Results(mix)))
 
 
 if __name__ == "__main__":

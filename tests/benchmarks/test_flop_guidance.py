@@ -26,7 +26,7 @@ KIDS = {
 def points(scale: int, num_seeds: int = 3, variant: str = "main", factor: float = 1.0) -> list[Point]:
     def scored(method: str, seed: int, kid: float) -> Point:
         kids = dict.fromkeys(NETWORKS, KernelDistance(kid, torch.full((200,), kid)))
-        return Point(variant, seed, 1.0, 2.0, method, kids, 0.1)
+        return Point(variant, seed, 1.0, 2.0, method, kids)
 
     return [
         scored(method, seed, factor * kid)
@@ -57,7 +57,7 @@ def test_a_variant_is_compared_with_its_own_monolith_if_it_has_one():
 def test_what_cannot_be_tuned_is_refused(tmp_path):
     with pytest.raises(UserError, match="needs two seeds"):
         compare({scale: points(scale, num_seeds=1) for scale in (1, 2)}, *NETWORKS)
-    stored = {"figures": {"guidance_scale": 1.0}, "features": ["n", "m"], "points": [], "settings": "s"}
+    stored = {"figures": {"guidance_scale": 1.0}, "features": ["n", "m"], "points": []}
     for name in ("a.json", "b.json"):
         (tmp_path / name).write_text(json.dumps(stored))
     with pytest.raises(UserError, match=r"b\.json: guidance 1 is in an earlier file"):

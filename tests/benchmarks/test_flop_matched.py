@@ -7,7 +7,7 @@ import pytest
 import torch
 from flop_report import Results, loss_table
 from flop_scores import BEST, HEADLINE, OTHER, Point, equal_score_share, figures_of, ratio
-from flop_training import Study, Variant
+from flop_training import Study, Variant, variants_of
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.evaluation.metrics.features import KernelDistance, kernel_distance
@@ -88,26 +88,19 @@ def test_trainings_that_cannot_be_compared_are_refused(tmp_path, override, messa
         ("a: {train: nothing}", "train = 'nothing' is none of both, ensemble, monolith, student"),
         ("a: {colour: red}", "is not a file of variants"),
         ("b: {}", "no variant 'a'; known: b"),
-        ("- a", "is not a file of variants"),
-        ("a: [", "is not a file of variants"),
         ("a: {budgets: [2]}", r"a: budgets = \[2\]: give shares above 0 and at most 1"),
-        ("a: {seeds: [x]}", "whole numbers"),
-        ("a: {branch_at: 2}", "branch_at = 2: give 0 or one of the shares"),
-        ("a: {train: student, branch_at: 0.5}", "train = student has none"),
-        ("../a: {}", "its name must be of letters"),
     ],
 )
 def test_bad_variants_are_refused(tmp_path, text, words):
     path = tmp_path / "variants.yaml"
     path.write_text(text)
     with pytest.raises(UserError, match=words):
-        flop_matched.variants_of([str(path), *(["a"] if text == "b: {}" else [])])
+        variants_of([str(path), *(["a"] if text == "b: {}" else [])])
 
 
 def test_all_variants_for_the_mixtures_are_valid():
     of_mix, of_mixt = (
-        flop_matched.variants_of([str(Path(flop_matched.__file__).with_name(f"variants_{name}.yaml"))])
-        for name in ("mix", "mixt")
+        variants_of([str(Path(flop_matched.__file__).with_name(f"variants_{name}.yaml"))]) for name in ("mix", "mixt")
     )
     assert len(of_mix) > 5
     main = Variant("main", budgets=(0.125, 0.25, 0.5, 1.0), seeds=(0,))
@@ -130,13 +123,7 @@ def test_a_ratio_of_equal_sets_is_one_and_its_interval_covers_the_truth():
 def test_the_flops_for_an_equal_score_are_interpolated_by_hand():
     assert equal_score_share([1, 4, 16], [3.0, 2.0, 1.0], 1.5) == pytest.approx(0.5)
     assert equal_score_share([1, 4, 16], [3.0, 2.0, 1.0], 5.0) == 1 / 16
-    assert equal_score_share([1, 4, 16], [3.0, 2.0, 1.0], 0.5) == float("inf")
-
-
-def test_too_few_images_are_refused_before_anything_is_trained(tmp_path):
-    with pytest.raises(UserError, match="--num must be at least 16"):
-        flop_matched.main(["-c", TINY, f"run_dir={tmp_path / 'run'}", "--num", "3"])
-    assert not (tmp_path / "run").exists()
+    assert equal_score_share([1, 4, 16], [3.0, 2.0, 1.0], 0.5) == -1
 
 
 def test_a_comparison_made_in_pieces_gives_the_figures_of_one_made_at_once(tmp_path):
@@ -145,17 +132,13 @@ def test_a_comparison_made_in_pieces_gives_the_figures_of_one_made_at_once(tmp_p
 
     def point(seed, method):
         found = {name: KernelDistance(1.0 + seed, 1 + torch.rand(200, generator=generator)) for name in names}
-        return Point("main", seed, 1.0, 2.0, method, found, 0.1, {"precision": 0.5})
+        return Point("main", seed, 1.0, 2.0, method, found, {"precision": 0.5, "shares_tv": 0.1})
 
     points = [point(seed, method) for seed in (0, 1) for method in HEADLINE]
     read = [Point.from_dict(one) for one in json.loads(json.dumps([one.to_dict() for one in points[:4]]))]
-    assert [one.scores for one in read] == [{"precision": 0.5}] * 4
+    assert [one.scores for one in read] == [{"precision": 0.5, "shares_tv": 0.1}] * 4
     whole, pieces = figures_of(points, names[0]), figures_of([*points[4:], *read], names[0])
     assert pieces == pytest.approx(whole, rel=1e-3) and pieces["num_seeds"] == 2
-    for one in read:
-        del one.kid[OTHER.name]  # as points of earlier commits
-    older = figures_of([*points[4:], *read], names[0])
-    assert older == {name: value for name, value in pieces.items() if "other_features" not in name}
     out = tmp_path / "out.json"
     assert flop_matched.earlier(None, "a")["points"] == flop_matched.earlier(out, "a")["points"] == []
     out.write_text(json.dumps({"commit": "c", "points": [1], "settings": "a"}))
@@ -166,8 +149,8 @@ def test_a_comparison_made_in_pieces_gives_the_figures_of_one_made_at_once(tmp_p
 
 def test_branching_is_compared_with_the_same_seeds_from_scratch():
     def point(variant, seed, value, branch_at=0.0, method=BEST):
-        found = {"n": KernelDistance(value, torch.full((200,), value))}
-        return Point(variant, seed, 1.0, 2.0, method, found, 0.1, branch_at=branch_at)
+        found = dict.fromkeys(("n", OTHER.name), KernelDistance(value, torch.full((200,), value)))
+        return Point(variant, seed, 1.0, 2.0, method, found, {"shares_tv": 0.1}, branch_at=branch_at)
 
     main = [point("main", seed, 1.0 + seed, method=method) for seed in (0, 1) for method in HEADLINE]
     quarter = [point("quarter", seed, 0.5 + seed, 0.25) for seed in (0, 1)]
@@ -185,7 +168,7 @@ def test_losses_of_members_are_compared_where_both_sides_have_the_same_seeds():
         losses = {"held_out_loss": loss, "held_out_loss_at_high_noise": 3 * loss} if loss else {}
         if method == "bayes":
             losses["router_accuracy_at_high_noise"] = 0.3 + 0.2 * seed
-        return Point(variant, seed, 1.0, 2.0, method, {}, 0.1, losses).to_dict()
+        return Point(variant, seed, 1.0, 2.0, method, {}, losses).to_dict()
 
     points = [point("main", seed, "monolith", 0.5 + seed) for seed in (0, 1)]
     points += [point("main", seed, "bayes", 0.4 + 0.6 * seed) for seed in (0, 1)]
@@ -226,7 +209,7 @@ def test_from_nothing_to_results_and_nothing_is_trained_twice(tmp_path):
         losses = [meta.metrics["held_out/loss"] for meta in metas]
         assert min(losses) <= point["held_out_loss"] <= max(losses)
         assert ("router_accuracy_at_high_noise" in point) == (method == "bayes")
-    assert (root / "report" / "report.html").stat().st_size > 50_000
+    assert all((root / "report" / name).stat().st_size > 10_000 for name in ("curves.png", "samples.png"))
     written = {path: path.stat().st_mtime_ns for path in root.rglob("*") if path.suffix in (".npz", ".safetensors")}
     flop_matched.main(arguments)
     assert {path: path.stat().st_mtime_ns for path in written} == written

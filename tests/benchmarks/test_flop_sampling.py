@@ -49,8 +49,8 @@ def test_evaluations_and_flops_are_those_that_the_counter_sees(task, monkeypatch
     flop_sampling.sample_task(task)
     found = flop_sampling.Images.read(task.path)
     assert found.images.shape == (NUM, 8, 8, 3)
-    assert found.gflop_per_image == pytest.approx(counter.get_total_flops() / NUM / 1e9, rel=1e-6)
-    assert found.experts_per_step == 1
+    assert found.cost["gflop_per_image"] == pytest.approx(counter.get_total_flops() / NUM / 1e9, rel=1e-6)
+    assert found.cost["experts_per_step"] == 1
 
 
 def test_the_oracle_is_given_the_clusters_of_the_held_out_samples(task, tiny_run, monkeypatch):
