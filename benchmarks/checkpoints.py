@@ -58,7 +58,8 @@ class Saved:
         on_gpu = device.type == "cuda"
         self.step = Step(our_side(sizes), sizes, device, half=on_gpu, compiled=on_gpu)
         track_ema(self.step.optimizer, 0.9999)
-        self.folder, self.device = folder, device
+        self.folder = folder
+        self.device = device
         self.writer = CheckpointWriter(None, is_rank_zero=True, from_device=on_gpu)
         self.step.seconds(3)
 
@@ -77,12 +78,14 @@ class Saved:
         path = self.folder / "background"
         shutil.rmtree(path, ignore_errors=True)  # keep only one on disk
         start = time.perf_counter()
-        network, optimizer = self.step.side.network, self.step.optimizer
+        network = self.step.side.network
+        optimizer = self.step.optimizer
         rest = {"groups": named_groups(network, optimizer)}
         self.writer.start(
             path, tensors_of(network, optimizer), rest, lambda: written.append(time.perf_counter() - start)
         )
-        still, num_steps = time.perf_counter() - start, 0
+        still = time.perf_counter() - start
+        num_steps = 0
         while not written:
             self.writer.raise_failure()  # such as a full disk
             self.step.seconds(1)

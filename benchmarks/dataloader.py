@@ -36,8 +36,10 @@ import servers  # type: ignore[import-not-found]  # of the tests
 
 NUM_THREADS = (0, 2, 8)
 KINDS = ("disk, hot", "disk, cold", "S3, cold")
-NUM_SAMPLES, NUM_ROUNDS = 192 * BATCH_SIZE, 5
-QUICK_SAMPLES, QUICK_ROUNDS = 12 * BATCH_SIZE, 1
+NUM_SAMPLES = 192 * BATCH_SIZE
+NUM_ROUNDS = 5
+QUICK_SAMPLES = 12 * BATCH_SIZE
+QUICK_ROUNDS = 1
 
 
 def main(arguments: Sequence[str] | None) -> None:

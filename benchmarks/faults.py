@@ -101,7 +101,9 @@ class Trials:
     """
 
     def __init__(self, options: Namespace, folder: Path) -> None:
-        self.options, self.folder, self.home = options, folder, folder / "undisturbed"
+        self.options = options
+        self.folder = folder
+        self.home = folder / "undisturbed"
         self.bits: dict[str, str] = {}
         """SHA-256 of the weights of each member that nothing disturbed; made for the first trial."""
         self.size = QUICK if options.quick else SIZE
@@ -132,7 +134,8 @@ class Trials:
             artifact = Run(self._load(self.home)).folder.artifact
             self.bits = {name: sha256_file(artifact(name) / WEIGHTS_FILE) for name in MEMBERS}
         number = len(self.records)
-        folder, began = self.folder / f"trial-{number}", time.monotonic()
+        folder = self.folder / f"trial-{number}"
+        began = time.monotonic()
         server = servers.sftp if number % 2 else servers.s3
         faults = plan(number, self.size, self.options.seed)
         outages = plan_outages(number, self.size, self.options.seed)
@@ -143,7 +146,9 @@ class Trials:
             url, line = stack.enter_context(server(folder / "store", folder, setting))
             remote.disconnect()
             publish_prepared(Run(self._load(self.home, url)), lambda _done, _total: None)
-            store, over, islands = threading.Lock(), threading.Event(), []
+            store = threading.Lock()
+            over = threading.Event()
+            islands = []
             for name in MEMBERS:
                 can = {FULL_DISK: stack.enter_context(small_disk(folder / name)), CLOCK: clock_variables(folder / "c")}
                 usable = [fault for fault in faults[name] if can.get(fault[0], True)]
@@ -165,7 +170,8 @@ class Trials:
 
     def _judge(self, islands: Sequence[Island], url: str, folder: Path, number: int) -> dict[str, Any]:
         """Read every artifact as a stranger would, then damage one, which has to be noticed and mended."""
-        lost, wrong = [], []
+        lost = []
+        wrong = []
         reader, second = (Run(self._load(folder / place, url)) for place in ("first", "second"))
         for name in MEMBERS:
             try:

@@ -109,8 +109,13 @@ class Island:
         store: threading.Lock,
         over: threading.Event,
     ) -> None:
-        self.member, self.options, self.disk, self.url = member, options, disk, url
-        self.faults, self.store, self.over = faults, store, over
+        self.member = member
+        self.options = options
+        self.disk = disk
+        self.url = url
+        self.faults = faults
+        self.store = store
+        self.over = over
         self.struck: list[tuple[str, str, float]] = []
         """Kind and member of each fault that happened, and the seconds that it itself took: until the end of a pause,
         or until a new process began its first step."""

@@ -27,7 +27,9 @@ from ddm_lightning.shards.manifest import DataSizes
 
 LATENTS = DataSizes((4, 32, 32), 768, (77, 768), 1000)
 """Sizes of 256 x 256 images encoded by Stable Diffusion's VAE, and of captions encoded by CLIP ViT-L/14."""
-ROUNDS, QUICK_ROUNDS, STEPS_PER_TURN = 20, 3, 5
+ROUNDS = 20
+QUICK_ROUNDS = 3
+STEPS_PER_TURN = 5
 
 
 def main(arguments: Sequence[str] | None) -> None:
@@ -39,7 +41,8 @@ def main(arguments: Sequence[str] | None) -> None:
         "--batch", type=int, nargs="+", default=[32], help="samples per step; several are measured in turn"
     )
     options = parse(cli, arguments)
-    device, own = device_of(options), load(options)
+    device = device_of(options)
+    own = load(options)
     report = Report(
         f"{MEMBER} of {own.name} on one {device.type} device, {own.island.precision}",
         ["samples per step", "ms per step", "samples/s", "MFU", "HFU", "planned, GB", "peak, GB"],
@@ -67,7 +70,8 @@ def add(
 ) -> None:
     """Add the row and the figures of one batch size."""
     step, _ = measured(partial(TrainingStep, MEMBER, experiment, sizes, device))
-    cost, peak = MemberCost(step.member), peak_bytes(step)
+    cost = MemberCost(step.member)
+    peak = peak_bytes(step)
     planned = cost.memory(step.island, "single").peak
     seconds = median(in_turn({"step": step}, num_rounds, STEPS_PER_TURN)["step"])
     described, peak_flops = peak_of_this_device("gpu" if device.type == "cuda" else "cpu", experiment.island.precision)

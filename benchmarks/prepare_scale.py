@@ -21,8 +21,10 @@ from typing import NamedTuple
 
 from common import Report, parse, parser, run, start
 
-SIZES, QUICK_SIZES = (100_000, 1_000_000), (1_000, 10_000)
-LARGE_ROWS, QUICK_LARGE_ROWS = 20_000, 1_000
+SIZES = (100_000, 1_000_000)
+QUICK_SIZES = (1_000, 10_000)
+LARGE_ROWS = 20_000
+QUICK_LARGE_ROWS = 1_000
 """Samples of 15,552 bytes."""
 _STAGE = re.compile(r"(\w+): done in ([\d.,]+) s")
 
@@ -63,7 +65,8 @@ class Model:
             num_nodes: number of nodes.
             seconds: measured seconds per sample, in one process, of the stages other than ``encode`` and ``partition``.
         """
-        num, link = self.num_samples, self.store_bytes_per_second
+        num = self.num_samples
+        link = self.store_bytes_per_second
         shard_bytes = self.latent_bytes + self.text_bytes
         # A single node keeps the columns on its disk.
         through_store = self.part_bytes if num_nodes > 1 else 0
@@ -107,7 +110,9 @@ def main(arguments: Sequence[str] | None) -> None:
     per_sample["shards"] = measure(options, rows, 72).stages["shards"] / rows
 
     model = Model()
-    one, eight, peaks = model.hours(1, per_sample), model.hours(8, per_sample), model.peak_gb()
+    one = model.hours(1, per_sample)
+    eight = model.hours(8, per_sample)
+    peaks = model.peak_gb()
     report = Report(
         "Preparing by the number of images",
         ["stage", *(f"{num:,}: s" for num in sizes), "158 million: h, one node", "eight nodes", "GB of a process"],

@@ -42,7 +42,8 @@ import servers  # type: ignore[import-not-found]  # of the tests
 
 ROUNDS = 8
 ARMS = ("plain", "loaded", "publishing")
-MINUTES, CHECKPOINT_BYTES = 0.1233, 118_000_000
+MINUTES = 0.1233
+CHECKPOINT_BYTES = 118_000_000
 _SETTINGS = (
     "expert.network.params={width: 256, depth: 6, num_heads: 4, patch_size: 2}",
     "island.accelerator=cpu",
@@ -83,7 +84,9 @@ def main(arguments: Sequence[str] | None) -> None:
 
 def train(options: Namespace, folder: Path, url: str, arm: str) -> Seconds:
     """Train the expert once; its time from its first step to its last, and the processor time of the whole process."""
-    home, place, to = folder / "home", folder / "run", []
+    home = folder / "home"
+    place = folder / "run"
+    to = []
     if arm == "publishing":
         publish_prepared(Run(load(options, f"run_dir={home}", f"remote={url}")), lambda _done, _total: None)
         to = [f"remote={url}"]

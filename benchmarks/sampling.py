@@ -33,8 +33,10 @@ from ddm_lightning.shards.manifest import DataSizes
 
 # A network large enough that its products, not Python, take the time on a CPU.
 SIZES = tuple(f"expert.network.params.{size}" for size in ("width=256", "depth=8", "num_heads=4"))
-BATCH_SIZE, NUM_STEPS = 64, 2
-ROUNDS, QUICK_ROUNDS = 7, 2
+BATCH_SIZE = 64
+NUM_STEPS = 2
+ROUNDS = 7
+QUICK_ROUNDS = 2
 # Figure: (way, the way it is compared with, how often that one runs; 0 for once per expert).
 ONE_THREAD = ", one thread"
 RATIOS = {
@@ -53,7 +55,8 @@ def main(arguments: Sequence[str] | None) -> None:
     options = parse(parser(__doc__ or "", config="experiments/mix_8x.yaml", device=True), arguments)
     use_all_threads()
     with tempfile.TemporaryDirectory() as folder:
-        experiment, device = load(options, *([] if options.overrides else SIZES)), device_of(options)
+        experiment = load(options, *([] if options.overrides else SIZES))
+        device = device_of(options)
         ways = ways_of(experiment, device, Path(folder))
         rounds = QUICK_ROUNDS if options.quick else ROUNDS
         times = measure(ways, device, rounds)
@@ -87,7 +90,8 @@ def ways_of(experiment: Experiment, device: torch.device, folder: Path) -> dict[
     num_clusters = experiment.prepare.partition.num_clusters
     torch.manual_seed(0)
     router = EvenRouter(Member.resolve(ROUTER, experiment, sizes).build_network()).to(device)
-    experts, hosts = [], []
+    experts = []
+    hosts = []
     for k in range(num_clusters):
         expert = Member.resolve(MONOLITH, experiment, sizes).build_network().eval()
         for parameter in expert.parameters():

@@ -24,7 +24,8 @@ from ddm_lightning.use.ensemble import DecentralizedEnsemble
 
 SECONDS = 300.0
 """Limit of a child process."""
-MAX_STEPS, STOP_AT = 120, 30
+MAX_STEPS = 120
+STOP_AT = 30
 RANDOM = 0.08
 """Tolerance of a held-out loss under other random numbers; on a CPU its standard deviation is 0.02."""
 ROUNDED = 0.003
@@ -139,12 +140,14 @@ class Place:
     @property
     def island(self) -> list[str]:
         """Settings of the island."""
-        kind, compiled = "gpu" if self.on_gpu else "cpu", str(self.compiles).lower()
+        kind = "gpu" if self.on_gpu else "cpu"
+        compiled = str(self.compiles).lower()
         return [f"island.accelerator={kind}", "island.precision=bf16-mixed", f"island.compile={compiled}"]
 
     def start(self, command: str, run: str, *more: str) -> Watched:
         """Start a command on a run, which has the folder's shards if there are any."""
-        folder, prepared = self.folder / run, self.folder / "prepared"
+        folder = self.folder / run
+        prepared = self.folder / "prepared"
         folder.mkdir(parents=True, exist_ok=True)
         if prepared.exists() and not (folder / "prepared").exists():
             (folder / "prepared").symlink_to(prepared)
@@ -256,7 +259,8 @@ def ensemble(place: Place) -> Iterator[Check]:
 
 def images(place: Place) -> Iterator[Check]:
     """Sample with every strategy and in further ways; compare with the CPU's images."""
-    run, device = place.folder / "run", str(place.device)
+    run = place.folder / "run"
+    device = str(place.device)
     on_cpu, here = (DecentralizedEnsemble.from_pretrained(run, one) for one in ("cpu", device))
     few = DecentralizedEnsemble.from_pretrained(run, device, resident_experts=2)
     ways: list[tuple[DecentralizedEnsemble, dict[str, Any]]] = [

@@ -36,7 +36,8 @@ from ddm_lightning.training.checkpoint import read_tensors, tensors_of
 KERNELS = ("flash", "cudnn", "efficient")
 TOLERANCE = 0.02
 """Relative error of attention in bfloat16; on a CPU it is 0.004."""
-NUM_STEPS, LOG_EVERY = 30, 10
+NUM_STEPS = 30
+LOG_EVERY = 10
 SMALL = Loop("", 64, 2, 2, 4, image_size=16, text_size=16, batch_size=16)
 _TIMED = re.compile("H100 80GB|H100 SXM|H200|GH200")
 """Names of the GPUs whose time per step is expected."""
@@ -142,7 +143,8 @@ def _train(settings: list[str], place: Place) -> tuple[list[float], dict[str, fl
     torch._dynamo.utils.counters.clear()
     if place.on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    experiment, between = load_experiment(TINY, settings), Between(place.on_gpu)
+    experiment = load_experiment(TINY, settings)
+    between = Between(place.on_gpu)
     trainer, module, data = our_trainer(experiment)
     module.speed.cost = step_cost(module.member, experiment.island, module.network)
     kept = [one for one in trainer.callbacks if not isinstance(one, RollingCheckpoints)]  # type: ignore[attr-defined]
@@ -157,8 +159,11 @@ def checkpoint(place: Place) -> Iterator[Check]:
     gc.collect()
     is_large = place.on_gpu and not place.quick and device_bytes("gpu") > 40e9
     saved = Saved(XL2 if is_large else QUICK, place.device, place.folder)
-    network, optimizer, path = saved.step.side.network, saved.step.optimizer, place.folder / "large.ckpt"
-    tensors, gigabytes = tensors_of(network, optimizer), f"{saved.num_bytes / 1e9:.2f} GB"
+    network = saved.step.side.network
+    optimizer = saved.step.optimizer
+    path = place.folder / "large.ckpt"
+    tensors = tensors_of(network, optimizer)
+    gigabytes = f"{saved.num_bytes / 1e9:.2f} GB"
     for name, limit in (("first", 60.0), ("second", 1.0)):  # the first one allocates the memory on the host
         start = time.perf_counter()
         saved.writer.start(path, tensors, {}, lambda: None)

@@ -25,7 +25,8 @@ def main(arguments: Sequence[str] | None) -> None:
     cli.add_argument("--num", type=int, default=1000, help="images of each way (1000)")
     options = parse(cli, arguments)
     trained_run, _ = trained(options)
-    experiment, folder = trained_run.experiment, trained_run.folder.root / "benchmarks"
+    experiment = trained_run.experiment
+    folder = trained_run.folder.root / "benchmarks"
     networks = [experiment.prepare.features, OTHER]
     judge = Judge(trained_run, [*networks, PLAIN], folder / "features")
     settings = Settings(100 if options.quick else options.num, experiment.sample.num_steps, 1.0, experiment.seed)

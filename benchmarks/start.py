@@ -20,7 +20,8 @@ from ddm_lightning.core.errors import UserError
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.members.status import MemberStatus
 
-ROUNDS, QUICK_ROUNDS = 5, 1
+ROUNDS = 5
+QUICK_ROUNDS = 1
 _MOST_SECONDS = 300.0
 _WAIT_SECONDS = 0.01
 
@@ -30,7 +31,8 @@ def main(arguments: Sequence[str] | None) -> None:
     options = parse(parser(__doc__ or "", fixed=True), arguments)
     rounds: list[list[Seconds]] = []
     with tempfile.TemporaryDirectory(prefix="start-") as folder:
-        home, store = Path(folder) / "home", Path(folder) / "store"
+        home = Path(folder) / "home"
+        store = Path(folder) / "store"
         call("prepare", options, f"run_dir={home}", f"remote={store}")
         for number in range(QUICK_ROUNDS if options.quick else ROUNDS):
             places = [Path(folder) / f"{name}-{number}" for name in ("first", "elsewhere")]
@@ -44,7 +46,8 @@ def main(arguments: Sequence[str] | None) -> None:
     for name, label, starts in zip(
         ("fresh", "elsewhere"), ("from nothing", "elsewhere, after a kill"), zip(*rounds, strict=True), strict=True
     ):
-        seconds, cpu = median(starts), median(starts, "cpu")
+        seconds = median(starts)
+        cpu = median(starts, "cpu")
         report.figures |= {f"seconds_{name}": seconds, f"cpu_seconds_{name}": cpu}
         spread = f"{min(one.cpu for one in starts):.2f}, {max(one.cpu for one in starts):.2f}"
         report.row(label, f"{seconds:.2f}", f"{cpu:.2f}", spread)
@@ -63,7 +66,8 @@ def first_step(options: Namespace, place: Path, store: Path) -> Seconds:
     began = time.monotonic()
     quick = ("island.log_every_n_steps=1", "island.checkpoint_every_n_steps=1", "island.publish_every_n_minutes=0.001")
     where = (f"run_dir={place}", f"remote={store}", "expert.train.max_steps=1000000", f"member={MEMBER}")
-    member, found = start("fit", options, *where, *quick), None
+    member = start("fit", options, *where, *quick)
+    found = None
     try:
         while found is None or not [*store.glob("members/*/checkpoints/*/files.json")]:
             if member.poll() is not None or time.monotonic() > began + _MOST_SECONDS:

@@ -26,7 +26,8 @@ from ddm_lightning.core import processes
 
 LOOP_BAR = 1.02
 NETWORK_BAR = {"cpu": 0.9, "cuda": 0.6}
-STEPS_PER_TURN, TURNS_PER_GROUP = 5, 5
+STEPS_PER_TURN = 5
+TURNS_PER_GROUP = 5
 HEADINGS = ["", "ours, ms per step", "other, ms per step", "ratio"]
 SMALL = Sizes(width=384, depth=6, num_heads=6, patch_size=2, channels=4, edge=16, batch_size=4)
 

@@ -46,10 +46,13 @@ class BareLoop:
     """
 
     def __init__(self, run: Run, batches: Iterator[Batch], device: torch.device) -> None:
-        member, experiment, manifest = run.member(MEMBER), run.experiment, run.manifest
+        member = run.member(MEMBER)
+        experiment = run.experiment
+        manifest = run.manifest
         self.train: TrainConfig = member.train
         self.timesteps = member.timesteps
-        self.seed, self.dropout = experiment.seed, experiment.condition.dropout
+        self.seed = experiment.seed
+        self.dropout = experiment.condition.dropout
         self.kind = experiment.condition.kind
         self.half = experiment.island.precision == "bf16-mixed"
         self.device = device
@@ -71,7 +74,8 @@ class BareLoop:
             batch = next(self.batches)
             generator = keyed_generator(self.seed, MEMBER, "noise", 0, self.step, device=self.device)
             x_0 = self.stored.mean(batch["x_0"].to(self.device, non_blocking=True))
-            config, num = self.timesteps, len(x_0)
+            config = self.timesteps
+            num = len(x_0)
             t = sample_timesteps(
                 num, config.density, config.mean, config.std, config.shift, generator=generator, device=self.device
             )
@@ -154,7 +158,8 @@ class AfterStep(L.Callback):
     """Calls ``action`` after one step, before a checkpoint of it is saved; put it first."""
 
     def __init__(self, step: int, action: Callable[[], None]) -> None:
-        self.step, self.action = step, action
+        self.step = step
+        self.action = action
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         """Call it when it is due."""

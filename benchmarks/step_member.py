@@ -41,18 +41,22 @@ class TrainingStep(Timed):
     """
 
     def __init__(self, member: str, experiment: Experiment, sizes: DataSizes, device: torch.device) -> None:
-        island, self.train, self.device = experiment.island, experiment.expert.train, device
+        island = experiment.island
+        self.train = experiment.expert.train
+        self.device = device
         if island.precision not in PRECISIONS:
             raise UserError(
                 f"key 'island.precision' = {island.precision!r}: steps are timed in {' and '.join(PRECISIONS)}; set one"
             )
-        self.half, self.compiled = island.precision == "bf16-mixed", island.compile
+        self.half = island.precision == "bf16-mixed"
+        self.compiled = island.compile
         resolved = self.member = Member.resolve(member, experiment, sizes)
         self.island = island
         with device:  # faster than on the host for billions of weights
             self.network = resolved.build_network()
         cost = step_cost(resolved, island, self.network)
-        self.model_flops, self.flops = cost.flops, cost.flops + cost.recomputed_flops
+        self.model_flops = cost.flops
+        self.flops = cost.flops + cost.recomputed_flops
         if island.activation_checkpointing:
             checkpoint_blocks(self.network)
         self.network.to(device)

@@ -159,7 +159,8 @@ class Step(Timed):
     """
 
     def __init__(self, side: Side, sizes: Sizes, device: torch.device, *, half: bool, compiled: bool) -> None:
-        self.side, self.device = side, device
+        self.side = side
+        self.device = device
         self.half = half
         self.network = side.network.to(device)
         if compiled:
