@@ -114,10 +114,18 @@ def main(arguments: Sequence[str] | None) -> None:
     options = parse(parser(__doc__ or "", fixed=True, device=True), arguments)
     device = device_of(options)
     torch.set_num_threads(1)
-    sizes = QUICK if options.quick else XL2 if device.type == "cuda" else SMALL
+    if options.quick:
+        sizes = QUICK
+    elif device.type == "cuda":
+        sizes = XL2
+    else:
+        sizes = SMALL
     with tempfile.TemporaryDirectory(prefix="checkpoints-") as folder, progress() as bars:
         saved = Saved(sizes, device, Path(folder))
-        num_turns = 3 if options.quick else 8
+        if options.quick:
+            num_turns = 3
+        else:
+            num_turns = 8
         found: dict[str, list[Cost]] = {"background": [], "waited for": []}
         undisturbed = []
         for number in bars.track(range(num_turns + 1), description="turns"):

@@ -65,7 +65,10 @@ def parser(
 
 def parse(cli: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line; settings ``key=value`` may stand anywhere."""
-    words = sys.argv[1:] if arguments is None else arguments
+    if arguments is None:
+        words = sys.argv[1:]
+    else:
+        words = arguments
     # An option with several values would swallow the settings after it.
     settings = [word for word in words if re.match(r"[\w.][\w.-]*=", word)]
     rest = [word for word in words if word not in settings]
@@ -340,7 +343,10 @@ def commit() -> str:
     except (OSError, subprocess.CalledProcessError):
         return "unknown: no git repository"
 
-    return f"{name}+changes" if changes else name
+    if changes:
+        return f"{name}+changes"
+
+    return name
 
 
 def device() -> str:

@@ -110,7 +110,10 @@ def read_ahead_kb(folder: Path) -> str:
     """Read-ahead of the disk that holds a folder."""
     device = folder.stat().st_dev
     path = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}/queue/read_ahead_kb")
-    return path.read_text().strip() if path.exists() else "unknown"
+    if path.exists():
+        return path.read_text().strip()
+
+    return "unknown"
 
 
 def add(report: Report, speeds: dict[tuple[str, str, int], list[float]]) -> None:

@@ -84,7 +84,12 @@ def main(arguments: Sequence[str] | None) -> None:
     if options.simulate:
         simulate(options)
         return
-    wanted = options.faults if options.faults is not None else 1 if options.quick else NUM_FAULTS
+    if options.faults is not None:
+        wanted = options.faults
+    elif options.quick:
+        wanted = 1
+    else:
+        wanted = NUM_FAULTS
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         trials = Trials(options, Path(folder))
         while len(trials.faults) < wanted:
@@ -106,7 +111,10 @@ class Trials:
         self.home = folder / "undisturbed"
         self.bits: dict[str, str] = {}
         """SHA-256 of the weights of each member that nothing disturbed; made for the first trial."""
-        self.size = QUICK if options.quick else SIZE
+        if options.quick:
+            self.size = QUICK
+        else:
+            self.size = SIZE
         options.overrides = [
             f"expert.train.max_steps={self.size.max_steps}",
             f"router.train.max_steps={self.size.max_steps}",
@@ -136,7 +144,10 @@ class Trials:
         number = len(self.records)
         folder = self.folder / f"trial-{number}"
         began = time.monotonic()
-        server = servers.sftp if number % 2 else servers.s3
+        if number % 2:
+            server = servers.sftp
+        else:
+            server = servers.s3
         faults = plan(number, self.size, self.options.seed)
         outages = plan_outages(number, self.size, self.options.seed)
         (folder / "store").mkdir(parents=True)

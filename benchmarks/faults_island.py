@@ -66,7 +66,10 @@ class Training:
 
     def steps(self) -> list[tuple[int, float]]:
         """Number and monotonic time of each step that it has begun."""
-        lines = self.log.read_text(encoding="utf-8").splitlines(keepends=True) if self.log.exists() else []
+        if self.log.exists():
+            lines = self.log.read_text(encoding="utf-8").splitlines(keepends=True)
+        else:
+            lines = []
         found = [(int(line.split()[0]), float(line.split()[1])) for line in lines if line.endswith("\n")]
         return [(step, began) for step, began in found if began < self.until]
 
@@ -126,9 +129,15 @@ class Island:
         """Last lines of processes that could not start, such as while the store did not work."""
         self._random = random.Random(f"{member} {faults}")
         self._clock = disk.parent / f"{member}.clock"
-        self._variables = clock_variables(self._clock) if any(kind == CLOCK for kind, _ in faults) else {}
+        if any(kind == CLOCK for kind, _ in faults):
+            self._variables = clock_variables(self._clock)
+        else:
+            self._variables = {}
         self._lease = disk.parent / f"{member}.lease"
-        self._words = [f"island.lease_file={self._lease}"] if any(kind == LEASE for kind, _ in faults) else []
+        if any(kind == LEASE for kind, _ in faults):
+            self._words = [f"island.lease_file={self._lease}"]
+        else:
+            self._words = []
         self._hours = 0
         self._move()
 
@@ -217,7 +226,10 @@ class Island:
             while self.training.process.poll() is None and not self.training.steps():
                 time.sleep(_POLL_SECONDS)
             if self.training.steps() or self.training.process.poll() == 0:
-                began = self.training.steps()[0][1] if self.training.steps() else time.monotonic()
+                if self.training.steps():
+                    began = self.training.steps()[0][1]
+                else:
+                    began = time.monotonic()
                 return began - (began if since is None else since)
             code, said = self.training.end()
             (self.refused if code == 2 else self.harm).append(f"{self.member}: a start ended with code {code}: {said}")

@@ -79,7 +79,10 @@ def compare(points: Mapping[float, Sequence[Point]], network: str, other: str) -
         report.figures[f"kid_{variant}_{method}"] = mean_kid(best, network)
         ratios = [""] * 3
         if method not in MONOLITHS:
-            own = variant if variant in monoliths else "main"
+            if variant in monoliths:
+                own = variant
+            else:
+                own = "main"
             monolith = tuned([tables[own, baseline_of(method)]], network)
             compared = {
                 "over_monolith": over(best, monolith, network),

@@ -124,14 +124,20 @@ def show_plan(study: Study, num_jobs: int) -> None:
     table = Report("Trainings", ["variant, member", "seeds", "steps", "TFLOP each"])
     groups: dict[tuple[str, str], list[Job]] = {}
     for job in jobs:
-        kind = "expert" if job.member.startswith("expert-") else job.member
+        if job.member.startswith("expert-"):
+            kind = "expert"
+        else:
+            kind = job.member
         groups.setdefault((job.variant.name, kind), []).append(job)
 
     for (variant, kind), group in groups.items():
         steps = " ".join(f"{steps:,}" for steps in group[0].steps)
         num_seeds = len({job.seed for job in group})
         num_members = len(group) // num_seeds
-        times = f" × {num_members}" if num_members > 1 else ""
+        if num_members > 1:
+            times = f" × {num_members}"
+        else:
+            times = ""
         table.row(f"{variant}, {kind}{times}", str(num_seeds), steps, f"{group[0].flops / 1e12:.2f}")
 
     equal_steps = study.expert_flops

@@ -77,7 +77,10 @@ def tables_of(results: Results) -> list[Report]:
 def strategy_table(results: Results) -> Report:
     """All methods of the main comparison at the largest budget."""
     num_seeds = results.figures["num_seeds"]
-    plural = "s" if num_seeds > 1 else ""
+    if num_seeds > 1:
+        plural = "s"
+    else:
+        plural = ""
     headings = ["method", f"KID ({results.network})", "over monolith", f"KID ({results.other})", "over monolith "]
     headings += ["precision", "recall", "shares TV", "experts per step", "GFLOP per image", "s per image"]
     table = Report(f"Methods at the largest budget, mean of {num_seeds} training seed{plural}", headings)
@@ -198,7 +201,10 @@ def curves_figure(results: Results) -> Figure:
             continue
 
         is_single = method.startswith("monolith")
-        num_machines = 1 if is_single else num_islands
+        if is_single:
+            num_machines = 1
+        else:
+            num_machines = num_islands
         rows = [results.rows(method, share) for share in shares]
         flops = np.array([row[0].train_tflop for row in rows])
         kids = [[point.kid[results.network].value for point in row] for row in rows]

@@ -107,7 +107,10 @@ class Task:
         """Its result; the name holds a hash of all inputs."""
         run = RunFolder(self.weights)
         model = self.method.model
-        described_by = run.ensemble if model == ENSEMBLE else run.artifact(model) / MEMBER_FILE
+        if model == ENSEMBLE:
+            described_by = run.ensemble
+        else:
+            described_by = run.artifact(model) / MEMBER_FILE
         described = {
             "weights": sha256_file(described_by),
             "method": {key: value for key, value in asdict(self.method).items() if key != "curve"},
@@ -205,7 +208,10 @@ def held_out_conditions(data: Run, settings: Settings) -> tuple[Condition | None
         raise UserError(f"key 'condition.kind' = {kind!r}: benchmarks read pooled vectors only; set text")
 
     held_out = read_split(data, HELD_OUT)
-    values = held_out.labels if kind == "class" else held_out.texts
+    if kind == "class":
+        values = held_out.labels
+    else:
+        values = held_out.texts
     assert values is not None, "check_experiment asks for a caption encoder"
     rows = condition_rows(len(held_out), settings)
     return Condition.of(values[rows]), held_out.clusters[rows]

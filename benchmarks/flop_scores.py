@@ -268,4 +268,7 @@ def figures_of(points: Sequence[Point], network: str) -> dict[str, float]:
 def baseline_of(method: str) -> str:
     """The monolith's method with the same kind of solver."""
     solver = next(one.solver for one in METHODS if one.name == method)
-    return BASELINE if solver == "ancestral" else "monolith"
+    if solver == "ancestral":
+        return BASELINE
+
+    return "monolith"

@@ -94,7 +94,10 @@ def add(
         shares = [f"{report.figures[f'{name}_{batch}']:.1%}" for name in ("mfu", "hfu")]
     memory = [f"{planned / 1e9:.2f}", f"{peak / 1e9:.2f}"]
     report.row(str(batch), f"{1000 * seconds:.1f}", f"{batch / seconds:,.1f}", *shares, *memory)
-    known = "peak not known, so no MFU is shown." if peak_flops is None else f"peak {peak_flops:g} TFLOP/s."
+    if peak_flops is None:
+        known = "peak not known, so no MFU is shown."
+    else:
+        known = f"peak {peak_flops:g} TFLOP/s."
     size = f"{step.num_parameters / 1e6:,.2f} M parameters, {step.model_flops / 1e9:,.1f} GFLOP per sample"
     line = f"{size}; {described}: {known}"
     if line not in report.notes:

@@ -69,7 +69,10 @@ class Model:
         link = self.store_bytes_per_second
         shard_bytes = self.latent_bytes + self.text_bytes
         # A single node keeps the columns on its disk.
-        through_store = self.part_bytes if num_nodes > 1 else 0
+        if num_nodes > 1:
+            through_store = self.part_bytes
+        else:
+            through_store = 0
         encode = 1 / (self.gpus_per_node * self.gpu_samples_per_second) + through_store / link
         shards = seconds["shards"] / self.processes_per_node + (through_store + shard_bytes) / link
         fitted = self.fit_fraction * num * self.feature_size
@@ -99,9 +102,15 @@ class Measured(NamedTuple):
 def main(arguments: Sequence[str] | None) -> None:
     """Run the benchmark."""
     options = parse(parser(__doc__ or "", fixed=True), arguments)
-    sizes = QUICK_SIZES if options.quick else SIZES
+    if options.quick:
+        sizes = QUICK_SIZES
+    else:
+        sizes = SIZES
     small, large = (measure(options, num, 8) for num in sizes)
-    rows = QUICK_LARGE_ROWS if options.quick else LARGE_ROWS
+    if options.quick:
+        rows = QUICK_LARGE_ROWS
+    else:
+        rows = LARGE_ROWS
     per_sample = {
         name: max(0.0, seconds - small.stages[name]) / (sizes[1] - sizes[0])
         for name, seconds in large.stages.items()
@@ -119,7 +128,10 @@ def main(arguments: Sequence[str] | None) -> None:
     )
     for name, seconds in large.stages.items():
         model_cells = [f"{hours[name]:.2f}" if name in hours else "" for hours in (one, eight)]
-        peak = f"{peaks[name]:.1f}" if name in peaks else ""
+        if name in peaks:
+            peak = f"{peaks[name]:.1f}"
+        else:
+            peak = ""
         report.row(name, f"{small.stages[name]:.1f}", f"{seconds:.1f}", *model_cells, peak)
     report.row(
         "in all",

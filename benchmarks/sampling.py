@@ -58,7 +58,10 @@ def main(arguments: Sequence[str] | None) -> None:
         experiment = load(options, *([] if options.overrides else SIZES))
         device = device_of(options)
         ways = ways_of(experiment, device, Path(folder))
-        rounds = QUICK_ROUNDS if options.quick else ROUNDS
+        if options.quick:
+            rounds = QUICK_ROUNDS
+        else:
+            rounds = ROUNDS
         times = measure(ways, device, rounds)
         if device.type == "cpu":
             torch.set_num_threads(1)
@@ -174,7 +177,10 @@ def report_of(times: Mapping[str, list[Seconds]], experiment: Experiment) -> Rep
             continue
         value = ratio(times[way], times[other]) / (factor or num_clusters)
         report.figures[figure] = value
-        bar = f" (bar {BARS[figure]:.2f})" if figure in BARS else ""
+        if figure in BARS:
+            bar = f" (bar {BARS[figure]:.2f})"
+        else:
+            bar = ""
         report.note(f"{figure}: {value:.3f}{bar}")
     report.figures |= {"batch_size": BATCH_SIZE, "num_clusters": num_clusters}
     return report

@@ -71,7 +71,10 @@ def near(what: str, found: float, expected: float, tolerance: float) -> Check:
 
 def at_most(what: str, found: float, limit: float) -> Check:
     """Expect a number up to ``limit``; infinity shows it without an expectation."""
-    expected = "" if limit == float("inf") else f"at most {limit:.4g}"
+    if limit == float("inf"):
+        expected = ""
+    else:
+        expected = f"at most {limit:.4g}"
     return Check(what, expected, f"{found:.4g}", found <= limit, found)
 
 
@@ -140,7 +143,10 @@ class Place:
     @property
     def island(self) -> list[str]:
         """Settings of the island."""
-        kind = "gpu" if self.on_gpu else "cpu"
+        if self.on_gpu:
+            kind = "gpu"
+        else:
+            kind = "cpu"
         compiled = str(self.compiles).lower()
         return [f"island.accelerator={kind}", "island.precision=bf16-mixed", f"island.compile={compiled}"]
 
@@ -195,7 +201,10 @@ class Place:
 def tests(place: Place) -> Iterator[Check]:
     """Run the tests that need a GPU; without one, only find them."""
     files = [str(path) for path in (REPOSITORY / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text("utf-8")]
-    more = [] if place.on_gpu else ["--collect-only"]
+    if place.on_gpu:
+        more = []
+    else:
+        more = ["--collect-only"]
     last = Watched("pytest", "-q", "-m", "gpu", *files, *more).ended().splitlines()[-1]
     yield Check("pytest -m gpu", "passed", last, re.match(r"\d+(/\d+ tests collected| passed)", last) is not None)
 

@@ -80,7 +80,10 @@ def take(numbers: Sequence[int], place: Place, report: Report) -> None:
         print(f"step {number}: {title}", flush=True)
         began = time.perf_counter()
         for check in checks_of(step, place):
-            expected = f"  (expected: {check.expected})" if check.expected else ""
+            if check.expected:
+                expected = f"  (expected: {check.expected})"
+            else:
+                expected = ""
             print(f"  {'ok' if check.ok else 'DIFFERS':<8}{check.what}: {check.found}{expected}", flush=True)
             report.row(f"{number}. {check.what}", check.expected, check.found, "yes" if check.ok else "no")
             if check.figure is not None:

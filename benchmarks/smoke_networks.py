@@ -72,7 +72,10 @@ def kernels(place: Place) -> Iterator[Check]:
         wanted = _with_gradients(_plain, *(x[:4].double() for x in inputs))  # rows do not depend on each other
         errors = torch.stack([(a[:4] - b).norm() / b.norm() for a, b in zip(found, wanted, strict=True)])
         what = f"{name}, batch {batch}, {num_keys} keys{', logits of -120' if is_low else ''}"
-        error = errors.max().item() if all(bool(x.isfinite().all()) for x in found) else float("inf")
+        if all(bool(x.isfinite().all()) for x in found):
+            error = errors.max().item()
+        else:
+            error = float("inf")
         yield at_most(
             f"{what}: relative error", error, float("inf") if name == "cudnn" else TOLERANCE
         )  # off by default
@@ -131,7 +134,10 @@ def training(place: Place) -> Iterator[Check]:
             yield shown(f"{what} operations that wait between two points of the curves", "none")  # they raise
             yield near(f"{what} peak memory, GB", torch.cuda.max_memory_allocated() / 1e9, planned, 0.15)
         is_timed = place.on_gpu and _TIMED.search(torch.cuda.get_device_name())
-        limit = 1.15 * (1.9 * batch + 18) if is_timed else float("inf")
+        if is_timed:
+            limit = 1.15 * (1.9 * batch + 18)
+        else:
+            limit = float("inf")
         yield at_most(f"{what} ms a step", 1000 * batch / figures["train/samples_per_second"], limit)
         yield shown(f"{what} MFU", figures.get("train/mfu", "unknown"), figures.get("train/mfu"))
 

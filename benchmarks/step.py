@@ -106,12 +106,18 @@ def main(arguments: Sequence[str] | None) -> None:
     report = Report(f"One optimizer step on {name}, one thread", HEADINGS)
     with tempfile.TemporaryDirectory(prefix="step-") as folder:
         for loop in (LOOPS[name], DEMO):
-            num_groups = 3 if options.quick else 16
+            if options.quick:
+                num_groups = 3
+            else:
+                num_groups = 16
             # About 100 steps per epoch, or 20 with --quick; each new epoch costs time.
             num_samples = (40 if options.quick else 200) * loop.batch_size
             overrides = loop.overrides(Path(folder) / f"run{loop.end}", num_groups, name, num_samples)
             add_loop(report, loop, trained(options, overrides))
-    num_rounds = 3 if options.quick else 30
+    if options.quick:
+        num_rounds = 3
+    else:
+        num_rounds = 30
     for kind in NETWORKS[name]:
         add_networks(report, kind, device, num_rounds)
     report.note(
@@ -155,7 +161,10 @@ def add_loop(report: Report, loop: Loop, trained: Trained) -> None:
     }
     if not loop.end:
         _bar(report, figure, LOOP_BAR)
-    equal = "bit-identical" if same(trained) else "not identical"
+    if same(trained):
+        equal = "bit-identical"
+    else:
+        equal = "not identical"
     report.note(f"{figure}: weights and averages of both are {equal} after {len(turns.ours) * turns.steps} steps.")
 
 

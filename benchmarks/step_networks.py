@@ -114,7 +114,10 @@ def diffusers_side(sizes: Sizes, *, nearest: bool) -> Side:
         predicted: Tensor = network(x_t, (1000 * t).long(), classes, return_dict=False)[0]
         return predicted
 
-    title = "diffusers, shared embedder, exact GELU" if nearest else "diffusers"
+    if nearest:
+        title = "diffusers, shared embedder, exact GELU"
+    else:
+        title = "diffusers"
     return Side(title, network.train(), predict)
 
 
