@@ -144,9 +144,9 @@ def _report(found: dict[str, list[Cost]], step_seconds: float, num_bytes: int, s
     title = f"Saving {num_bytes / 1e9:.2f} GB of a DiT, {sizes}, {1000 * step_seconds:.0f} ms per step"
     report = Report(title, ["", "training pauses, s", "total delay, s", "on disk after, s"])
     for way, costs in found.items():
-        middle = [
-            statistics.median(values) for values in zip(*((c.still, c.lost, c.whole) for c in costs), strict=True)
-        ]
+        middle = []
+        for values in zip(*((c.still, c.lost, c.whole) for c in costs), strict=True):
+            middle.append(statistics.median(values))
         report.row(way, *(f"{value:.3f}" for value in middle))
         for name, value in zip(("still", "lost", "whole"), middle, strict=True):
             report.figures[f"seconds_{name}_{way.replace(' ', '_')}"] = value

@@ -124,7 +124,9 @@ def add(report: Report, speeds: dict[tuple[str, str, int], list[float]]) -> None
         best = {side: max(medians[kind, side, number] for number in NUM_THREADS) for side in SIDES}
         for side in SIDES:
             values = [speeds[kind, side, number] for number in NUM_THREADS]
-            cells = [f"{statistics.median(one):,.0f} ({min(one):,.0f} to {max(one):,.0f})" for one in values]
+            cells = []
+            for one in values:
+                cells.append(f"{statistics.median(one):,.0f} ({min(one):,.0f} to {max(one):,.0f})")
             report.row(kind, side, *cells)
             if side != "ours":
                 report.figures[f"{name.removeprefix('disk_')}_over_{side}"] = best["ours"] / best[side]

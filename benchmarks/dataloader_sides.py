@@ -81,8 +81,12 @@ def _webdataset(place: str, _cache: Path, num_workers: int) -> Iterable[Any]:
         client = boto3.client("s3", endpoint_url=endpoint)
         listed = client.list_objects_v2(Bucket=bucket, Prefix=f"{prefix}/tar/")
         keys = sorted(one["Key"] for one in listed["Contents"])
-        signed = [client.generate_presigned_url("get_object", Params={"Bucket": bucket, "Key": key}) for key in keys]
-        tars = [f"pipe:curl -sf --retry 5 --retry-all-errors '{address}'" for address in signed]
+        signed = []
+        for key in keys:
+            signed.append(client.generate_presigned_url("get_object", Params={"Bucket": bucket, "Key": key}))
+        tars = []
+        for address in signed:
+            tars.append(f"pipe:curl -sf --retry 5 --retry-all-errors '{address}'")
     else:
         tars = sorted(str(path) for path in Path(place, "tar").glob("*.tar"))
     dataset = webdataset.WebDataset(tars, shardshuffle=len(tars), seed=_SEED, empty_check=False)

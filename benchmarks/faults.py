@@ -224,7 +224,10 @@ class Trials:
         useful, total = (sum(one[f"{key}_seconds"] for one in self.records) for key in ("useful", "total"))
         report.figures = {"faults": len(self.faults)}
         for key in ("members_harmed", "artifacts_lost", "bits_lost"):
-            found = [line for one in self.records for line in one[key]]
+            found = []
+            for one in self.records:
+                for line in one[key]:
+                    found.append(line)
             report.figures[key] = len(found)
             report.notes += [f"{key}: {line}" for line in found]
         report.figures |= {"goodput": useful / total, "hours_of_training": total / 3600}
@@ -249,7 +252,9 @@ def plan(number: int, size: SimpleNamespace, seed: int) -> dict[str, list[tuple[
 def plan_outages(number: int, size: SimpleNamespace, seed: int) -> list[tuple[str, float]]:
     """Kind of each failure of the store, and the seconds since the one before it has ended."""
     generator = random.Random(f"{seed} {number} store")
-    kinds = [OUTAGES[(number * size.outages + index) % len(OUTAGES)] for index in range(size.outages)]
+    kinds = []
+    for index in range(size.outages):
+        kinds.append(OUTAGES[(number * size.outages + index) % len(OUTAGES)])
     longest = size.max_steps * size.step_seconds / (size.outages + 1)
     return [(kind, generator.uniform(0.2, 1.0) * longest) for kind in kinds]
 

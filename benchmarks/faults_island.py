@@ -70,7 +70,10 @@ class Training:
             lines = self.log.read_text(encoding="utf-8").splitlines(keepends=True)
         else:
             lines = []
-        found = [(int(line.split()[0]), float(line.split()[1])) for line in lines if line.endswith("\n")]
+        found = []
+        for line in lines:
+            if line.endswith("\n"):
+                found.append((int(line.split()[0]), float(line.split()[1])))
         return [(step, began) for step, began in found if began < self.until]
 
     def signal(self, number: int) -> None:
@@ -295,7 +298,10 @@ def flip_newest(url: str, generator: random.Random) -> None:
         OSError: the store cannot be reached.
     """
     names = sorted(remote.files(url))
-    newest = [name for name in names if name.startswith(names[-1].partition("/")[0])]
+    newest = []
+    for name in names:
+        if name.startswith(names[-1].partition("/")[0]):
+            newest.append(name)
     if newest:
         flip(f"{url}/{generator.choice(newest)}", generator)
 

@@ -90,7 +90,9 @@ def goodputs(hours: float, *, best: bool, failures: int = 4000) -> tuple[float, 
         failures: number of each node's failures to simulate.
     """
     horizon = failures * (hours * HOUR + DOWN)
-    nodes = [up_times(hours, DOWN, horizon, np.random.default_rng(number)) for number in range(NODES)]
+    nodes = []
+    for number in range(NODES):
+        nodes.append(up_times(hours, DOWN, horizon, np.random.default_rng(number)))
     own = common = INTERVAL
     if best:
         own = best_interval(hours)

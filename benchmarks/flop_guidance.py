@@ -75,7 +75,11 @@ def compare(points: Mapping[float, Sequence[Point]], network: str, other: str) -
     for (variant, method), rows in tables.items():
         best = tuned([rows], network)
         kids = [f"{mean_kid(row, network):.3f}" for row in (*rows.values(), best)]
-        scales = [f"{scale:g}" for point in best for scale, row in rows.items() if point in row]
+        scales = []
+        for point in best:
+            for scale, row in rows.items():
+                if point in row:
+                    scales.append(f"{scale:g}")
         report.figures[f"kid_{variant}_{method}"] = mean_kid(best, network)
         ratios = [""] * 3
         if method not in MONOLITHS:
@@ -114,11 +118,16 @@ def compare(points: Mapping[float, Sequence[Point]], network: str, other: str) -
 
 def comparable(points: Mapping[float, Sequence[Point]]) -> dict[tuple[str, str], Rows]:
     """Points at the largest budget by variant and method, of the seeds that all scales have, if these are several."""
-    everything = [point for scored in points.values() for point in scored]
+    everything = []
+    for scored in points.values():
+        for point in scored:
+            everything.append(point)
     largest = max(point.share for point in everything if point.variant == "main")
     tables: dict[tuple[str, str], Rows] = {}
     for variant, method in dict.fromkeys((point.variant, point.method) for point in everything):
-        rows = {scale: of_method(scored, method, largest, variant) for scale, scored in points.items()}
+        rows = {}
+        for scale, scored in points.items():
+            rows[scale] = of_method(scored, method, largest, variant)
         seeds = set.intersection(*({point.seed for point in row} for row in rows.values()))
         if len(seeds) > 1:
             tables[variant, method] = {
@@ -135,7 +144,10 @@ def tuned(candidates: Sequence[Rows], network: str) -> list[Point]:
         candidates: methods to choose from, with the same seeds.
         network: of the KID.
     """
-    rows = [row for method in candidates for row in method.values()]
+    rows = []
+    for method in candidates:
+        for row in method.values():
+            rows.append(row)
     best = []
     for index in range(len(rows[0])):
         kids = [mean_kid([*row[:index], *row[index + 1 :]], network) for row in rows]

@@ -136,8 +136,14 @@ def loss_table(results: Results) -> Report:
     table = Report("Held-out loss of the members", headings)
     noisiest = "held_out_loss_at_high_noise"
     for variant, share in results.compared:
-        monolith = [row for row in results.rows("monolith", share, variant) if noisiest in row.scores]
-        experts = [row for row in results.rows("bayes", share, variant) if noisiest in row.scores]
+        monolith = []
+        for row in results.rows("monolith", share, variant):
+            if noisiest in row.scores:
+                monolith.append(row)
+        experts = []
+        for row in results.rows("bayes", share, variant):
+            if noisiest in row.scores:
+                experts.append(row)
         if not monolith or [row.seed for row in monolith] != [row.seed for row in experts]:
             continue
 
@@ -207,7 +213,9 @@ def curves_figure(results: Results) -> Figure:
             num_machines = num_islands
         rows = [results.rows(method, share) for share in shares]
         flops = np.array([row[0].train_tflop for row in rows])
-        kids = [[point.kid[results.network].value for point in row] for row in rows]
+        kids = []
+        for row in rows:
+            kids.append([point.kid[results.network].value for point in row])
         for axes, x in ((left, flops), (right, flops / num_machines)):
             axes.errorbar(
                 x,

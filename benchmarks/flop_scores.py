@@ -77,7 +77,10 @@ class Point:
             kid[name] = KernelDistance(found["value"], torch.tensor(halves))
 
         own = {key: stored[key] for key in _OWN if key in stored}
-        scores = {key: value for key, value in stored.items() if key not in (*_OWN, "kid")}
+        scores = {}
+        for key, value in stored.items():
+            if key not in (*_OWN, "kid"):
+                scores[key] = value
         return cls(**own, kid=kid, scores=scores)
 
 

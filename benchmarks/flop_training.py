@@ -284,7 +284,9 @@ class Study:
         per_sample = {ROUTER: costs.router, STUDENT: STUDENT_COST * costs.expert}
         for member in members:
             of_step = per_sample.get(member, costs.expert) * role_of(member).batch_size(member, experiment)
-            steps = [self._steps(variant, member, experiment, costs, share) for share in variant.budgets]
+            steps = []
+            for share in variant.budgets:
+                steps.append(self._steps(variant, member, experiment, costs, share))
             for seed in variant.seeds:
                 yield Job(variant, seed, member, steps, steps[-1] * of_step)
 

@@ -127,7 +127,9 @@ def main(arguments: Sequence[str] | None) -> None:
         ["stage", *(f"{num:,}: s" for num in sizes), "158 million: h, one node", "eight nodes", "GB of a process"],
     )
     for name, seconds in large.stages.items():
-        model_cells = [f"{hours[name]:.2f}" if name in hours else "" for hours in (one, eight)]
+        model_cells = []
+        for hours in (one, eight):
+            model_cells.append(f"{hours[name]:.2f}" if name in hours else "")
         if name in peaks:
             peak = f"{peaks[name]:.1f}"
         else:
@@ -173,7 +175,9 @@ def measure(options: Namespace, num_samples: int, image_size: int) -> Measured:
         told = start("prepare", options, *source, "prepare.num_processes=1", f"run_dir={folder}").ended()
         seconds = time.monotonic() - began
         num_files = sum(path.is_file() for path in (Path(folder) / "prepared").rglob("*"))
-    stages = {name: float(number.replace(",", "")) for name, number in _STAGE.findall(told)}
+    stages = {}
+    for name, number in _STAGE.findall(told):
+        stages[name] = float(number.replace(",", ""))
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 / 1e9
     return Measured(stages, seconds, peak, num_files)
 

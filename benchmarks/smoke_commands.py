@@ -111,7 +111,10 @@ class Watched(Child):
 def started_by(pid: int) -> list[int]:
     """Processes that a process started, and those that they started, except the compiler's."""
     words = (name for tasks in Path(f"/proc/{pid}/task").glob("*/children") for name in tasks.read_text().split())
-    found = [one for child in words for one in (int(child), *started_by(int(child)))]
+    found = []
+    for child in words:
+        for one in (int(child), *started_by(int(child))):
+            found.append(one)
     return [one for one in found if "compile_worker" not in Path(f"/proc/{one}/cmdline").read_text()]
 
 
@@ -200,7 +203,10 @@ class Place:
 
 def tests(place: Place) -> Iterator[Check]:
     """Run the tests that need a GPU; without one, only find them."""
-    files = [str(path) for path in (REPOSITORY / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text("utf-8")]
+    files = []
+    for path in (REPOSITORY / "tests").rglob("test_*.py"):
+        if "mark.gpu" in path.read_text("utf-8"):
+            files.append(str(path))
     if place.on_gpu:
         more = []
     else:

@@ -34,7 +34,9 @@ def main(arguments: Sequence[str] | None) -> None:
     report = Report(f"Solvers, {settings.num_steps} steps", headings)
     for strategy in STRATEGIES:
         methods = [Method(solver, strategy, solver) for solver in SOLVERS]
-        tasks = [Task(method, trained_run.folder.root, trained_run, settings, folder / "solvers") for method in methods]
+        tasks = []
+        for method in methods:
+            tasks.append(Task(method, trained_run.folder.root, trained_run, settings, folder / "solvers"))
         scores = [judge.features(found.images) for found in sample_all(tasks, 2)]
         for solver, features in zip(SOLVERS, scores, strict=True):
             name = f"{strategy}_{solver}"
