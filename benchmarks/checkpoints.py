@@ -90,6 +90,7 @@ class Saved:
             self.writer.raise_failure()  # such as a full disk
             self.step.seconds(1)
             num_steps += 1
+
         passed = time.perf_counter() - start
         self.writer.wait()
         return Cost(still, passed - num_steps * step_seconds, written[0])
@@ -104,6 +105,7 @@ class Saved:
             torch.save(state, stream)
             stream.flush()
             os.fsync(stream.fileno())
+
         temporary.replace(self.folder / "waited-for")
         seconds = time.perf_counter() - start
         return Cost(seconds, seconds, seconds)
@@ -120,12 +122,14 @@ def main(arguments: Sequence[str] | None) -> None:
         sizes = XL2
     else:
         sizes = SMALL
+
     with tempfile.TemporaryDirectory(prefix="checkpoints-") as folder, progress() as bars:
         saved = Saved(sizes, device, Path(folder))
         if options.quick:
             num_turns = 3
         else:
             num_turns = 8
+
         found: dict[str, list[Cost]] = {"background": [], "waited for": []}
         undisturbed = []
         for number in bars.track(range(num_turns + 1), description="turns"):
@@ -135,8 +139,10 @@ def main(arguments: Sequence[str] | None) -> None:
                 undisturbed.append(step_seconds)
                 for costs_of, cost in zip(found.values(), costs, strict=True):
                     costs_of.append(cost)
+
         report = _report(found, statistics.median(undisturbed), saved.num_bytes, sizes)
         saved.writer.close()
+
     report.finish(options.json)
 
 
@@ -147,9 +153,11 @@ def _report(found: dict[str, list[Cost]], step_seconds: float, num_bytes: int, s
         middle = []
         for values in zip(*((c.still, c.lost, c.whole) for c in costs), strict=True):
             middle.append(statistics.median(values))
+
         report.row(way, *(f"{value:.3f}" for value in middle))
         for name, value in zip(("still", "lost", "whole"), middle, strict=True):
             report.figures[f"seconds_{name}_{way.replace(' ', '_')}"] = value
+
     pairs = list(zip(*found.values(), strict=True))
     report.figures |= {
         "still_over_waited_for": statistics.median(ours.still / theirs.still for ours, theirs in pairs),

@@ -55,9 +55,11 @@ def parser(
     cli.add_argument("--quick", action="store_true", help="a smaller run of about a minute, to see that it works")
     if device:
         cli.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+
     if fixed:
         cli.set_defaults(config=str(TINY), overrides=[])
         return cli
+
     cli.add_argument("-c", "--config", metavar="FILE", default=config, required=config is None, help="experiment file")
     cli.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the file")
     return cli
@@ -69,6 +71,7 @@ def parse(cli: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argp
         words = sys.argv[1:]
     else:
         words = arguments
+
     # An option with several values would swallow the settings after it.
     settings = [word for word in words if re.match(r"[\w.][\w.-]*=", word)]
     rest = [word for word in words if word not in settings]
@@ -156,6 +159,7 @@ class Child(subprocess.Popen[bytes]):
         """Return what it printed; call it once, after the end."""
         if self.log is None:
             return "see above"
+
         with self.log:
             self.log.seek(0)
             return self.log.read().decode(errors="replace")
@@ -219,13 +223,17 @@ def all_of(futures: Sequence[Future[T]], tick: Callable[[int], object]) -> list[
             done, waiting = wait(waiting, POLL_SECONDS, FIRST_EXCEPTION)
             for one in done:
                 one.result()
+
             tick(len(futures) - len(waiting))
     except BaseException:
         for one in futures:
             one.cancel()
+
         while wait(futures, 0.1).not_done:
             Child.end_all()  # again, because a thread may have started one meanwhile
+
         raise
+
     return [one.result() for one in futures]
 
 

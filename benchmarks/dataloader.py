@@ -60,6 +60,7 @@ def main(arguments: Sequence[str] | None) -> None:
                 for key in keys[:: 1 if number % 2 == 0 else -1]:
                     speeds[key].append(num_samples / in_a_process(*key, folder, url, num_samples))
                     bars.advance(task)
+
     report = Report(
         f"Samples per second of {num_samples:,}: median (lowest to highest) of {num_rounds}",
         ["place", "loader", *(f"{number} threads or workers" for number in NUM_THREADS)],
@@ -86,6 +87,7 @@ def seconds(kind: str, side: str, number: int, folder: Path, url: str, num_sampl
         epoch(loader)
     if kind == "disk, cold":
         drop(folder / "data")
+
     start = time.perf_counter()
     ids = epoch(loader)
     passed = time.perf_counter() - start
@@ -127,12 +129,15 @@ def add(report: Report, speeds: dict[tuple[str, str, int], list[float]]) -> None
             cells = []
             for one in values:
                 cells.append(f"{statistics.median(one):,.0f} ({min(one):,.0f} to {max(one):,.0f})")
+
             report.row(kind, side, *cells)
             if side != "ours":
                 report.figures[f"{name.removeprefix('disk_')}_over_{side}"] = best["ours"] / best[side]
+
         threaded = max(medians[kind, "ours", number] for number in NUM_THREADS[1:])
         report.figures[f"workers_over_none_{name}"] = threaded / medians[kind, "ours", 0]
         report.figures[f"{name}_samples_per_second"] = best["ours"]
+
     report.figures["workers_over_none"] = report.figures["workers_over_none_disk_hot"]
 
 

@@ -34,6 +34,7 @@ def write_all(folder: Path, num_samples: int) -> None:
 
     for name in ("tar", "litdata"):
         (folder / name).mkdir(parents=True)
+
     chunks = BinaryWriter(str(folder / "litdata"), chunk_bytes=_SHARD_BYTES)
     rng = np.random.default_rng(_SEED)
     with open_writer(folder / "mds/cluster-0/train", _COLUMNS, None, _SHARD_BYTES) as shards:
@@ -47,6 +48,7 @@ def write_all(folder: Path, num_samples: int) -> None:
                     member = tarfile.TarInfo(f"{number:08}.row")
                     member.size = len(row)
                     tar.addfile(member, io.BytesIO(row))
+
     chunks.done()
     chunks.merge()
 
@@ -84,11 +86,13 @@ def _webdataset(place: str, _cache: Path, num_workers: int) -> Iterable[Any]:
         signed = []
         for key in keys:
             signed.append(client.generate_presigned_url("get_object", Params={"Bucket": bucket, "Key": key}))
+
         tars = []
         for address in signed:
             tars.append(f"pipe:curl -sf --retry 5 --retry-all-errors '{address}'")
     else:
         tars = sorted(str(path) for path in Path(place, "tar").glob("*.tar"))
+
     dataset = webdataset.WebDataset(tars, shardshuffle=len(tars), seed=_SEED, empty_check=False)
     dataset = dataset.shuffle(1000).batched(
         BATCH_SIZE, collation_fn=lambda samples: _columns([sample["row"] for sample in samples])

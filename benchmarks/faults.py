@@ -84,16 +84,19 @@ def main(arguments: Sequence[str] | None) -> None:
     if options.simulate:
         simulate(options)
         return
+
     if options.faults is not None:
         wanted = options.faults
     elif options.quick:
         wanted = 1
     else:
         wanted = NUM_FAULTS
+
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         trials = Trials(options, Path(folder))
         while len(trials.faults) < wanted:
             trials.add()
+
     trials.report().finish(options.json)
 
 
@@ -115,6 +118,7 @@ class Trials:
             self.size = QUICK
         else:
             self.size = SIZE
+
         options.overrides = [
             f"expert.train.max_steps={self.size.max_steps}",
             f"router.train.max_steps={self.size.max_steps}",
@@ -127,6 +131,7 @@ class Trials:
         self.records: list[dict[str, Any]] = []
         if options.json is not None and options.json.exists():
             self.records = json.loads(options.json.read_text(encoding="utf-8"))["trials"]
+
         os.environ["OMP_NUM_THREADS"] = "1"
 
     @property
@@ -141,6 +146,7 @@ class Trials:
             start("fit", self.options, f"run_dir={self.home}", f"member={','.join(MEMBERS)}").ended()
             artifact = Run(self._load(self.home)).folder.artifact
             self.bits = {name: sha256_file(artifact(name) / WEIGHTS_FILE) for name in MEMBERS}
+
         number = len(self.records)
         folder = self.folder / f"trial-{number}"
         began = time.monotonic()
@@ -148,6 +154,7 @@ class Trials:
             server = servers.sftp
         else:
             server = servers.s3
+
         faults = plan(number, self.size, self.options.seed)
         outages = plan_outages(number, self.size, self.options.seed)
         (folder / "store").mkdir(parents=True)
@@ -164,6 +171,7 @@ class Trials:
                 can = {FULL_DISK: stack.enter_context(small_disk(folder / name)), CLOCK: clock_variables(folder / "c")}
                 usable = [fault for fault in faults[name] if can.get(fault[0], True)]
                 islands.append(Island(name, self.options, folder / name, url, usable, store, over))
+
             with ThreadPoolExecutor() as pool:
                 failing = pool.submit(fail_store, outages, line, store, over)
                 try:
@@ -172,9 +180,11 @@ class Trials:
                     over.set()
                     for training in [training for island in islands for training in island.trainings]:
                         training.process.kill()
+
             record = {"trial": number, "store": server.__name__, "commit": commit(), "seed": self.options.seed}
             record |= self._judge(islands, url, folder / "reader", number)
             record["faults"] += [*failing.result(), *(one for island in islands for one in island.struck)]
+
         self.records.append({**record, "seconds": time.monotonic() - began})
         print(f"trial {number}: {self.report().notes[-1]}", flush=True)
         self.report().write(self.options.json)
@@ -191,6 +201,7 @@ class Trials:
                     wrong.append(name)
             except (OSError, UserError) as error:
                 lost.append(f"{name}: {error}")
+
         island = islands[number % len(islands)]
         flip(f"{url}/members/{island.member}/artifact/{WEIGHTS_FILE}", random.Random(number))
         try:
@@ -199,6 +210,7 @@ class Trials:
         except UserError:
             island.repeat()
             pull_artifact(island.member, second)
+
         times = [one.useful_and_total() for one in islands]
         return {
             "faults": [("corrupted artifact", island.member, 0.0)],
@@ -221,6 +233,7 @@ class Trials:
         for kind in sorted({kind for kind, _, _ in self.faults}):
             seconds = [took for name, _, took in self.faults if name == kind]
             report.row(kind, str(len(seconds)), f"{sum(seconds) / len(seconds):.1f}")
+
         useful, total = (sum(one[f"{key}_seconds"] for one in self.records) for key in ("useful", "total"))
         report.figures = {"faults": len(self.faults)}
         for key in ("members_harmed", "artifacts_lost", "bits_lost"):
@@ -228,8 +241,10 @@ class Trials:
             for one in self.records:
                 for line in one[key]:
                     found.append(line)
+
             report.figures[key] = len(found)
             report.notes += [f"{key}: {line}" for line in found]
+
         report.figures |= {"goodput": useful / total, "hours_of_training": total / 3600}
         report.note(", ".join(f"{name} {value:.4g}" for name, value in report.figures.items()))
         report.details = {"trials": self.records}
@@ -246,6 +261,7 @@ def plan(number: int, size: SimpleNamespace, seed: int) -> dict[str, list[tuple[
         mine = kinds[index :: len(hit)]
         steps = sorted(generator.sample(range(size.max_steps // 20, int(0.85 * size.max_steps)), len(mine)))
         found[member] = list(zip(mine, steps, strict=True))
+
     return found
 
 
@@ -255,6 +271,7 @@ def plan_outages(number: int, size: SimpleNamespace, seed: int) -> list[tuple[st
     kinds = []
     for index in range(size.outages):
         kinds.append(OUTAGES[(number * size.outages + index) % len(OUTAGES)])
+
     longest = size.max_steps * size.step_seconds / (size.outages + 1)
     return [(kind, generator.uniform(0.2, 1.0) * longest) for kind in kinds]
 
@@ -271,7 +288,9 @@ def fail_store(
                 line.fail(0, silent=kind == "store silent", answer=answers.get(kind))
                 over.wait(_OUTAGE_SECONDS)
                 line.fail(0, times=0)
+
             struck.append((kind, "store", 0.0))
+
     return struck
 
 

@@ -70,10 +70,12 @@ class Training:
             lines = self.log.read_text(encoding="utf-8").splitlines(keepends=True)
         else:
             lines = []
+
         found = []
         for line in lines:
             if line.endswith("\n"):
                 found.append((int(line.split()[0]), float(line.split()[1])))
+
         return [(step, began) for step, began in found if began < self.until]
 
     def signal(self, number: int) -> None:
@@ -89,6 +91,7 @@ class Training:
             self.process.wait(_MOST_SECONDS)
         finally:
             self.process.kill()
+
         return self.process.returncode, self.process.output().strip().rpartition("\n")[2]
 
 
@@ -136,11 +139,13 @@ class Island:
             self._variables = clock_variables(self._clock)
         else:
             self._variables = {}
+
         self._lease = disk.parent / f"{member}.lease"
         if any(kind == LEASE for kind, _ in faults):
             self._words = [f"island.lease_file={self._lease}"]
         else:
             self._words = []
+
         self._hours = 0
         self._move()
 
@@ -159,6 +164,7 @@ class Island:
         for kind, step in self.faults:
             if self._reached(step):
                 self.struck.append((kind, self.member, self._strike(kind, time.monotonic())))
+
         self._reached(None)
 
     def repeat(self) -> None:
@@ -173,15 +179,18 @@ class Island:
             self._clock.write_text(f"{3600 * self._hours:+d}", encoding="ascii")
             self._reached(training.steps()[-1][0] + 20)
             return 0.0
+
         if kind == "two processes for a member":
             self._expect(self._spawn(self.disk / "rival").end(), 2)
             return 0.0
+
         if kind.startswith("SIGSTOP"):
             training.signal(signal.SIGSTOP)
             if not kind.endswith("taken over elsewhere"):
                 time.sleep(MINUTE if kind.endswith("minute") else 5.0)
                 training.signal(signal.SIGCONT)
                 return time.monotonic() - began
+
             training.until = began
             self._move()
             seconds = self._restart(began, _ELSEWHERE)
@@ -189,6 +198,7 @@ class Island:
             training.signal(signal.SIGCONT)
             self._expect(training.end(), 2, "has taken it over")
             return seconds
+
         if kind == FULL_DISK:
             fill(self.disk / "filler")
             self._expect(training.end(), 2, "is full")
@@ -204,12 +214,15 @@ class Island:
         else:
             training.signal(signal.SIGKILL)
             training.process.wait()
+
         if kind.endswith("corrupted download"):
             with self.store:
                 flip_newest(f"{self.url}/members/{self.member}/checkpoints", self._random)
+
         if kind.startswith("lost disk"):
             shutil.rmtree(self._folder)
             self._move()
+
         return self._restart(began, _ELSEWHERE if kind.endswith("elsewhere") else ())
 
     def _move(self) -> None:
@@ -228,15 +241,19 @@ class Island:
             self.trainings.append(self._spawn(self._folder, before))
             while self.training.process.poll() is None and not self.training.steps():
                 time.sleep(_POLL_SECONDS)
+
             if self.training.steps() or self.training.process.poll() == 0:
                 if self.training.steps():
                     began = self.training.steps()[0][1]
                 else:
                     began = time.monotonic()
+
                 return began - (began if since is None else since)
+
             code, said = self.training.end()
             (self.refused if code == 2 else self.harm).append(f"{self.member}: a start ended with code {code}: {said}")
             time.sleep(1)
+
         raise UserError(f"{self.member}: does not start: {self.refused}")
 
     def _reached(self, step: int | None) -> bool:
@@ -248,7 +265,9 @@ class Island:
                 self._restart()
             elif step is not None and steps and steps[-1][0] >= step:
                 return True
+
             time.sleep(_POLL_SECONDS)
+
         return False
 
     def _expect(self, end: tuple[int, str], code: int, words: str = "") -> None:
@@ -273,6 +292,7 @@ def useful_time(logs: Sequence[Sequence[tuple[int, float]]]) -> tuple[float, flo
     for log in logs:
         seconds |= {step: after - began for (step, began), (_, after) in pairwise(log)}
         seconds |= {step: None for step, _ in log[-1:]}
+
     usual = statistics.median(one for one in seconds.values() if one is not None)
     times = [began for log in logs for _, began in log]
     useful = sum(usual if one is None or one > STALL_SECONDS else one for one in seconds.values())
@@ -288,6 +308,7 @@ def clock_variables(file: Path) -> dict[str, str]:
         subprocess.run(command, input=_CLOCK_SOURCE, text=True, check=True, timeout=60)
     except (OSError, subprocess.CalledProcessError):
         return {}
+
     return {"LD_PRELOAD": str(library), "CLOCK_FILE": str(file)}
 
 
@@ -302,6 +323,7 @@ def flip_newest(url: str, generator: random.Random) -> None:
     for name in names:
         if name.startswith(names[-1].partition("/")[0]):
             newest.append(name)
+
     if newest:
         flip(f"{url}/{generator.choice(newest)}", generator)
 

@@ -93,6 +93,7 @@ def goodputs(hours: float, *, best: bool, failures: int = 4000) -> tuple[float, 
     nodes = []
     for number in range(NODES):
         nodes.append(up_times(hours, DOWN, horizon, np.random.default_rng(number)))
+
     own = common = INTERVAL
     if best:
         own = best_interval(hours)
@@ -110,6 +111,7 @@ def simulate(options: Namespace) -> None:
         failures = 400
     else:
         failures = 4000
+
     figure = Figure((7, 4), layout="constrained")
     axes = figure.add_subplot()
     times = np.geomspace(0.2, 20000, 40)

@@ -80,6 +80,7 @@ def compare(points: Mapping[float, Sequence[Point]], network: str, other: str) -
             for scale, row in rows.items():
                 if point in row:
                     scales.append(f"{scale:g}")
+
         report.figures[f"kid_{variant}_{method}"] = mean_kid(best, network)
         ratios = [""] * 3
         if method not in MONOLITHS:
@@ -87,6 +88,7 @@ def compare(points: Mapping[float, Sequence[Point]], network: str, other: str) -
                 own = variant
             else:
                 own = "main"
+
             monolith = tuned([tables[own, baseline_of(method)]], network)
             compared = {
                 "over_monolith": over(best, monolith, network),
@@ -122,12 +124,14 @@ def comparable(points: Mapping[float, Sequence[Point]]) -> dict[tuple[str, str],
     for scored in points.values():
         for point in scored:
             everything.append(point)
+
     largest = max(point.share for point in everything if point.variant == "main")
     tables: dict[tuple[str, str], Rows] = {}
     for variant, method in dict.fromkeys((point.variant, point.method) for point in everything):
         rows = {}
         for scale, scored in points.items():
             rows[scale] = of_method(scored, method, largest, variant)
+
         seeds = set.intersection(*({point.seed for point in row} for row in rows.values()))
         if len(seeds) > 1:
             tables[variant, method] = {
@@ -148,6 +152,7 @@ def tuned(candidates: Sequence[Rows], network: str) -> list[Point]:
     for method in candidates:
         for row in method.values():
             rows.append(row)
+
     best = []
     for index in range(len(rows[0])):
         kids = [mean_kid([*row[:index], *row[index + 1 :]], network) for row in rows]

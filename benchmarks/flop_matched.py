@@ -128,6 +128,7 @@ def show_plan(study: Study, num_jobs: int) -> None:
             kind = "expert"
         else:
             kind = job.member
+
         groups.setdefault((job.variant.name, kind), []).append(job)
 
     for (variant, kind), group in groups.items():
@@ -138,6 +139,7 @@ def show_plan(study: Study, num_jobs: int) -> None:
             times = f" × {num_members}"
         else:
             times = ""
+
         table.row(f"{variant}, {kind}{times}", str(num_seeds), steps, f"{group[0].flops / 1e12:.2f}")
 
     equal_steps = study.expert_flops

@@ -81,6 +81,7 @@ def strategy_table(results: Results) -> Report:
         plural = "s"
     else:
         plural = ""
+
     headings = ["method", f"KID ({results.network})", "over monolith", f"KID ({results.other})", "over monolith "]
     headings += ["precision", "recall", "shares TV", "experts per step", "GFLOP per image", "s per image"]
     table = Report(f"Methods at the largest budget, mean of {num_seeds} training seed{plural}", headings)
@@ -140,10 +141,12 @@ def loss_table(results: Results) -> Report:
         for row in results.rows("monolith", share, variant):
             if noisiest in row.scores:
                 monolith.append(row)
+
         experts = []
         for row in results.rows("bayes", share, variant):
             if noisiest in row.scores:
                 experts.append(row)
+
         if not monolith or [row.seed for row in monolith] != [row.seed for row in experts]:
             continue
 
@@ -211,11 +214,13 @@ def curves_figure(results: Results) -> Figure:
             num_machines = 1
         else:
             num_machines = num_islands
+
         rows = [results.rows(method, share) for share in shares]
         flops = np.array([row[0].train_tflop for row in rows])
         kids = []
         for row in rows:
             kids.append([point.kid[results.network].value for point in row])
+
         for axes, x in ((left, flops), (right, flops / num_machines)):
             axes.errorbar(
                 x,

@@ -111,6 +111,7 @@ class Task:
             described_by = run.ensemble
         else:
             described_by = run.artifact(model) / MEMBER_FILE
+
         described = {
             "weights": sha256_file(described_by),
             "method": {key: value for key, value in asdict(self.method).items() if key != "curve"},
@@ -155,6 +156,7 @@ def sample_all(tasks: Sequence[Task], num_jobs: int) -> list[Images]:
     with progress() as bars, ProcessPoolExecutor(num_jobs, processes, torch.set_num_threads, (1,)) as pool:
         bar = bars.add_task("methods", total=len(missing))
         all_of([pool.submit(sample_task, task) for task in missing], lambda num: bars.update(bar, completed=num))
+
     return [Images.read(task.path) for task in tasks]
 
 
@@ -212,6 +214,7 @@ def held_out_conditions(data: Run, settings: Settings) -> tuple[Condition | None
         values = held_out.labels
     else:
         values = held_out.texts
+
     assert values is not None, "check_experiment asks for a caption encoder"
     rows = condition_rows(len(held_out), settings)
     return Condition.of(values[rows]), held_out.clusters[rows]
@@ -224,5 +227,6 @@ def features_of(images: UInt8[np.ndarray, "n h w 3"], network: PluginConfig, sto
     if not path.exists():
         features = FEATURES.build(network.name, network.params).encode(images)
         atomic_write(path, lambda temporary: np.savez(temporary, features=features))
+
     with np.load(path, allow_pickle=False) as found:
         return torch.from_numpy(found["features"])

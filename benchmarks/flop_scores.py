@@ -81,6 +81,7 @@ class Point:
         for key, value in stored.items():
             if key not in (*_OWN, "kid"):
                 scores[key] = value
+
         return cls(**own, kid=kid, scores=scores)
 
 

@@ -137,6 +137,7 @@ def variants_of(words: Sequence[str]) -> list[Variant]:
         variant = known[name]
         if variant.train not in TRAIN:
             raise UserError(f"--variants {path}: {name}: train = {variant.train!r} is none of {', '.join(TRAIN)}")
+
         if not are_shares(variant.budgets):
             raise UserError(
                 f"--variants {path}: {name}: budgets = {variant.budgets}: give shares above 0 and at most 1"
@@ -287,6 +288,7 @@ class Study:
             steps = []
             for share in variant.budgets:
                 steps.append(self._steps(variant, member, experiment, costs, share))
+
             for seed in variant.seeds:
                 yield Job(variant, seed, member, steps, steps[-1] * of_step)
 

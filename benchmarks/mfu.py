@@ -50,6 +50,7 @@ def main(arguments: Sequence[str] | None) -> None:
     for batch in options.batch:
         if batch < 1:
             raise UserError(f"--batch {batch}: must be at least 1")
+
         settings = ("island.devices=1", "island.strategy=auto")
         total = batch * own.prepare.partition.num_clusters
         experiment = load(options, f"expert.train.global_batch_size={total}", *settings)
@@ -57,6 +58,7 @@ def main(arguments: Sequence[str] | None) -> None:
             add(report, experiment, batch, device, QUICK_ROUNDS if options.quick else ROUNDS)
         except torch.OutOfMemoryError:
             report.row(str(batch), "out of memory", *[""] * 5)
+
     report.finish(options.json)
 
 
@@ -92,12 +94,14 @@ def add(
             f"hfu_{batch}": step.flops * batch / seconds / (peak_flops * 1e12),
         }
         shares = [f"{report.figures[f'{name}_{batch}']:.1%}" for name in ("mfu", "hfu")]
+
     memory = [f"{planned / 1e9:.2f}", f"{peak / 1e9:.2f}"]
     report.row(str(batch), f"{1000 * seconds:.1f}", f"{batch / seconds:,.1f}", *shares, *memory)
     if peak_flops is None:
         known = "peak not known, so no MFU is shown."
     else:
         known = f"peak {peak_flops:g} TFLOP/s."
+
     size = f"{step.num_parameters / 1e6:,.2f} M parameters, {step.model_flops / 1e9:,.1f} GFLOP per sample"
     line = f"{size}; {described}: {known}"
     if line not in report.notes:

@@ -49,6 +49,7 @@ def main(arguments: Sequence[str] | None) -> None:
         call("prepare", options, *settings)
         for name in QUICK if options.quick else CASES:
             add(report, options, settings, name)
+
     ratios = [value for name, value in report.figures.items() if name.startswith("held_over_planned_")]
     report.figures["largest_error"] = max(abs(ratio - 1) for ratio in ratios)
     report.finish(options.json)

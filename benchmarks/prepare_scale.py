@@ -73,6 +73,7 @@ class Model:
             through_store = self.part_bytes
         else:
             through_store = 0
+
         encode = 1 / (self.gpus_per_node * self.gpu_samples_per_second) + through_store / link
         shards = seconds["shards"] / self.processes_per_node + (through_store + shard_bytes) / link
         fitted = self.fit_fraction * num * self.feature_size
@@ -106,11 +107,13 @@ def main(arguments: Sequence[str] | None) -> None:
         sizes = QUICK_SIZES
     else:
         sizes = SIZES
+
     small, large = (measure(options, num, 8) for num in sizes)
     if options.quick:
         rows = QUICK_LARGE_ROWS
     else:
         rows = LARGE_ROWS
+
     per_sample = {
         name: max(0.0, seconds - small.stages[name]) / (sizes[1] - sizes[0])
         for name, seconds in large.stages.items()
@@ -130,11 +133,14 @@ def main(arguments: Sequence[str] | None) -> None:
         model_cells = []
         for hours in (one, eight):
             model_cells.append(f"{hours[name]:.2f}" if name in hours else "")
+
         if name in peaks:
             peak = f"{peaks[name]:.1f}"
         else:
             peak = ""
+
         report.row(name, f"{small.stages[name]:.1f}", f"{seconds:.1f}", *model_cells, peak)
+
     report.row(
         "in all",
         f"{small.seconds:.1f}",
@@ -175,9 +181,11 @@ def measure(options: Namespace, num_samples: int, image_size: int) -> Measured:
         told = start("prepare", options, *source, "prepare.num_processes=1", f"run_dir={folder}").ended()
         seconds = time.monotonic() - began
         num_files = sum(path.is_file() for path in (Path(folder) / "prepared").rglob("*"))
+
     stages = {}
     for name, number in _STAGE.findall(told):
         stages[name] = float(number.replace(",", ""))
+
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 / 1e9
     return Measured(stages, seconds, peak, num_files)
 

@@ -71,9 +71,11 @@ def main(arguments: Sequence[str] | None) -> None:
                     order = ARMS
                 else:
                     order = ARMS[::-1]
+
                 times = {arm: train(options, folder, f"{url}/{number}", arm) for arm in order}
                 rounds.append(times)
                 report.row(str(number), *(f"{times[arm].wall:.1f} ({times[arm].cpu:.1f})" for arm in ARMS))
+
     for name, other, clock in (
         ("publish_over_plain", "plain", "wall"),
         ("publish_over_loaded", "loaded", "wall"),
@@ -81,6 +83,7 @@ def main(arguments: Sequence[str] | None) -> None:
     ):
         found = ratios([times["publishing"] for times in rounds], [times[other] for times in rounds], clock)
         report.figures |= {name: statistics.median(found), f"{name}_low": min(found), f"{name}_high": max(found)}
+
     report.note(", ".join(f"{name} {value:.3f}" for name, value in report.figures.items()))
     report.finish(options.json)
 
@@ -93,11 +96,13 @@ def train(options: Namespace, folder: Path, url: str, arm: str) -> Seconds:
     if arm == "publishing":
         publish_prepared(Run(load(options, f"run_dir={home}", f"remote={url}")), lambda _done, _total: None)
         to = [f"remote={url}"]
+
     words = ["fit", "-c", options.config, *options.overrides, f"run_dir={place}", f"member={MEMBER}", LOGS_SAMPLES, *to]
     shutil.copytree(home / "prepared", place / "prepared")
     sender = multiprocessing.get_context("spawn").Process(target=send, args=(folder / "load", f"{url}/load"))
     if arm == "loaded":
         sender.start()
+
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     training = Training(words, folder / "steps", (), {"OMP_NUM_THREADS": "1"})
     training.process.ended()
@@ -105,6 +110,7 @@ def train(options: Namespace, folder: Path, url: str, arm: str) -> Seconds:
     if arm == "loaded":
         sender.kill()
         sender.join()
+
     times = [began for _, began in training.steps()]
     shutil.rmtree(place)
     training.log.unlink()

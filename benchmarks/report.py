@@ -64,6 +64,7 @@ def main() -> None:
         if new != text:
             atomic_write_text(path, new)
             print(f"rewritten: {path.relative_to(REPOSITORY)}")
+
     mix = json.loads((results / "flop_matched_mix_4x.json").read_text())
     save_figure(REPOSITORY / "docs" / "images" / "equal_flops.png", curves_figure(Results(mix)))
 

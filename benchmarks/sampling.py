@@ -62,12 +62,15 @@ def main(arguments: Sequence[str] | None) -> None:
             rounds = QUICK_ROUNDS
         else:
             rounds = ROUNDS
+
         times = measure(ways, device, rounds)
         if device.type == "cpu":
             torch.set_num_threads(1)
             first = {name: ways[name] for name in ("monolith", "top-1")}
             times |= {f"{name}{ONE_THREAD}": found for name, found in measure(first, device, rounds).items()}
+
         report = report_of(times, experiment)
+
     report.finish(options.json)
 
 
@@ -99,10 +102,12 @@ def ways_of(experiment: Experiment, device: torch.device, folder: Path) -> dict[
         expert = Member.resolve(MONOLITH, experiment, sizes).build_network().eval()
         for parameter in expert.parameters():
             nn.init.normal_(parameter, std=0.02)  # networks begin as 0
+
         save_file(expert.state_dict(), folder / f"{k}.safetensors")
         hosts.append(deepcopy(expert))
         hosts[k].load_state_dict(load_file(folder / f"{k}.safetensors"), assign=True)  # pages of the file
         experts.append(expert.to(device))
+
     priors = [1 / num_clusters] * num_clusters
     ensemble = Ensemble(experts, router, priors)
     compiled = Ensemble(deepcopy(experts), deepcopy(router), priors)
@@ -147,7 +152,9 @@ def plain_loop(
         velocity = torch.zeros_like(x)
         for k, expert in enumerate(experts):
             velocity += expand_rows((chosen == k).to(x), x) * expert(x, rows, None)
+
         x = x + (s - t) * velocity
+
     return x
 
 
@@ -161,6 +168,7 @@ def measure(
             start = now()
             way()
             times[name].append(since(start, device))
+
     return {name: turns[1:] for name, turns in times.items()}
 
 
@@ -172,16 +180,20 @@ def report_of(times: Mapping[str, list[Seconds]], experiment: Experiment) -> Rep
     report = Report(title, ["", "seconds", "over the monolith"])
     for name, turns in times.items():
         report.row(name, f"{median(turns):.2f}", f"{ratio(turns, times['monolith']):.2f}")
+
     for figure, (way, other, factor) in RATIOS.items():
         if way not in times:
             continue
+
         value = ratio(times[way], times[other]) / (factor or num_clusters)
         report.figures[figure] = value
         if figure in BARS:
             bar = f" (bar {BARS[figure]:.2f})"
         else:
             bar = ""
+
         report.note(f"{figure}: {value:.3f}{bar}")
+
     report.figures |= {"batch_size": BATCH_SIZE, "num_clusters": num_clusters}
     return report
 

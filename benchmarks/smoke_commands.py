@@ -75,6 +75,7 @@ def at_most(what: str, found: float, limit: float) -> Check:
         expected = ""
     else:
         expected = f"at most {limit:.4g}"
+
     return Check(what, expected, f"{found:.4g}", found <= limit, found)
 
 
@@ -94,7 +95,9 @@ class Watched(Child):
             with suppress(OSError, ValueError, LookupError):
                 if is_there():
                     return
+
             time.sleep(0.01)
+
         raise RuntimeError(f"ended too early: {self.ended()}")
 
     def memory(self, checkpoints: Path) -> list[float]:
@@ -104,7 +107,9 @@ class Watched(Child):
             with suppress(OSError, LookupError):  # it has ended, or a checkpoint has gone meanwhile
                 newest = max((path.name for path in checkpoints.glob("step-*")), default="")
                 seen[newest] = megabytes(self.pid, "VmRSS")
+
             time.sleep(0.02)
+
         return list(seen.values())
 
 
@@ -115,6 +120,7 @@ def started_by(pid: int) -> list[int]:
     for child in words:
         for one in (int(child), *started_by(int(child))):
             found.append(one)
+
     return [one for one in found if "compile_worker" not in Path(f"/proc/{one}/cmdline").read_text()]
 
 
@@ -150,6 +156,7 @@ class Place:
             kind = "gpu"
         else:
             kind = "cpu"
+
         compiled = str(self.compiles).lower()
         return [f"island.accelerator={kind}", "island.precision=bf16-mixed", f"island.compile={compiled}"]
 
@@ -160,6 +167,7 @@ class Place:
         folder.mkdir(parents=True, exist_ok=True)
         if prepared.exists() and not (folder / "prepared").exists():
             (folder / "prepared").symlink_to(prepared)
+
         return Watched("ddm_lightning", command, "-c", str(TINY), f"run_dir={folder}", *more)
 
     def fit(self, run: str, *more: str) -> Watched:
@@ -181,6 +189,7 @@ class Place:
         if not (self.folder / "prepared").exists():
             self.start("prepare", "shards", *settings).ended()
             (self.folder / "prepared").symlink_to(self.folder / "shards" / "prepared")
+
         return self.start("fit", run, *settings, f"member={MEMBER}", *more)
 
     def member(self, run: str, name: str = MEMBER) -> Path:
@@ -207,10 +216,12 @@ def tests(place: Place) -> Iterator[Check]:
     for path in (REPOSITORY / "tests").rglob("test_*.py"):
         if "mark.gpu" in path.read_text("utf-8"):
             files.append(str(path))
+
     if place.on_gpu:
         more = []
     else:
         more = ["--collect-only"]
+
     last = Watched("pytest", "-q", "-m", "gpu", *files, *more).ended().splitlines()[-1]
     yield Check("pytest -m gpu", "passed", last, re.match(r"\d+(/\d+ tests collected| passed)", last) is not None)
 
@@ -263,6 +274,7 @@ def ensemble(place: Place) -> Iterator[Check]:
     for name in ("monolith", "student"):
         whole.start("fit", "run", *WHOLE, *place.island, f"member={name}").ended()
         yield same(name, whole.status("run", name).state, "done")
+
     yield from images(whole)
     yield same("evaluate", "results:" in whole.start("evaluate", "run", METRIC).ended())
     ids = [int(one) for one in whole.sample_ids("run")[40]]
@@ -315,6 +327,7 @@ def two_devices(place: Place) -> Iterator[Check]:
         both = {step: sorted(ids + second[step]) for step, ids in first.items()}
         alone = {step: sorted(ids) for step, ids in place.sample_ids("fit").items()}
         yield same(f"{name}: the samples of one device in each step", both == alone)
+
     ddp, fsdp = (place.status(run).metrics["train/gradient_norm"] for run in ("ddp-2", "fsdp-2"))
     yield near("gradient norm of FSDP2, against DDP's", fsdp, ddp, 0.01)
     child = place.fit("killed", "island.devices=2", "island.strategy=ddp")

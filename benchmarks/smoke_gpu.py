@@ -54,7 +54,9 @@ def main(arguments: Sequence[str] | None) -> None:
         words = [sys.executable, "-m", "pytest", "-q", "-m", "not gpu", str(REPOSITORY / "tests" / "virtual_cuda")]
         if code := subprocess.run(words, cwd=REPOSITORY, check=False).returncode:
             raise UserError(f"pytest tests/virtual_cuda: ended with code {code}; see above")
+
         return
+
     device = device_of(options)
     configure_torch("gpu" if device.type == "cuda" else "cpu", torch.get_num_threads())  # as commands do
     numbers = options.steps or [number for number in STEPS if number < 11 or torch.cuda.device_count() > 1]
@@ -65,6 +67,7 @@ def main(arguments: Sequence[str] | None) -> None:
     finally:
         for child in Child.running:
             child.kill()
+
         report.write(options.json)
 
 
@@ -84,14 +87,17 @@ def take(numbers: Sequence[int], place: Place, report: Report) -> None:
                 expected = f"  (expected: {check.expected})"
             else:
                 expected = ""
+
             print(f"  {'ok' if check.ok else 'DIFFERS':<8}{check.what}: {check.found}{expected}", flush=True)
             report.row(f"{number}. {check.what}", check.expected, check.found, "yes" if check.ok else "no")
             if check.figure is not None:
                 report.figures[f"{number}. {check.what}"] = check.figure
             if not check.ok:
                 raise UserError(f"step {number} ({title}): {check.what}: {check.found}; expected {check.expected}")
+
         report.figures[f"seconds_of_step_{number}"] = time.perf_counter() - began
         print(f"  {time.perf_counter() - began:.0f} s", flush=True)
+
     print(f"as expected: {len(numbers)} steps, {time.perf_counter() - start:.0f} s")
 
 

@@ -50,6 +50,7 @@ def environment(place: Place) -> Iterator[Check]:
         yield shown(
             "GPU, driver, cuDNN", f"{torch.cuda.get_device_name()}, {get_nvidia_driver_version(run)}, {cudnn.version()}"
         )
+
     q = torch.randn(16, 16, 256, 72, device=place.device, dtype=torch.bfloat16, requires_grad=True)
     chosen = SDPBackend(torch._fused_sdp_choice(q, q, q)).name
     yield Check("attention kernel", "not MATH", chosen, chosen != "MATH")
@@ -66,6 +67,7 @@ def kernels(place: Place) -> Iterator[Check]:
             level = (120 / size**0.5) ** 0.5
             q += level
             k[:, ::2] = k[:, ::2] / 10 - level
+
         inputs = [x.to(place.device, torch.bfloat16) for x in (q, k, v, upstream)]
         call = partial(_with_gradients, partial(attention, backend=name), *inputs)
         found = call()
@@ -76,6 +78,7 @@ def kernels(place: Place) -> Iterator[Check]:
             error = errors.max().item()
         else:
             error = float("inf")
+
         yield at_most(
             f"{what}: relative error", error, float("inf") if name == "cudnn" else TOLERANCE
         )  # off by default
@@ -126,6 +129,7 @@ def training(place: Place) -> Iterator[Check]:
         if place.on_gpu and planned > 0.9e-9 * device_bytes("gpu"):
             yield shown(what, f"not run: it takes {planned:.0f} GB")
             continue
+
         losses, figures = _train([*settings, f"expert.train.global_batch_size={2 * batch}"], place)
         # One serves all blocks; another is that of ``check_compiler``.
         yield same(f"{what} compiled graphs", torch._dynamo.utils.counters["stats"]["unique_graphs"], 2)
@@ -133,11 +137,13 @@ def training(place: Place) -> Iterator[Check]:
         if place.on_gpu:
             yield shown(f"{what} operations that wait between two points of the curves", "none")  # they raise
             yield near(f"{what} peak memory, GB", torch.cuda.max_memory_allocated() / 1e9, planned, 0.15)
+
         is_timed = place.on_gpu and _TIMED.search(torch.cuda.get_device_name())
         if is_timed:
             limit = 1.15 * (1.9 * batch + 18)
         else:
             limit = float("inf")
+
         yield at_most(f"{what} ms a step", 1000 * batch / figures["train/samples_per_second"], limit)
         yield shown(f"{what} MFU", figures.get("train/mfu", "unknown"), figures.get("train/mfu"))
 
@@ -149,6 +155,7 @@ def _train(settings: list[str], place: Place) -> tuple[list[float], dict[str, fl
     torch._dynamo.utils.counters.clear()
     if place.on_gpu:
         torch.cuda.reset_peak_memory_stats()
+
     experiment = load_experiment(TINY, settings)
     between = Between(place.on_gpu)
     trainer, module, data = our_trainer(experiment)
@@ -177,6 +184,7 @@ def checkpoint(place: Place) -> Iterator[Check]:
         saved.writer.wait()
         seconds = time.perf_counter() - start
         yield shown(f"{name} of {gigabytes} on disk after, s", f"{seconds:.2f}", seconds)
+
     saved.writer.close()
     into = {name: torch.full_like(value, -1) for name, value in tensors.items()}
     read_tensors(path, into)

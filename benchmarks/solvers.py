@@ -37,6 +37,7 @@ def main(arguments: Sequence[str] | None) -> None:
         tasks = []
         for method in methods:
             tasks.append(Task(method, trained_run.folder.root, trained_run, settings, folder / "solvers"))
+
         scores = [judge.features(found.images) for found in sample_all(tasks, 2)]
         for solver, features in zip(SOLVERS, scores, strict=True):
             name = f"{strategy}_{solver}"
@@ -49,8 +50,10 @@ def main(arguments: Sequence[str] | None) -> None:
                 report.figures[f"kid_{name}_{network.name}"] = kid.value
                 report.figures |= over.figures(f"kid_over_euler_{name}_{network.name}")
                 cells.append(f"{kid.value:.3f}: {over.value:.3f} [{over.low:.3f}, {over.high:.3f}]")
+
             report.figures[f"shares_tv_{name}"] = error = judge.variation(features[PLAIN.name])
             report.row(f"{strategy}, {solver}", *cells, f"{error:.3f}")
+
     report.note("KID to held-out images, and its ratio to that of `euler` with a 95 % interval over images alone.")
     report.finish(options.json)
 

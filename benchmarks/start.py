@@ -38,8 +38,10 @@ def main(arguments: Sequence[str] | None) -> None:
             places = [Path(folder) / f"{name}-{number}" for name in ("first", "elsewhere")]
             for place in places:
                 shutil.copytree(home / "prepared", place / "prepared")
+
             shutil.rmtree(store / "members", ignore_errors=True)
             rounds.append([first_step(options, place, store) for place in places])
+
     report = Report(
         f"Start of a member of {Path(options.config).name}", ["start", "seconds", "CPU seconds", "lowest, highest"]
     )
@@ -51,6 +53,7 @@ def main(arguments: Sequence[str] | None) -> None:
         report.figures |= {f"seconds_{name}": seconds, f"cpu_seconds_{name}": cpu}
         spread = f"{min(one.cpu for one in starts):.2f}, {max(one.cpu for one in starts):.2f}"
         report.row(label, f"{seconds:.2f}", f"{cpu:.2f}", spread)
+
     report.note("Medians. Other processes on the machine lengthen the seconds, and hardly the CPU seconds.")
     report.finish(options.json)
 
@@ -74,10 +77,12 @@ def first_step(options: Namespace, place: Path, store: Path) -> Seconds:
                 raise UserError(f"the member took no step: {member.output()}")
             if found is None and MemberStatus.read(RunFolder(place).member(MEMBER), MEMBER, 0).samples_per_second:
                 found = Seconds(time.monotonic() - began, cpu_seconds(member.pid))
+
             time.sleep(_WAIT_SECONDS)
     finally:
         member.kill()
         member.wait()
+
     return found
 
 

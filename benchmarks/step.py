@@ -110,16 +110,20 @@ def main(arguments: Sequence[str] | None) -> None:
                 num_groups = 3
             else:
                 num_groups = 16
+
             # About 100 steps per epoch, or 20 with --quick; each new epoch costs time.
             num_samples = (40 if options.quick else 200) * loop.batch_size
             overrides = loop.overrides(Path(folder) / f"run{loop.end}", num_groups, name, num_samples)
             add_loop(report, loop, trained(options, overrides))
+
     if options.quick:
         num_rounds = 3
     else:
         num_rounds = 30
+
     for kind in NETWORKS[name]:
         add_networks(report, kind, device, num_rounds)
+
     report.note(
         "Networks are compared by forward, backward and fused AdamW. In diffusers' AdaLayerNormZero each block has its "
         "own embedder of time and class; with a shared embedder, which each block still calls, it has as many "
@@ -138,6 +142,7 @@ def trained(options: Namespace, overrides: Sequence[str]) -> Trained:
     experiment = load(options, *overrides)
     if experiment.island.compile:
         step_networks.forget_compiled()
+
     return train(experiment, STEPS_PER_TURN)
 
 
@@ -161,10 +166,12 @@ def add_loop(report: Report, loop: Loop, trained: Trained) -> None:
     }
     if not loop.end:
         _bar(report, figure, LOOP_BAR)
+
     if same(trained):
         equal = "bit-identical"
     else:
         equal = "not identical"
+
     report.note(f"{figure}: weights and averages of both are {equal} after {len(turns.ours) * turns.steps} steps.")
 
 
@@ -201,8 +208,10 @@ def add_networks(report: Report, kind: Networks, device: torch.device, num_round
                 figure: ratio(found[our], found[name]),
                 f"{figure}_cpu_seconds": ratio(found[our], found[name], "cpu"),
             }
+
         _bar(report, f"ours_over_diffusers{kind.end}{end}", NETWORK_BAR[device.type])
         report.figures[f"seconds_ours{kind.end}{end}"] = median(found[our])
+
     report.figures |= {f"seconds_{name}{kind.end}": median(found[name]) for name in others}
     report.figures |= {f"parameters_{name}": side.num_parameters for name, side in others.items()}
     report.figures["parameters_ours"] = next(iter(ours.values())).num_parameters

@@ -27,6 +27,7 @@ def since(start: Seconds, device: torch.device) -> Seconds:
     """Time from ``start`` until all work queued on ``device`` is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
     end = now()
     return Seconds(end.wall - start.wall, end.cpu - start.cpu)
 

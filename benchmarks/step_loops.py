@@ -62,6 +62,7 @@ class BareLoop:
         set_attention(self.network, experiment.island.attention)
         if experiment.island.compile:
             compile_blocks(self.network)
+
         self.optimizer = build_optimizer(self.network, self.train)
         self.schedule = build_schedule(self.optimizer, self.train)
         self.parameters: list[Tensor] = list(self.network.parameters())
@@ -85,9 +86,11 @@ class BareLoop:
                 values = batch["text" if self.kind == "text" else "label"].to(self.device, non_blocking=True)
                 dropped = torch.rand(num, generator=generator, device=self.device) < self.dropout
                 condition = Condition(values, ~dropped)
+
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.half):
                 predicted = self.network(interpolate(x_0, noise, t), t, condition)
                 loss = functional.mse_loss(predicted.float(), noise - x_0)
+
             self.optimizer.zero_grad()
             loss.backward()
             self._clip()
@@ -108,6 +111,7 @@ class BareLoop:
         decay = min(self.train.ema_decay, (1 + self.step) / (10 + self.step))
         if not self.averages:
             self.averages = [parameter.detach().clone() for parameter in self.parameters]
+
         torch._foreach_lerp_(self.averages, self.parameters, 1.0 - decay)
 
 

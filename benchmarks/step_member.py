@@ -48,21 +48,25 @@ class TrainingStep(Timed):
             raise UserError(
                 f"key 'island.precision' = {island.precision!r}: steps are timed in {' and '.join(PRECISIONS)}; set one"
             )
+
         self.half = island.precision == "bf16-mixed"
         self.compiled = island.compile
         resolved = self.member = Member.resolve(member, experiment, sizes)
         self.island = island
         with device:  # faster than on the host for billions of weights
             self.network = resolved.build_network()
+
         cost = step_cost(resolved, island, self.network)
         self.model_flops = cost.flops
         self.flops = cost.flops + cost.recomputed_flops
         if island.activation_checkpointing:
             checkpoint_blocks(self.network)
+
         self.network.to(device)
         set_attention(self.network, island.attention)
         if island.compile:
             compile_blocks(self.network)
+
         self.parameters = list(self.network.parameters())
         self.optimizer = build_optimizer(self.network, self.train)
         track_ema(self.optimizer, self.train.ema_decay, self.train.ema_widths)
@@ -91,6 +95,7 @@ class TrainingStep(Timed):
         self.optimizer.zero_grad()
         for rows in self.parts:
             self.loss(rows).backward()
+
         norm = clip_in_step(self.optimizer, self.parameters, self.train.gradient_clip_norm)
         # As the training's guard does; Muon then keeps a copy in case the step is skipped.
         self.optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]  # fused optimizers read it
@@ -102,10 +107,12 @@ def _random_condition(
 ) -> Condition | None:
     if spec.kind == "none":
         return None
+
     if spec.kind == "class":
         values = torch.randint(spec.size, (num,), generator=generator)
     else:
         values = torch.randn(num, *spec.row_shape, generator=generator)
+
     return Condition.of(values.to(device))
 
 
@@ -114,8 +121,10 @@ def measured(make: Callable[[], TrainingStep]) -> tuple[TrainingStep, int | None
     gc.collect()  # remove the remains of earlier steps
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+
     step = make()
     if step.compiled:
         forget_compiled()
+
     step.take()  # creates moments and averages
     return step, peak_bytes(step) if step.device.type == "cuda" else None

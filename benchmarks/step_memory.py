@@ -21,8 +21,10 @@ def peak_bytes(step: Timed) -> int:
         torch.cuda.reset_peak_memory_stats(step.device)
         step.seconds(1)
         return state + torch.cuda.max_memory_allocated(step.device) - before
+
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         step.take()
+
     return state + most_allocated(profiled)
 
 
@@ -35,6 +37,7 @@ def most_allocated(profiled: profile) -> int:
     for event in sorted(events, key=lambda event: event.start_ns()):
         now += event.nbytes()
         most = max(most, now)
+
     return most
 
 

@@ -118,6 +118,7 @@ def diffusers_side(sizes: Sizes, *, nearest: bool) -> Side:
         title = "diffusers, shared embedder, exact GELU"
     else:
         title = "diffusers"
+
     return Side(title, network.train(), predict)
 
 
@@ -147,6 +148,7 @@ class Timed(ABC):
         start = now()
         for _ in range(num_steps):
             self.take()
+
         return total([since(start, self.device)], num_steps)
 
 
@@ -169,6 +171,7 @@ class Step(Timed):
         if compiled:
             forget_compiled()
             compile_blocks(self.network)
+
         self.optimizer = build_optimizer(self.network, TrainConfig(1, sizes.batch_size))
         generator = torch.Generator().manual_seed(0)
         shape = (sizes.batch_size, *sizes.x_shape)
@@ -196,8 +199,10 @@ def in_turn(steps: Mapping[str, Timed], num_rounds: int, steps_per_turn: int) ->
     """
     for step in steps.values():
         step.seconds(2 * steps_per_turn)
+
     found: dict[str, list[Seconds]] = {name: [] for name in steps}
     for number in range(num_rounds):
         for name in list(steps)[:: 1 if number % 2 == 0 else -1]:
             found[name].append(steps[name].seconds(steps_per_turn))
+
     return found
