@@ -14,12 +14,14 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from common import Report, device_of, parse, parser, progress, run
 from step_networks import XL2, Sizes, Step, our_side
+from torch import Tensor
 
 from ddm_lightning.training.checkpoint import (
     CheckpointWriter,
@@ -33,8 +35,7 @@ QUICK = Sizes(width=128, depth=4, num_heads=4, patch_size=2, channels=4, edge=16
 NUM_UNDISTURBED = 10
 
 
-@dataclass(frozen=True)
-class Cost:
+class Cost(NamedTuple):
     """Seconds that one save takes."""
 
     still: float
@@ -63,10 +64,14 @@ class Saved:
         self.writer = CheckpointWriter(None, is_rank_zero=True, from_device=on_gpu)
         self.step.seconds(3)
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Weights, moments and average by name."""
+        return tensors_of(self.step.network, self.step.optimizer)
+
     @property
     def num_bytes(self) -> int:
         """Bytes of all saved tensors."""
-        return sum(value.nbytes for value in tensors_of(self.step.side.network, self.step.optimizer).values())
+        return sum(tensor.nbytes for tensor in self.tensors().values())
 
     def undisturbed(self) -> float:
         """Median seconds of a step without a save."""
@@ -78,17 +83,13 @@ class Saved:
         path = self.folder / "background"
         shutil.rmtree(path, ignore_errors=True)  # keep only one on disk
         start = time.perf_counter()
-        network = self.step.side.network
-        optimizer = self.step.optimizer
-        rest = {"groups": named_groups(network, optimizer)}
-        self.writer.start(
-            path, tensors_of(network, optimizer), rest, lambda: written.append(time.perf_counter() - start)
-        )
+        rest = {"groups": named_groups(self.step.network, self.step.optimizer)}
+        self.writer.start(path, self.tensors(), rest, lambda: written.append(time.perf_counter() - start))
         still = time.perf_counter() - start
         num_steps = 0
         while not written:
             self.writer.raise_failure()  # such as a full disk
-            self.step.seconds(1)
+            self.step.take()
             num_steps += 1
 
         passed = time.perf_counter() - start
@@ -99,7 +100,7 @@ class Saved:
         """Save one file with ``torch.save``, as Lightning's Trainer does, then sync it to disk."""
         (self.folder / "waited-for").unlink(missing_ok=True)
         start = time.perf_counter()
-        state = {"model": self.step.side.network.state_dict(), "optimizer": self.step.optimizer.state_dict()}
+        state = {"model": self.step.network.state_dict(), "optimizer": self.step.optimizer.state_dict()}
         temporary = self.folder / ".tmp-waited-for"
         with temporary.open("wb") as stream:
             torch.save(state, stream)
@@ -123,50 +124,36 @@ def main(arguments: Sequence[str] | None) -> None:
     else:
         sizes = SMALL
 
+    num_turns = 3 if options.quick else 8
+    found: dict[str, list[Cost]] = {"background": [], "waited for": []}
+    undisturbed = []
     with tempfile.TemporaryDirectory(prefix="checkpoints-") as folder, progress() as bars:
         saved = Saved(sizes, device, Path(folder))
-        if options.quick:
-            num_turns = 3
-        else:
-            num_turns = 8
+        for _ in bars.track(range(num_turns + 1), description="turns"):
+            undisturbed.append(saved.undisturbed())
+            found["background"].append(saved.in_background(undisturbed[-1]))
+            found["waited for"].append(saved.waited_for())
 
-        found: dict[str, list[Cost]] = {"background": [], "waited for": []}
-        undisturbed = []
-        for number in bars.track(range(num_turns + 1), description="turns"):
-            step_seconds = saved.undisturbed()
-            costs = saved.in_background(step_seconds), saved.waited_for()
-            if number:  # the first one warms up
-                undisturbed.append(step_seconds)
-                for costs_of, cost in zip(found.values(), costs, strict=True):
-                    costs_of.append(cost)
-
-        report = _report(found, statistics.median(undisturbed), saved.num_bytes, sizes)
         saved.writer.close()
 
-    report.finish(options.json)
+    costs = {way: turns[1:] for way, turns in found.items()}  # the first one warms up
+    _report(costs, statistics.median(undisturbed[1:]), saved.num_bytes, sizes).finish(options.json)
 
 
 def _report(found: dict[str, list[Cost]], step_seconds: float, num_bytes: int, sizes: Sizes) -> Report:
     title = f"Saving {num_bytes / 1e9:.2f} GB of a DiT, {sizes}, {1000 * step_seconds:.0f} ms per step"
     report = Report(title, ["", "training pauses, s", "total delay, s", "on disk after, s"])
     for way, costs in found.items():
-        middle = []
-        for values in zip(*((c.still, c.lost, c.whole) for c in costs), strict=True):
-            middle.append(statistics.median(values))
-
-        report.row(way, *(f"{value:.3f}" for value in middle))
-        for name, value in zip(("still", "lost", "whole"), middle, strict=True):
+        medians = np.median(costs, axis=0).tolist()
+        report.row(way, *(f"{value:.3f}" for value in medians))
+        for name, value in zip(Cost._fields, medians, strict=True):
             report.figures[f"seconds_{name}_{way.replace(' ', '_')}"] = value
 
-    pairs = list(zip(*found.values(), strict=True))
-    report.figures |= {
-        "still_over_waited_for": statistics.median(ours.still / theirs.still for ours, theirs in pairs),
-        "lost_over_waited_for": statistics.median(ours.lost / theirs.lost for ours, theirs in pairs),
-        "gigabytes": num_bytes / 1e9,
-    }
+    still, lost, _ = np.median(np.divide(found["background"], found["waited for"]), axis=0).tolist()
+    report.figures |= {"still_over_waited_for": still, "lost_over_waited_for": lost, "gigabytes": num_bytes / 1e9}
     report.note(
-        f"A background save pauses training for {report.figures['still_over_waited_for']:.3f} of the time of a "
-        f"blocking save; with slower steps meanwhile, it costs {report.figures['lost_over_waited_for']:.3f} of it."
+        f"A background save pauses training for {still:.3f} of the time of a "
+        f"blocking save; with slower steps meanwhile, it costs {lost:.3f} of it."
     )
     return report
 

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from matplotlib.figure import Figure
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 from rich.table import Table
 
 from ddm_lightning.config.experiment import Experiment
@@ -67,11 +67,7 @@ def parser(
 
 def parse(cli: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line; settings ``key=value`` may stand anywhere."""
-    if arguments is None:
-        words = sys.argv[1:]
-    else:
-        words = arguments
-
+    words = sys.argv[1:] if arguments is None else list(arguments)
     # An option with several values would swallow the settings after it.
     settings = [word for word in words if re.match(r"[\w.][\w.-]*=", word)]
     rest = [word for word in words if word not in settings]
@@ -248,14 +244,8 @@ def use_all_threads() -> None:
 
 
 def progress() -> Progress:
-    """Progress bars with counts, elapsed time and remaining time."""
-    return Progress(
-        TextColumn("{task.description:<22}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(elapsed_when_finished=True),
-        console=console(),
-    )
+    """Progress bars with the remaining time."""
+    return Progress(console=console())
 
 
 class Report:

@@ -12,6 +12,7 @@ number.
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import shutil
@@ -36,10 +37,9 @@ import servers  # type: ignore[import-not-found]  # of the tests
 
 NUM_THREADS = (0, 2, 8)
 KINDS = ("disk, hot", "disk, cold", "S3, cold")
-NUM_SAMPLES = 192 * BATCH_SIZE
-NUM_ROUNDS = 5
-QUICK_SAMPLES = 12 * BATCH_SIZE
-QUICK_ROUNDS = 1
+# In all, and with ``--quick``.
+NUM_SAMPLES = (192 * BATCH_SIZE, 12 * BATCH_SIZE)
+NUM_ROUNDS = (5, 1)
 
 
 def main(arguments: Sequence[str] | None) -> None:
@@ -47,8 +47,9 @@ def main(arguments: Sequence[str] | None) -> None:
     options = parse(parser(__doc__ or "", fixed=True), arguments)
     registry.require("benchmarks/dataloader.py", "webdataset", "litdata")
     torch.set_num_threads(1)
-    num_samples, num_rounds = (QUICK_SAMPLES, QUICK_ROUNDS) if options.quick else (NUM_SAMPLES, NUM_ROUNDS)
-    keys = [(kind, side, number) for kind in KINDS for side in SIDES for number in NUM_THREADS]
+    num_samples = NUM_SAMPLES[options.quick]
+    num_rounds = NUM_ROUNDS[options.quick]
+    keys: list[tuple[str, str, int]] = list(itertools.product(KINDS, SIDES, NUM_THREADS))
     speeds: dict[tuple[str, str, int], list[float]] = {key: [] for key in keys}
     with tempfile.TemporaryDirectory(prefix="dataloader-") as temporary, progress() as bars:
         folder = Path(temporary)
@@ -66,7 +67,6 @@ def main(arguments: Sequence[str] | None) -> None:
         ["place", "loader", *(f"{number} threads or workers" for number in NUM_THREADS)],
     )
     add(report, speeds)
-    report.note(f"read_ahead_kb of the disk: {read_ahead_kb(Path(tempfile.gettempdir()))}.")
     report.finish(options.json)
 
 
@@ -106,16 +106,6 @@ def drop(folder: Path) -> None:
     for path in folder.rglob("*.*"):
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def read_ahead_kb(folder: Path) -> str:
-    """Read-ahead of the disk that holds a folder."""
-    device = folder.stat().st_dev
-    path = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}/queue/read_ahead_kb")
-    if path.exists():
-        return path.read_text().strip()
-
-    return "unknown"
 
 
 def add(report: Report, speeds: dict[tuple[str, str, int], list[float]]) -> None:

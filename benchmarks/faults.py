@@ -21,6 +21,7 @@ what they cost counts against the members, as do repeated steps.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -32,11 +33,14 @@ from argparse import Namespace
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import cached_property
 from pathlib import Path
+from statistics import mean
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 from common import REPOSITORY, Report, all_of, commit, load, parse, parser, run, start
 from faults_island import CLOCK, FULL_DISK, LEASE, Island, clock_variables, flip, small_disk
 from faults_model import simulate
@@ -85,12 +89,9 @@ def main(arguments: Sequence[str] | None) -> None:
         simulate(options)
         return
 
-    if options.faults is not None:
-        wanted = options.faults
-    elif options.quick:
-        wanted = 1
-    else:
-        wanted = NUM_FAULTS
+    wanted = options.faults
+    if wanted is None:
+        wanted = 1 if options.quick else NUM_FAULTS
 
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         trials = Trials(options, Path(folder))
@@ -112,13 +113,7 @@ class Trials:
         self.options = options
         self.folder = folder
         self.home = folder / "undisturbed"
-        self.bits: dict[str, str] = {}
-        """SHA-256 of the weights of each member that nothing disturbed; made for the first trial."""
-        if options.quick:
-            self.size = QUICK
-        else:
-            self.size = SIZE
-
+        self.size = QUICK if options.quick else SIZE
         options.overrides = [
             f"expert.train.max_steps={self.size.max_steps}",
             f"router.train.max_steps={self.size.max_steps}",
@@ -139,38 +134,44 @@ class Trials:
         """Kind, member and own seconds of each fault so far."""
         return [fault for record in self.records for fault in record["faults"]]
 
+    @cached_property
+    def bits(self) -> dict[str, str]:
+        """SHA-256 of the weights of each member that nothing disturbed."""
+        experiment = self._load(self.home)
+        prepare(experiment, self.home)
+        start("fit", self.options, f"run_dir={self.home}", f"member={','.join(MEMBERS)}").ended()
+        folder = Run(experiment).folder
+        return {name: sha256_file(folder.artifact(name) / WEIGHTS_FILE) for name in MEMBERS}
+
     def add(self) -> None:
         """Run the next trial, and write all results so far."""
-        if not self.bits:
-            prepare(self._load(self.home), self.home)
-            start("fit", self.options, f"run_dir={self.home}", f"member={','.join(MEMBERS)}").ended()
-            artifact = Run(self._load(self.home)).folder.artifact
-            self.bits = {name: sha256_file(artifact(name) / WEIGHTS_FILE) for name in MEMBERS}
-
+        _ = self.bits  # before anything is disturbed
         number = len(self.records)
+        seed = self.options.seed
         folder = self.folder / f"trial-{number}"
         began = time.monotonic()
-        if number % 2:
-            server = servers.sftp
-        else:
-            server = servers.s3
-
-        faults = plan(number, self.size, self.options.seed)
-        outages = plan_outages(number, self.size, self.options.seed)
+        server = servers.sftp if number % 2 else servers.s3
+        faults = plan(number, self.size, seed)
+        outages = plan_outages(number, self.size, seed)
+        record: dict[str, Any] = {"trial": number, "store": server.__name__, "commit": commit(), "seed": seed}
+        record |= {key: [] for key in ("faults", "members_harmed", "artifacts_lost", "bits_lost", "starts_refused")}
         (folder / "store").mkdir(parents=True)
         with ExitStack() as stack:
             stack.enter_context(patch.dict(os.environ, STEP_SECONDS=str(self.size.step_seconds)))
             setting = SimpleNamespace(setenv=os.environ.__setitem__)  # as pytest's monkeypatch
             url, line = stack.enter_context(server(folder / "store", folder, setting))
             remote.disconnect()
-            publish_prepared(Run(self._load(self.home, url)), lambda _done, _total: None)
+            publish_prepared(Run(self._load(self.home, f"remote={url}")), lambda _done, _total: None)
             store = threading.Lock()
             over = threading.Event()
+            impossible = set() if clock_variables(folder / "c") else {CLOCK}
             islands = []
             for name in MEMBERS:
-                can = {FULL_DISK: stack.enter_context(small_disk(folder / name)), CLOCK: clock_variables(folder / "c")}
-                usable = [fault for fault in faults[name] if can.get(fault[0], True)]
-                islands.append(Island(name, self.options, folder / name, url, usable, store, over))
+                if not stack.enter_context(small_disk(folder / name)):
+                    impossible.add(FULL_DISK)
+
+                usable = [(kind, step) for kind, step in faults[name] if kind not in impossible]
+                islands.append(Island(name, self.options, folder / name, url, usable, store, over, record))
 
             with ThreadPoolExecutor() as pool:
                 failing = pool.submit(fail_store, outages, line, store, over)
@@ -178,53 +179,52 @@ class Trials:
                     all_of([pool.submit(island.train) for island in islands], lambda _: None)
                 finally:
                     over.set()
-                    for training in [training for island in islands for training in island.trainings]:
-                        training.process.kill()
+                    for island in islands:
+                        for training in island.trainings:
+                            training.process.kill()
 
-            record = {"trial": number, "store": server.__name__, "commit": commit(), "seed": self.options.seed}
-            record |= self._judge(islands, url, folder / "reader", number)
-            record["faults"] += [*failing.result(), *(one for island in islands for one in island.struck)]
+            record["faults"] += failing.result()
+            self._judge(islands, url, folder / "reader", record)
 
-        self.records.append({**record, "seconds": time.monotonic() - began})
+        record["seconds"] = time.monotonic() - began
+        self.records.append(record)
         print(f"trial {number}: {self.report().notes[-1]}", flush=True)
         self.report().write(self.options.json)
 
-    def _judge(self, islands: Sequence[Island], url: str, folder: Path, number: int) -> dict[str, Any]:
+    def _judge(self, islands: Sequence[Island], url: str, folder: Path, record: dict[str, Any]) -> None:
         """Read every artifact as a stranger would, then damage one, which has to be noticed and mended."""
-        lost = []
-        wrong = []
-        reader, second = (Run(self._load(folder / place, url)) for place in ("first", "second"))
-        for name in MEMBERS:
+        reader = Run(self._load(folder / "first", f"remote={url}"))
+        for island in islands:
+            name = island.member
             try:
                 pull_artifact(name, reader)
-                if sha256_file(reader.folder.artifact(name) / WEIGHTS_FILE) != self.bits[name]:
-                    wrong.append(name)
             except (OSError, UserError) as error:
-                lost.append(f"{name}: {error}")
+                record["artifacts_lost"].append(f"{name}: {error}")
+                continue
 
+            if sha256_file(reader.folder.artifact(name) / WEIGHTS_FILE) != self.bits[name]:
+                record["bits_lost"].append(name)
+                if not island.faults:
+                    record["members_harmed"].append(f"{name}: other weights")
+
+        number = record["trial"]
         island = islands[number % len(islands)]
-        flip(f"{url}/members/{island.member}/artifact/{WEIGHTS_FILE}", random.Random(number))
+        name = island.member
+        second = Run(self._load(folder / "second", f"remote={url}"))
+        record["faults"].append(("corrupted artifact", name, 0.0))
+        flip(f"{url}/members/{name}/artifact/{WEIGHTS_FILE}", random.Random(number))
         try:
-            pull_artifact(island.member, second)
-            lost.append(f"{island.member}: nobody noticed the damage")
+            pull_artifact(name, second)
+            record["artifacts_lost"].append(f"{name}: nobody noticed the damage")
         except UserError:
             island.repeat()
-            pull_artifact(island.member, second)
+            pull_artifact(name, second)
 
-        times = [one.useful_and_total() for one in islands]
-        return {
-            "faults": [("corrupted artifact", island.member, 0.0)],
-            "members_harmed": [line for one in islands for line in one.harm]
-            + [f"{one.member}: other weights" for one in islands if one.member in wrong and not one.faults],
-            "artifacts_lost": lost,
-            "bits_lost": wrong,
-            "starts_refused": [line for one in islands for line in one.refused],
-            "useful_seconds": sum(useful for useful, _ in times),
-            "total_seconds": sum(total for _, total in times),
-        }
+        times = [island.useful_and_total() for island in islands]
+        record["useful_seconds"], record["total_seconds"] = np.sum(times, axis=0).tolist()
 
-    def _load(self, folder: Path, url: str | None = None) -> Experiment:
-        return load(self.options, f"run_dir={folder}", *([] if url is None else [f"remote={url}"]))
+    def _load(self, folder: Path, *overrides: str) -> Experiment:
+        return load(self.options, f"run_dir={folder}", *overrides)
 
     def report(self) -> Report:
         """Table by kind of fault, and figures over all trials."""
@@ -232,19 +232,16 @@ class Trials:
         report = Report(title, ["fault", "times", "seconds it takes itself"])
         for kind in sorted({kind for kind, _, _ in self.faults}):
             seconds = [took for name, _, took in self.faults if name == kind]
-            report.row(kind, str(len(seconds)), f"{sum(seconds) / len(seconds):.1f}")
+            report.row(kind, str(len(seconds)), f"{mean(seconds):.1f}")
 
-        useful, total = (sum(one[f"{key}_seconds"] for one in self.records) for key in ("useful", "total"))
         report.figures = {"faults": len(self.faults)}
         for key in ("members_harmed", "artifacts_lost", "bits_lost"):
-            found = []
-            for one in self.records:
-                for line in one[key]:
-                    found.append(line)
-
+            found = list(itertools.chain.from_iterable(record[key] for record in self.records))
             report.figures[key] = len(found)
             report.notes += [f"{key}: {line}" for line in found]
 
+        useful = sum(record["useful_seconds"] for record in self.records)
+        total = sum(record["total_seconds"] for record in self.records)
         report.figures |= {"goodput": useful / total, "hours_of_training": total / 3600}
         report.note(", ".join(f"{name} {value:.4g}" for name, value in report.figures.items()))
         report.details = {"trials": self.records}
@@ -268,10 +265,8 @@ def plan(number: int, size: SimpleNamespace, seed: int) -> dict[str, list[tuple[
 def plan_outages(number: int, size: SimpleNamespace, seed: int) -> list[tuple[str, float]]:
     """Kind of each failure of the store, and the seconds since the one before it has ended."""
     generator = random.Random(f"{seed} {number} store")
-    kinds = []
-    for index in range(size.outages):
-        kinds.append(OUTAGES[(number * size.outages + index) % len(OUTAGES)])
-
+    first = number * size.outages
+    kinds = [OUTAGES[index % len(OUTAGES)] for index in range(first, first + size.outages)]
     longest = size.max_steps * size.step_seconds / (size.outages + 1)
     return [(kind, generator.uniform(0.2, 1.0) * longest) for kind in kinds]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import shutil
@@ -13,8 +14,10 @@ import time
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from common import LOGS_SAMPLES, Child
 
@@ -66,17 +69,16 @@ class Training:
 
     def steps(self) -> list[tuple[int, float]]:
         """Number and monotonic time of each step that it has begun."""
-        if self.log.exists():
-            lines = self.log.read_text(encoding="utf-8").splitlines(keepends=True)
-        else:
-            lines = []
+        if not self.log.exists():
+            return []
 
         found = []
-        for line in lines:
-            if line.endswith("\n"):
-                found.append((int(line.split()[0]), float(line.split()[1])))
+        for line in self.log.read_text(encoding="utf-8").splitlines(keepends=True):
+            number, _, began = line.partition(" ")
+            if line.endswith("\n") and float(began.split()[0]) < self.until:
+                found.append((int(number), float(began.split()[0])))
 
-        return [(step, began) for step, began in found if began < self.until]
+        return found
 
     def signal(self, number: int) -> None:
         """Send a signal to the training itself; nothing happens if it has ended."""
@@ -95,56 +97,38 @@ class Training:
         return self.process.returncode, self.process.output().strip().rpartition("\n")[2]
 
 
+@dataclass
 class Island:
-    """A member, the disk of its island, and the processes that train it one after another.
+    """A member, the disk of its island, and the processes that train it one after another."""
 
-    Args:
-        member: its name.
-        options: as ``common.start`` takes them.
-        disk: an empty folder.
-        url: where the islands meet.
-        faults: kind of each planned fault, and the step after whose begin it strikes; in the order of steps.
-        store: held while the store does not work.
-        over: no process is started once it is set.
-    """
+    member: str
+    options: Namespace
+    """As ``common.start`` takes them."""
+    disk: Path
+    """An empty folder."""
+    url: str
+    """Where the islands meet."""
+    faults: Sequence[tuple[str, int]]
+    """Kind of each planned fault, and the step after whose begin it strikes; in the order of steps."""
+    store: threading.Lock
+    """Held while the store does not work."""
+    over: threading.Event
+    """No process is started once it is set."""
+    record: dict[str, list[Any]]
+    """Of all islands. ``faults``: kind and member of each fault that happened, and the seconds that it itself took:
+    until the end of a pause, or until a new process began its first step. ``members_harmed``: what no fault of the
+    member explains. ``starts_refused``: last lines of processes that could not start, such as while the store did not
+    work."""
 
-    def __init__(
-        self,
-        member: str,
-        options: Namespace,
-        disk: Path,
-        url: str,
-        faults: Sequence[tuple[str, int]],
-        store: threading.Lock,
-        over: threading.Event,
-    ) -> None:
-        self.member = member
-        self.options = options
-        self.disk = disk
-        self.url = url
-        self.faults = faults
-        self.store = store
-        self.over = over
-        self.struck: list[tuple[str, str, float]] = []
-        """Kind and member of each fault that happened, and the seconds that it itself took: until the end of a pause,
-        or until a new process began its first step."""
+    def __post_init__(self) -> None:
         self.trainings: list[Training] = []
-        self.harm: list[str] = []
-        """What happened to the member that no fault of its own explains."""
-        self.refused: list[str] = []
-        """Last lines of processes that could not start, such as while the store did not work."""
-        self._random = random.Random(f"{member} {faults}")
-        self._clock = disk.parent / f"{member}.clock"
-        if any(kind == CLOCK for kind, _ in faults):
+        self.seconds_of_faults = 0.0
+        self._random = random.Random(f"{self.member} {self.faults}")
+        self._clock = self.disk.parent / f"{self.member}.clock"
+        self._lease = self.disk.parent / f"{self.member}.lease"
+        self._variables: dict[str, str] = {}
+        if CLOCK in dict(self.faults):
             self._variables = clock_variables(self._clock)
-        else:
-            self._variables = {}
-
-        self._lease = disk.parent / f"{member}.lease"
-        if any(kind == LEASE for kind, _ in faults):
-            self._words = [f"island.lease_file={self._lease}"]
-        else:
-            self._words = []
 
         self._hours = 0
         self._move()
@@ -163,7 +147,9 @@ class Island:
         self._restart()
         for kind, step in self.faults:
             if self._reached(step):
-                self.struck.append((kind, self.member, self._strike(kind, time.monotonic())))
+                seconds = self._strike(kind, time.monotonic())
+                self.record["faults"].append((kind, self.member, seconds))
+                self.seconds_of_faults += seconds
 
         self._reached(None)
 
@@ -231,30 +217,28 @@ class Island:
     def _spawn(self, folder: Path, before: Sequence[str] = ()) -> Training:
         words = ["fit", "-c", str(self.options.config), *self.options.overrides, LOGS_SAMPLES, f"run_dir={folder}"]
         log = self.disk.parent / f"{self.member}-{folder.name}-{len(self.trainings)}.steps"
-        words += [*self._words, f"remote={self.url}", f"member={self.member}"]
+        words += [f"island.lease_file={self._lease}", f"remote={self.url}", f"member={self.member}"]
         return Training(words, log, before, self._variables)
 
     def _restart(self, since: float | None = None, before: Sequence[str] = ()) -> float:
         """Start the member until it trains or is finished; return the seconds from ``since`` to its first step."""
         end = time.monotonic() + _MOST_SECONDS
         while time.monotonic() < end and not self.over.is_set():
-            self.trainings.append(self._spawn(self._folder, before))
-            while self.training.process.poll() is None and not self.training.steps():
+            training = self._spawn(self._folder, before)
+            self.trainings.append(training)
+            while training.process.poll() is None and not training.steps():
                 time.sleep(_POLL_SECONDS)
 
-            if self.training.steps() or self.training.process.poll() == 0:
-                if self.training.steps():
-                    began = self.training.steps()[0][1]
-                else:
-                    began = time.monotonic()
+            if training.steps() or training.process.poll() == 0:
+                first = [began for _, began in training.steps()[:1]] or [time.monotonic()]
+                return first[0] - (since or first[0])
 
-                return began - (began if since is None else since)
-
-            code, said = self.training.end()
-            (self.refused if code == 2 else self.harm).append(f"{self.member}: a start ended with code {code}: {said}")
+            code, said = training.end()
+            key = "starts_refused" if code == 2 else "members_harmed"
+            self.record[key].append(f"{self.member}: a start ended with code {code}: {said}")
             time.sleep(1)
 
-        raise UserError(f"{self.member}: does not start: {self.refused}")
+        raise UserError(f"{self.member}: does not start: {self.record['starts_refused']}")
 
     def _reached(self, step: int | None) -> bool:
         """Wait for a step, or for the end; return whether the member still trains."""
@@ -272,12 +256,12 @@ class Island:
 
     def _expect(self, end: tuple[int, str], code: int, words: str = "") -> None:
         if end[0] != code or words not in end[1]:
-            self.harm.append(f"{self.member}: ended with code {end[0]}, not {code}: {end[1]}")
+            self.record["members_harmed"].append(f"{self.member}: ended with code {end[0]}, not {code}: {end[1]}")
 
     def useful_and_total(self) -> tuple[float, float]:
         """Seconds of useful steps, and all seconds less those that the faults took themselves; see ``useful_time``."""
         useful, total = useful_time([training.steps() for training in self.trainings])
-        return useful, total - sum(seconds for _, _, seconds in self.struck)
+        return useful, total - self.seconds_of_faults
 
 
 def useful_time(logs: Sequence[Sequence[tuple[int, float]]]) -> tuple[float, float]:
@@ -288,14 +272,17 @@ def useful_time(logs: Sequence[Sequence[tuple[int, float]]]) -> tuple[float, flo
     Args:
         logs: number of each step and the time at which it began, for the processes in their order.
     """
-    seconds: dict[int, float | None] = {}
+    seconds: dict[int, float] = {}
     for log in logs:
-        seconds |= {step: after - began for (step, began), (_, after) in pairwise(log)}
-        seconds |= {step: None for step, _ in log[-1:]}
+        for (step, began), (_, after) in pairwise(log):
+            seconds[step] = after - began
 
-    usual = statistics.median(one for one in seconds.values() if one is not None)
+        for step, _ in log[-1:]:
+            seconds[step] = math.nan
+
+    usual = statistics.median(one for one in seconds.values() if not math.isnan(one))
+    useful = sum(one if one <= STALL_SECONDS else usual for one in seconds.values())
     times = [began for log in logs for _, began in log]
-    useful = sum(usual if one is None or one > STALL_SECONDS else one for one in seconds.values())
     return useful, max(times) + usual - min(times)
 
 
@@ -319,13 +306,10 @@ def flip_newest(url: str, generator: random.Random) -> None:
         OSError: the store cannot be reached.
     """
     names = sorted(remote.files(url))
-    newest = []
-    for name in names:
-        if name.startswith(names[-1].partition("/")[0]):
-            newest.append(name)
-
-    if newest:
-        flip(f"{url}/{generator.choice(newest)}", generator)
+    if names:
+        newest = names[-1].partition("/")[0]
+        name = generator.choice([name for name in names if name.startswith(newest)])
+        flip(f"{url}/{name}", generator)
 
 
 def flip(url: str, generator: random.Random) -> None:

@@ -210,11 +210,7 @@ def held_out_conditions(data: Run, settings: Settings) -> tuple[Condition | None
         raise UserError(f"key 'condition.kind' = {kind!r}: benchmarks read pooled vectors only; set text")
 
     held_out = read_split(data, HELD_OUT)
-    if kind == "class":
-        values = held_out.labels
-    else:
-        values = held_out.texts
-
+    values = held_out.labels if kind == "class" else held_out.texts
     assert values is not None, "check_experiment asks for a caption encoder"
     rows = condition_rows(len(held_out), settings)
     return Condition.of(values[rows]), held_out.clusters[rows]

@@ -8,27 +8,26 @@ experiment's precision, compilation and activation checkpointing. Needs no data.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from common import MEMBER, Report, device_of, load, parse, parser, run
 from step_clock import median
-from step_member import TrainingStep, measured
+from step_member import TrainingStep
 from step_memory import peak_bytes
 from step_networks import in_turn
 
 from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core import processes
 from ddm_lightning.core.devices import peak_of_this_device
-from ddm_lightning.core.errors import UserError
 from ddm_lightning.members.cost import MemberCost
 from ddm_lightning.shards.manifest import DataSizes
 
 LATENTS = DataSizes((4, 32, 32), 768, (77, 768), 1000)
 """Sizes of 256 x 256 images encoded by Stable Diffusion's VAE, and of captions encoded by CLIP ViT-L/14."""
-ROUNDS = 20
-QUICK_ROUNDS = 3
+ROUNDS = (20, 3)
+"""In all, and with ``--quick``."""
 STEPS_PER_TURN = 5
 
 
@@ -48,16 +47,17 @@ def main(arguments: Sequence[str] | None) -> None:
         ["samples per step", "ms per step", "samples/s", "MFU", "HFU", "planned, GB", "peak, GB"],
     )
     for batch in options.batch:
-        if batch < 1:
-            raise UserError(f"--batch {batch}: must be at least 1")
-
-        settings = ("island.devices=1", "island.strategy=auto")
         total = batch * own.prepare.partition.num_clusters
-        experiment = load(options, f"expert.train.global_batch_size={total}", *settings)
+        settings = (f"expert.train.global_batch_size={total}", "island.devices=1", "island.strategy=auto")
         try:
-            add(report, experiment, batch, device, QUICK_ROUNDS if options.quick else ROUNDS)
+            add(report, load(options, *settings), batch, device, ROUNDS[options.quick])
         except torch.OutOfMemoryError:
             report.row(str(batch), "out of memory", *[""] * 5)
+
+        # Remove the remains of the step.
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
 
     report.finish(options.json)
 
@@ -71,41 +71,38 @@ def add(
     sizes: DataSizes = LATENTS,
 ) -> None:
     """Add the row and the figures of one batch size."""
-    step, _ = measured(partial(TrainingStep, MEMBER, experiment, sizes, device))
-    cost = MemberCost(step.member)
+    step = TrainingStep(MEMBER, experiment, sizes, device)
+    step.take()  # creates moments and averages
     peak = peak_bytes(step)
+    cost = MemberCost(step.member)
     planned = cost.memory(step.island, "single").peak
     seconds = median(in_turn({"step": step}, num_rounds, STEPS_PER_TURN)["step"])
-    described, peak_flops = peak_of_this_device("gpu" if device.type == "cuda" else "cpu", experiment.island.precision)
+    flops = step.cost.flops
     report.figures |= {
         f"samples_per_second_{batch}": batch / seconds,
         f"seconds_{batch}": seconds,
-        "parameters": step.num_parameters,
-        "gflop_a_sample": step.model_flops / 1e9,
+        "parameters": cost.num_parameters,
+        "gflop_a_sample": flops / 1e9,
         "gb_of_weights_and_state": cost.state.training / 1e9,
         f"planned_gb_{batch}": planned / 1e9,
         f"peak_gb_{batch}": peak / 1e9,
         f"peak_over_planned_{batch}": peak / planned,
     }
+    described, tflops = peak_of_this_device("gpu" if device.type == "cuda" else "cpu", experiment.island.precision)
     shares = ["", ""]
-    if peak_flops is not None:
-        report.figures |= {
-            f"mfu_{batch}": step.model_flops * batch / seconds / (peak_flops * 1e12),
-            f"hfu_{batch}": step.flops * batch / seconds / (peak_flops * 1e12),
-        }
-        shares = [f"{report.figures[f'{name}_{batch}']:.1%}" for name in ("mfu", "hfu")]
+    known = "peak not known, so no MFU is shown."
+    if tflops is not None:
+        rate = batch / seconds / (tflops * 1e12)
+        mfu = flops * rate
+        hfu = (flops + step.cost.recomputed_flops) * rate
+        report.figures |= {f"mfu_{batch}": mfu, f"hfu_{batch}": hfu}
+        shares = [f"{mfu:.1%}", f"{hfu:.1%}"]
+        known = f"peak {tflops:g} TFLOP/s."
 
-    memory = [f"{planned / 1e9:.2f}", f"{peak / 1e9:.2f}"]
-    report.row(str(batch), f"{1000 * seconds:.1f}", f"{batch / seconds:,.1f}", *shares, *memory)
-    if peak_flops is None:
-        known = "peak not known, so no MFU is shown."
-    else:
-        known = f"peak {peak_flops:g} TFLOP/s."
-
-    size = f"{step.num_parameters / 1e6:,.2f} M parameters, {step.model_flops / 1e9:,.1f} GFLOP per sample"
-    line = f"{size}; {described}: {known}"
-    if line not in report.notes:
-        report.note(line)
+    times = [f"{1000 * seconds:.1f}", f"{batch / seconds:,.1f}"]
+    report.row(str(batch), *times, *shares, f"{planned / 1e9:.2f}", f"{peak / 1e9:.2f}")
+    size = f"{cost.num_parameters / 1e6:,.2f} M parameters, {flops / 1e9:,.1f} GFLOP per sample"
+    report.notes = [f"{size}; {described}: {known}"]
 
 
 if __name__ == "__main__":

@@ -14,10 +14,13 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import torch
 from common import MEMBER, Report, call, load, parse, parser, run
-from step_loops import AfterStep, our_trainer
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import LambdaCallback
+from step_loops import our_trainer
 from step_memory import most_allocated
 from torch.profiler import ProfilerActivity, profile
 
@@ -74,7 +77,9 @@ def add(report: Report, options: Namespace, settings: Sequence[str], name: str) 
     member, own = CASES[name]
     experiment = load(options, *settings, *own)
     planned = Planner(experiment, [member], data_of(experiment), rates_of(None, ())).on(None).members[0].memory.peak
-    held = in_a_process(options, (*settings, *own), member)
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        held = pool.submit(held_in_training, options, (*settings, *own), member).result()
+
     report.figures |= {
         f"planned_mb_{name}": planned / 1e6,
         f"held_mb_{name}": held / 1e6,
@@ -84,20 +89,19 @@ def add(report: Report, options: Namespace, settings: Sequence[str], name: str) 
     report.row(what, f"{planned / 1e6:.1f}", f"{held / 1e6:.1f}", f"{held / planned:.3f}")
 
 
-def in_a_process(options: Namespace, settings: Sequence[str], member: str) -> int:
-    """``held_in_training`` in a new process."""
-    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        return pool.submit(held_in_training, options, settings, member).result()
-
-
 def held_in_training(options: Namespace, settings: Sequence[str], member: str) -> int:
     """Train for ``STEPS`` steps and return the most bytes that torch's allocator held."""
     torch.set_num_threads(1)
     profiled = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
     profiled.start()
+
+    def stop(trainer: Trainer, _module: LightningModule, *_: Any) -> None:
+        """Stop before the copy of a checkpoint after the last step: a GPU does not hold it."""
+        if trainer.global_step == STEPS:
+            profiled.stop()
+
     trainer, module, data = our_trainer(load(options, *settings), member)
-    # Not the copy of a checkpoint after the last step: a GPU does not hold it.
-    trainer.callbacks.insert(0, AfterStep(STEPS, profiled.stop))  # type: ignore[attr-defined]  # Lightning's list
+    trainer.callbacks.insert(0, LambdaCallback(on_train_batch_end=stop))  # type: ignore[attr-defined]  # Lightning's list
     trainer.fit(module, datamodule=data)
     return most_allocated(profiled)
 

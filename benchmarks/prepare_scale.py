@@ -21,10 +21,9 @@ from typing import NamedTuple
 
 from common import Report, parse, parser, run, start
 
-SIZES = (100_000, 1_000_000)
-QUICK_SIZES = (1_000, 10_000)
-LARGE_ROWS = 20_000
-QUICK_LARGE_ROWS = 1_000
+# In all, and with ``--quick``.
+SIZES = ((100_000, 1_000_000), (1_000, 10_000))
+LARGE_ROWS = (20_000, 1_000)
 """Samples of 15,552 bytes."""
 _STAGE = re.compile(r"(\w+): done in ([\d.,]+) s")
 
@@ -103,23 +102,14 @@ class Measured(NamedTuple):
 def main(arguments: Sequence[str] | None) -> None:
     """Run the benchmark."""
     options = parse(parser(__doc__ or "", fixed=True), arguments)
-    if options.quick:
-        sizes = QUICK_SIZES
-    else:
-        sizes = SIZES
-
-    small, large = (measure(options, num, 8) for num in sizes)
-    if options.quick:
-        rows = QUICK_LARGE_ROWS
-    else:
-        rows = LARGE_ROWS
-
-    per_sample = {
-        name: max(0.0, seconds - small.stages[name]) / (sizes[1] - sizes[0])
-        for name, seconds in large.stages.items()
-        if name not in ("encode", "partition")
-    }
-    per_sample["shards"] = measure(options, rows, 72).stages["shards"] / rows
+    fewer, more = SIZES[options.quick]
+    rows = LARGE_ROWS[options.quick]
+    small = measure(options, fewer, 8)
+    large = measure(options, more, 8)
+    per_sample = {"shards": measure(options, rows, 72).stages["shards"] / rows}
+    for name, seconds in large.stages.items():
+        if name not in ("encode", "partition", "shards"):
+            per_sample[name] = max(0.0, seconds - small.stages[name]) / (more - fewer)
 
     model = Model()
     one = model.hours(1, per_sample)
@@ -127,28 +117,15 @@ def main(arguments: Sequence[str] | None) -> None:
     peaks = model.peak_gb()
     report = Report(
         "Preparing by the number of images",
-        ["stage", *(f"{num:,}: s" for num in sizes), "158 million: h, one node", "eight nodes", "GB of a process"],
+        ["stage", f"{fewer:,}: s", f"{more:,}: s", "158 million: h, one node", "eight nodes", "GB of a process"],
     )
     for name, seconds in large.stages.items():
-        model_cells = []
-        for hours in (one, eight):
-            model_cells.append(f"{hours[name]:.2f}" if name in hours else "")
+        hours = [f"{node[name]:.2f}" if name in node else "" for node in (one, eight)]
+        peak = f"{peaks[name]:.1f}" if name in peaks else ""
+        report.row(name, f"{small.stages[name]:.1f}", f"{seconds:.1f}", *hours, peak)
 
-        if name in peaks:
-            peak = f"{peaks[name]:.1f}"
-        else:
-            peak = ""
-
-        report.row(name, f"{small.stages[name]:.1f}", f"{seconds:.1f}", *model_cells, peak)
-
-    report.row(
-        "in all",
-        f"{small.seconds:.1f}",
-        f"{large.seconds:.1f}",
-        f"{sum(one.values()):.1f}",
-        f"{sum(eight.values()):.1f}",
-        "",
-    )
+    totals = (small.seconds, large.seconds, sum(one.values()), sum(eight.values()))
+    report.row("in all", *(f"{total:.1f}" for total in totals), "")
     report.figures = {
         "seconds_1m_over_100k": large.seconds / small.seconds,
         "seconds_1m": large.seconds,
@@ -160,7 +137,7 @@ def main(arguments: Sequence[str] | None) -> None:
     }
     report.details = {"model": asdict(model), "seconds_per_sample": per_sample}
     report.note(
-        f"Of {sizes[1]:,} images: {large.num_files:,} files, at most {large.peak_gb:.2f} GB in a process. "
+        f"Of {more:,} images: {large.num_files:,} files, at most {large.peak_gb:.2f} GB in a process. "
         f"Shards of 15.6 KB per sample: {1e6 * per_sample['shards']:.0f} µs each."
     )
     report.note(

@@ -7,22 +7,19 @@ alternating order. Both write a checkpoint (118 MB) every 7.4 seconds; one publi
 
 ``publish_over_plain`` is the median over rounds of the time from the first step to the last. ``cpu_publish_over_plain``
 compares the processor time of the whole process, start included, which other processes disturb less. The store runs on
-the same cores, although a user's would not. ``publish_over_loaded`` compares with a training that does not publish
-while another process sends as many bytes to the store as often.
+the same cores, although a user's would not.
 
     python benchmarks/publishing.py --json benchmarks/results/publishing.json
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import resource
 import shutil
 import statistics
 import sys
 import tempfile
-import time
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,7 +29,6 @@ from common import LOGS_SAMPLES, MEMBER, REPOSITORY, Report, load, parse, parser
 from faults_island import Training
 from step_clock import Seconds, ratios
 
-from ddm_lightning.core import remote
 from ddm_lightning.islands.shared import publish_prepared
 from ddm_lightning.members.run import Run
 from ddm_lightning.prepare.stages import prepare
@@ -41,9 +37,8 @@ sys.path.append(str(REPOSITORY / "tests" / "shards"))
 import servers  # type: ignore[import-not-found]  # of the tests
 
 ROUNDS = 8
-ARMS = ("plain", "loaded", "publishing")
+ARMS = ("plain", "publishing")
 MINUTES = 0.1233
-CHECKPOINT_BYTES = 118_000_000
 _SETTINGS = (
     "expert.network.params={width: 256, depth: 6, num_heads: 4, patch_size: 2}",
     "island.accelerator=cpu",
@@ -76,12 +71,10 @@ def main(arguments: Sequence[str] | None) -> None:
                 rounds.append(times)
                 report.row(str(number), *(f"{times[arm].wall:.1f} ({times[arm].cpu:.1f})" for arm in ARMS))
 
-    for name, other, clock in (
-        ("publish_over_plain", "plain", "wall"),
-        ("publish_over_loaded", "loaded", "wall"),
-        ("cpu_publish_over_plain", "plain", "cpu"),
-    ):
-        found = ratios([times["publishing"] for times in rounds], [times[other] for times in rounds], clock)
+    plain = [times["plain"] for times in rounds]
+    publishing = [times["publishing"] for times in rounds]
+    for name, clock in (("publish_over_plain", "wall"), ("cpu_publish_over_plain", "cpu")):
+        found = ratios(publishing, plain, clock)
         report.figures |= {name: statistics.median(found), f"{name}_low": min(found), f"{name}_high": max(found)}
 
     report.note(", ".join(f"{name} {value:.3f}" for name, value in report.figures.items()))
@@ -92,37 +85,20 @@ def train(options: Namespace, folder: Path, url: str, arm: str) -> Seconds:
     """Train the expert once; its time from its first step to its last, and the processor time of the whole process."""
     home = folder / "home"
     place = folder / "run"
-    to = []
+    words = ["fit", "-c", options.config, *options.overrides, f"run_dir={place}", f"member={MEMBER}", LOGS_SAMPLES]
     if arm == "publishing":
         publish_prepared(Run(load(options, f"run_dir={home}", f"remote={url}")), lambda _done, _total: None)
-        to = [f"remote={url}"]
+        words.append(f"remote={url}")
 
-    words = ["fit", "-c", options.config, *options.overrides, f"run_dir={place}", f"member={MEMBER}", LOGS_SAMPLES, *to]
     shutil.copytree(home / "prepared", place / "prepared")
-    sender = multiprocessing.get_context("spawn").Process(target=send, args=(folder / "load", f"{url}/load"))
-    if arm == "loaded":
-        sender.start()
-
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     training = Training(words, folder / "steps", (), {"OMP_NUM_THREADS": "1"})
     training.process.ended()
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    if arm == "loaded":
-        sender.kill()
-        sender.join()
-
     times = [began for _, began in training.steps()]
     shutil.rmtree(place)
     training.log.unlink()
     return Seconds(times[-1] - times[0], sum(after[:2]) - sum(before[:2]))
-
-
-def send(path: Path, url: str) -> None:
-    """Send a checkpoint's bytes to the store as often as a training does, until this process is killed."""
-    path.write_bytes(os.urandom(CHECKPOINT_BYTES))
-    while True:
-        time.sleep(60 * MINUTES)
-        remote.put(path, url)
 
 
 if __name__ == "__main__":

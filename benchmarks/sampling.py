@@ -35,43 +35,35 @@ from ddm_lightning.shards.manifest import DataSizes
 SIZES = tuple(f"expert.network.params.{size}" for size in ("width=256", "depth=8", "num_heads=4"))
 BATCH_SIZE = 64
 NUM_STEPS = 2
-ROUNDS = 7
-QUICK_ROUNDS = 2
-# Figure: (way, the way it is compared with, how often that one runs; 0 for once per expert).
+ROUNDS = (7, 2)
+"""In all, and with ``--quick``."""
 ONE_THREAD = ", one thread"
 RATIOS = {
-    "top1_over_monolith": ("top-1", "monolith", 1),
-    "top1_over_monolith_one_thread": (f"top-1{ONE_THREAD}", f"monolith{ONE_THREAD}", 1),
-    "top1_compiled_over_monolith_compiled": ("top-1, compiled", "monolith, compiled", 1),
-    "full_over_k_monoliths": ("full", "monolith", 0),
-    "residency_over_resident": ("full, two experts at a time", "full", 1),
-    "ours_over_paper_loop": ("top-1", "top-1, plain loop", 1),
+    "top1_over_monolith": ("top-1", "monolith"),
+    "top1_over_monolith_one_thread": (f"top-1{ONE_THREAD}", f"monolith{ONE_THREAD}"),
+    "full_over_k_monoliths": ("full", "monolith"),
+    "residency_over_resident": ("full, two experts at a time", "full"),
+    "ours_over_paper_loop": ("top-1", "top-1, plain loop"),
 }
-BARS = {"top1_over_monolith": 1.10, "full_over_k_monoliths": 1.05, "residency_over_resident": 1.25}
+"""Figure: two ways that are compared."""
 
 
 def main(arguments: Sequence[str] | None) -> None:
     """Run the benchmark."""
     options = parse(parser(__doc__ or "", config="experiments/mix_8x.yaml", device=True), arguments)
     use_all_threads()
+    experiment = load(options, *([] if options.overrides else SIZES))
+    device = device_of(options)
+    num_rounds = ROUNDS[options.quick]
     with tempfile.TemporaryDirectory() as folder:
-        experiment = load(options, *([] if options.overrides else SIZES))
-        device = device_of(options)
         ways = ways_of(experiment, device, Path(folder))
-        if options.quick:
-            rounds = QUICK_ROUNDS
-        else:
-            rounds = ROUNDS
-
-        times = measure(ways, device, rounds)
+        times = measure(ways, device, num_rounds)
         if device.type == "cpu":
             torch.set_num_threads(1)
-            first = {name: ways[name] for name in ("monolith", "top-1")}
-            times |= {f"{name}{ONE_THREAD}": found for name, found in measure(first, device, rounds).items()}
+            ways = {f"{name}{ONE_THREAD}": ways[name] for name in ("monolith", "top-1")}
+            times |= measure(ways, device, num_rounds)
 
-        report = report_of(times, experiment)
-
-    report.finish(options.json)
+    report_of(times, experiment).finish(options.json)
 
 
 class EvenRouter(nn.Module):
@@ -110,30 +102,17 @@ def ways_of(experiment: Experiment, device: torch.device, folder: Path) -> dict[
 
     priors = [1 / num_clusters] * num_clusters
     ensemble = Ensemble(experts, router, priors)
-    compiled = Ensemble(deepcopy(experts), deepcopy(router), priors)
-    compiled_monolith = Ensemble(deepcopy(experts[:1]), None, [1.0])
     in_turns = Ensemble(ResidentExperts(hosts, device, 2), router, priors)
 
-    def way(ensemble: Ensemble, strategy: str, *, compiled: bool = False) -> Callable[[], object]:
-        settings = SampleConfig(strategy=strategy, solver="euler", num_steps=NUM_STEPS, compile=compiled)
-        return partial(
-            sample,
-            ensemble,
-            None,
-            BATCH_SIZE,
-            sizes.x_shape,
-            settings,
-            shift=1.0,
-            seed=0,
-            batch_size=BATCH_SIZE,
-        )
+    def way(ensemble: Ensemble, strategy: str) -> Callable[[], object]:
+        settings = SampleConfig(strategy=strategy, solver="euler", num_steps=NUM_STEPS)
+        sizes_of_batch = (BATCH_SIZE, sizes.x_shape, settings)
+        return partial(sample, ensemble, None, *sizes_of_batch, shift=1.0, seed=0, batch_size=BATCH_SIZE)
 
     return {
         "monolith": way(Ensemble(experts[:1], None, [1.0]), "full"),
         "top-1": way(ensemble, "top-1"),
         "top-1, plain loop": partial(plain_loop, experts, router, sizes.x_shape, device),
-        "monolith, compiled": way(compiled_monolith, "full", compiled=True),
-        "top-1, compiled": way(compiled, "top-1", compiled=True),
         "full": way(ensemble, "full"),
         "full, two experts at a time": way(in_turns, "full"),
     }
@@ -181,18 +160,14 @@ def report_of(times: Mapping[str, list[Seconds]], experiment: Experiment) -> Rep
     for name, turns in times.items():
         report.row(name, f"{median(turns):.2f}", f"{ratio(turns, times['monolith']):.2f}")
 
-    for figure, (way, other, factor) in RATIOS.items():
-        if way not in times:
-            continue
+    for figure, (way, other) in RATIOS.items():
+        if way in times:
+            value = ratio(times[way], times[other])
+            if figure == "full_over_k_monoliths":
+                value /= num_clusters
 
-        value = ratio(times[way], times[other]) / (factor or num_clusters)
-        report.figures[figure] = value
-        if figure in BARS:
-            bar = f" (bar {BARS[figure]:.2f})"
-        else:
-            bar = ""
-
-        report.note(f"{figure}: {value:.3f}{bar}")
+            report.figures[figure] = value
+            report.note(f"{figure}: {value:.3f}")
 
     report.figures |= {"batch_size": BATCH_SIZE, "num_clusters": num_clusters}
     return report

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from common import REPOSITORY, Report, parse, parser, run
+from common import REPOSITORY, Report, call, load, parse, parser, run, use_all_threads
 from flop_sampling import Method, Settings, Task, sample_all
 from flop_scores import OTHER, PLAIN, Judge, ratio
-from split import trained
 
-from ddm_lightning.evaluation.metrics.features import kernel_distance
+from ddm_lightning.members.run import Run
 
 SOLVERS = ("euler", "dpm++2m")
 """The first one is compared with."""
@@ -24,34 +23,33 @@ def main(arguments: Sequence[str] | None) -> None:
     cli = parser(__doc__ or "", config=str(REPOSITORY / "experiments" / "mix_4x.yaml"))
     cli.add_argument("--num", type=int, default=1000, help="images of each way (1000)")
     options = parse(cli, arguments)
-    trained_run, _ = trained(options)
-    experiment = trained_run.experiment
-    folder = trained_run.folder.root / "benchmarks"
-    networks = [experiment.prepare.features, OTHER]
-    judge = Judge(trained_run, [*networks, PLAIN], folder / "features")
-    settings = Settings(100 if options.quick else options.num, experiment.sample.num_steps, 1.0, experiment.seed)
-    headings = ["strategy, solver", *(f"KID, {network.name}" for network in networks), "error of shares"]
+    call("fit", options)
+    use_all_threads()
+    trained = Run(load(options))
+    experiment = trained.experiment
+    folder = trained.folder.root / "benchmarks"
+    names = [experiment.prepare.features.name, OTHER.name]
+    judge = Judge(trained, [experiment.prepare.features, OTHER, PLAIN], folder / "features")
+    num = 100 if options.quick else options.num
+    settings = Settings(num, experiment.sample.num_steps, 1.0, experiment.seed)
+    headings = ["strategy, solver", *(f"KID, {name}" for name in names), "error of shares"]
     report = Report(f"Solvers, {settings.num_steps} steps", headings)
     for strategy in STRATEGIES:
         methods = [Method(solver, strategy, solver) for solver in SOLVERS]
-        tasks = []
-        for method in methods:
-            tasks.append(Task(method, trained_run.folder.root, trained_run, settings, folder / "solvers"))
-
-        scores = [judge.features(found.images) for found in sample_all(tasks, 2)]
-        for solver, features in zip(SOLVERS, scores, strict=True):
-            name = f"{strategy}_{solver}"
+        tasks = [Task(method, trained.folder.root, trained, settings, folder / "solvers") for method in methods]
+        features = [judge.features(found.images) for found in sample_all(tasks, 2)]
+        distances = [judge.distances(found) for found in features]
+        for solver, found, kids in zip(SOLVERS, features, distances, strict=True):
+            key = f"{strategy}_{solver}"
             cells = []
-            for network in networks:
-                kid, base = (
-                    kernel_distance(one[network.name], judge.real[network.name]) for one in (features, scores[0])
-                )
-                over = ratio([kid], [base])
-                report.figures[f"kid_{name}_{network.name}"] = kid.value
-                report.figures |= over.figures(f"kid_over_euler_{name}_{network.name}")
-                cells.append(f"{kid.value:.3f}: {over.value:.3f} [{over.low:.3f}, {over.high:.3f}]")
+            for name in names:
+                over = ratio([kids[name]], [distances[0][name]])
+                report.figures[f"kid_{key}_{name}"] = kids[name].value
+                report.figures |= over.figures(f"kid_over_euler_{key}_{name}")
+                cells.append(f"{kids[name].value:.3f}: {over}")
 
-            report.figures[f"shares_tv_{name}"] = error = judge.variation(features[PLAIN.name])
+            error = judge.variation(found[PLAIN.name])
+            report.figures[f"shares_tv_{key}"] = error
             report.row(f"{strategy}, {solver}", *cells, f"{error:.3f}")
 
     report.note("KID to held-out images, and its ratio to that of `euler` with a 95 % interval over images alone.")

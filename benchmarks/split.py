@@ -1,20 +1,15 @@
-"""A trained ensemble, and all training or held-out samples of a run, in memory and in the source's order."""
+"""All training or held-out samples of a run, in memory and in the source's order."""
 
 from __future__ import annotations
 
-from argparse import Namespace
 from dataclasses import dataclass
 
 import numpy as np
-from common import call, load, use_all_threads
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from ddm_lightning.core.registry import IMAGE_ENCODERS
 from ddm_lightning.encoders.interfaces import ImageEncoder, StoredForm
-from ddm_lightning.ensemble.load import load_ensemble
-from ddm_lightning.ensemble.manifest import read_ensemble
-from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.evaluation.image_sets import open_side
 from ddm_lightning.members.run import Run
 
@@ -34,14 +29,6 @@ class Split:
 
     def __len__(self) -> int:
         return len(self.x_0)
-
-
-def trained(options: Namespace, *overrides: str) -> tuple[Run, Ensemble]:
-    """Train what is missing of an experiment's ensemble and load it; from then on all cores compute."""
-    call("fit", options, *overrides)
-    use_all_threads()
-    run = Run(load(options, *overrides))
-    return run, load_ensemble(read_ensemble(run.folder.ensemble))
 
 
 def encoder_of(run: Run) -> ImageEncoder:

@@ -20,8 +20,8 @@ from ddm_lightning.core.errors import UserError
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.members.status import MemberStatus
 
-ROUNDS = 5
-QUICK_ROUNDS = 1
+ROUNDS = (5, 1)
+"""In all, and with ``--quick``."""
 _MOST_SECONDS = 300.0
 _WAIT_SECONDS = 0.01
 
@@ -29,30 +29,30 @@ _WAIT_SECONDS = 0.01
 def main(arguments: Sequence[str] | None) -> None:
     """Run the benchmark."""
     options = parse(parser(__doc__ or "", fixed=True), arguments)
-    rounds: list[list[Seconds]] = []
+    fresh: list[Seconds] = []
+    elsewhere: list[Seconds] = []
     with tempfile.TemporaryDirectory(prefix="start-") as folder:
         home = Path(folder) / "home"
         store = Path(folder) / "store"
         call("prepare", options, f"run_dir={home}", f"remote={store}")
-        for number in range(QUICK_ROUNDS if options.quick else ROUNDS):
-            places = [Path(folder) / f"{name}-{number}" for name in ("first", "elsewhere")]
-            for place in places:
-                shutil.copytree(home / "prepared", place / "prepared")
-
+        for number in range(ROUNDS[options.quick]):
             shutil.rmtree(store / "members", ignore_errors=True)
-            rounds.append([first_step(options, place, store) for place in places])
+            for name, times in (("first", fresh), ("elsewhere", elsewhere)):
+                place = Path(folder) / f"{name}-{number}"
+                shutil.copytree(home / "prepared", place / "prepared")
+                times.append(first_step(options, place, store))
 
-    report = Report(
-        f"Start of a member of {Path(options.config).name}", ["start", "seconds", "CPU seconds", "lowest, highest"]
-    )
-    for name, label, starts in zip(
-        ("fresh", "elsewhere"), ("from nothing", "elsewhere, after a kill"), zip(*rounds, strict=True), strict=True
+    title = f"Start of a member of {Path(options.config).name}"
+    report = Report(title, ["start", "seconds", "CPU seconds", "lowest, highest"])
+    for name, label, times in (
+        ("fresh", "from nothing", fresh),
+        ("elsewhere", "elsewhere, after a kill", elsewhere),
     ):
-        seconds = median(starts)
-        cpu = median(starts, "cpu")
+        seconds = median(times)
+        cpu = median(times, "cpu")
+        all_cpu = [one.cpu for one in times]
         report.figures |= {f"seconds_{name}": seconds, f"cpu_seconds_{name}": cpu}
-        spread = f"{min(one.cpu for one in starts):.2f}, {max(one.cpu for one in starts):.2f}"
-        report.row(label, f"{seconds:.2f}", f"{cpu:.2f}", spread)
+        report.row(label, f"{seconds:.2f}", f"{cpu:.2f}", f"{min(all_cpu):.2f}, {max(all_cpu):.2f}")
 
     report.note("Medians. Other processes on the machine lengthen the seconds, and hardly the CPU seconds.")
     report.finish(options.json)
@@ -67,15 +67,25 @@ def first_step(options: Namespace, place: Path, store: Path) -> Seconds:
         UserError: it took no step.
     """
     began = time.monotonic()
-    quick = ("island.log_every_n_steps=1", "island.checkpoint_every_n_steps=1", "island.publish_every_n_minutes=0.001")
-    where = (f"run_dir={place}", f"remote={store}", "expert.train.max_steps=1000000", f"member={MEMBER}")
-    member = start("fit", options, *where, *quick)
+    member = start(
+        "fit",
+        options,
+        f"run_dir={place}",
+        f"remote={store}",
+        f"member={MEMBER}",
+        "expert.train.max_steps=1000000",
+        "island.log_every_n_steps=1",
+        "island.checkpoint_every_n_steps=1",
+        "island.publish_every_n_minutes=0.001",
+    )
+    folder = RunFolder(place).member(MEMBER)
     found = None
     try:
-        while found is None or not [*store.glob("members/*/checkpoints/*/files.json")]:
+        while found is None or not any(store.glob("members/*/checkpoints/*/files.json")):
             if member.poll() is not None or time.monotonic() > began + _MOST_SECONDS:
                 raise UserError(f"the member took no step: {member.output()}")
-            if found is None and MemberStatus.read(RunFolder(place).member(MEMBER), MEMBER, 0).samples_per_second:
+
+            if found is None and MemberStatus.read(folder, MEMBER, 0).samples_per_second:
                 found = Seconds(time.monotonic() - began, cpu_seconds(member.pid))
 
             time.sleep(_WAIT_SECONDS)

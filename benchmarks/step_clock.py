@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 
@@ -32,15 +33,10 @@ def since(start: Seconds, device: torch.device) -> Seconds:
     return Seconds(end.wall - start.wall, end.cpu - start.cpu)
 
 
-def total(turns: Sequence[Seconds], num: int = 1) -> Seconds:
-    """Sum of ``turns``, divided by ``num``."""
-    return Seconds(sum(turn.wall for turn in turns) / num, sum(turn.cpu for turn in turns) / num)
-
-
 def grouped(turns: Sequence[Seconds], turns_per_group: int, steps_per_group: int) -> list[Seconds]:
-    """Seconds per step of each complete group of turns."""
-    starts = range(0, len(turns) - turns_per_group + 1, turns_per_group)
-    return [total(turns[start : start + turns_per_group], steps_per_group) for start in starts]
+    """Seconds per step of each group of turns."""
+    sums = np.reshape(turns, (-1, turns_per_group, 2)).sum(1) / steps_per_group
+    return [Seconds(*group) for group in sums.tolist()]
 
 
 def ratio(ours: Sequence[Seconds], theirs: Sequence[Seconds], kind: str = "wall") -> float:

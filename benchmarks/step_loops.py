@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import lightning as L
 import torch
+from common import MEMBER
 from step_clock import Seconds, now, since
 from torch import Tensor, nn
 from torch.nn import functional
@@ -32,7 +33,6 @@ from ddm_lightning.training.objective import build_objective
 from ddm_lightning.training.optimizer import build_optimizer, build_schedule
 from ddm_lightning.training.parallel import choose_strategy
 
-MEMBER = "expert-0"
 Batch = dict[str, Tensor]
 
 
@@ -53,7 +53,6 @@ class BareLoop:
         self.timesteps = member.timesteps
         self.seed = experiment.seed
         self.dropout = experiment.condition.dropout
-        self.kind = experiment.condition.kind
         self.half = experiment.island.precision == "bf16-mixed"
         self.device = device
         self.batches = batches
@@ -81,14 +80,10 @@ class BareLoop:
                 num, config.density, config.mean, config.std, config.shift, generator=generator, device=self.device
             )
             noise = torch.randn(x_0.shape, generator=generator, device=self.device)
-            condition = None
-            if self.kind != "none":
-                values = batch["text" if self.kind == "text" else "label"].to(self.device, non_blocking=True)
-                dropped = torch.rand(num, generator=generator, device=self.device) < self.dropout
-                condition = Condition(values, ~dropped)
-
+            texts = batch["text"].to(self.device, non_blocking=True)
+            dropped = torch.rand(num, generator=generator, device=self.device) < self.dropout
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.half):
-                predicted = self.network(interpolate(x_0, noise, t), t, condition)
+                predicted = self.network(interpolate(x_0, noise, t), t, Condition(texts, ~dropped))
                 loss = functional.mse_loss(predicted.float(), noise - x_0)
 
             self.optimizer.zero_grad()
@@ -101,10 +96,10 @@ class BareLoop:
 
     def _clip(self) -> None:
         """Clip within the fused step, as ours: ``clip_grad_norm_`` rounds otherwise and takes another pass."""
-        if (limit := self.train.gradient_clip_norm) is not None:
-            norm = nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
-            scale = ((norm + 1e-6) / limit).clamp(min=1)
-            self.optimizer.grad_scale = scale  # type: ignore[attr-defined]  # fused optimizers read it
+        norm = nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+        limit = self.train.gradient_clip_norm or float("inf")
+        scale = ((norm + 1e-6) / limit).clamp(min=1)
+        self.optimizer.grad_scale = scale  # type: ignore[attr-defined]  # fused optimizers read it
 
     @torch.no_grad()
     def _average(self) -> None:
@@ -115,18 +110,6 @@ class BareLoop:
         torch._foreach_lerp_(self.averages, self.parameters, 1.0 - decay)
 
 
-@dataclass
-class Turns:
-    """Times of turns with equally many steps."""
-
-    steps: int
-    """Steps per turn."""
-    ours: list[Seconds] = field(default_factory=list)
-    """Time of each turn of the Trainer."""
-    bare: list[Seconds] = field(default_factory=list)
-    """Time of each turn of the bare loop."""
-
-
 class TakeTurns(L.Callback):
     """Stops the Trainer's clock every ``steps`` steps while the bare loop takes equally many.
 
@@ -134,18 +117,24 @@ class TakeTurns(L.Callback):
     between steps.
     """
 
-    def __init__(self, bare: BareLoop, steps: int) -> None:
-        self.bare = bare
-        self.turns = Turns(steps)
-        self._start: Seconds | None = None
+    def __init__(self, loop: BareLoop, steps: int) -> None:
+        self.loop = loop
+        self.steps = steps
+        self.ours: list[Seconds] = []
+        """Time of each turn of the Trainer."""
+        self.bare: list[Seconds] = []
+        """Time of each turn of the bare loop."""
+        self._start = now()
 
     def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
         """Let the bare loop take its turn when it is due."""
-        if trainer.global_step % self.turns.steps == 0:
-            self._end_of_turn()
+        if trainer.global_step % self.steps == 0:
+            if trainer.global_step > 0:
+                self._end_of_turn()
+
             start = now()
-            self.bare.take(self.turns.steps)
-            self.turns.bare.append(since(start, self.bare.device))
+            self.loop.take(self.steps)
+            self.bare.append(since(start, self.loop.device))
             self._start = now()
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
@@ -154,32 +143,21 @@ class TakeTurns(L.Callback):
             self._end_of_turn()
 
     def _end_of_turn(self) -> None:
-        if self._start is not None:
-            self.turns.ours.append(since(self._start, self.bare.device))
-
-
-class AfterStep(L.Callback):
-    """Calls ``action`` after one step, before a checkpoint of it is saved; put it first."""
-
-    def __init__(self, step: int, action: Callable[[], None]) -> None:
-        self.step = step
-        self.action = action
-
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        """Call it when it is due."""
-        if trainer.global_step == self.step:
-            self.action()
+        self.ours.append(since(self._start, self.loop.device))
 
 
 @dataclass(frozen=True)
 class Trained:
     """Times and final weights of both loops."""
 
-    turns: Turns
-    weights: tuple[dict[str, Tensor], dict[str, Tensor]]
-    """Weights of our loop, then of the bare one."""
-    averages: tuple[list[Tensor], list[Tensor]]
-    """Averages of the weights, in the order of the parameters."""
+    ours: list[Seconds]
+    """Time of each turn of the Trainer."""
+    bare: list[Seconds]
+    """Time of each turn of the bare loop."""
+    our_weights: list[Tensor]
+    """Weights of our loop, then their averages."""
+    bare_weights: list[Tensor]
+    """Those of the bare loop, in the same order."""
 
 
 def our_trainer(experiment: Experiment, name: str = MEMBER) -> tuple[L.Trainer, MemberModule, ClusterDataModule]:
@@ -203,15 +181,14 @@ def train(experiment: Experiment, steps: int) -> Trained:
     data.prepare_data()
     loader = data.train_dataloader()
     batches = itertools.chain.from_iterable(iter(loader) for _ in itertools.count())
-    bare = BareLoop(run, batches, device)
-    turns = TakeTurns(bare, steps)
+    loop = BareLoop(run, batches, device)
+    turns = TakeTurns(loop, steps)
     # Just before the callback that saves after the last step, so that saving is not part of the last turn.
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning's list
-    callbacks.insert(next(at for at, one in enumerate(callbacks) if isinstance(one, RollingCheckpoints)), turns)
+    kinds = [type(callback) for callback in callbacks]
+    callbacks.insert(kinds.index(RollingCheckpoints), turns)
     trainer.fit(module, datamodule=data_of_ours)
+    parameters = list(module.network.parameters())
     state = trainer.optimizers[0].state
-    return Trained(
-        turns.turns,
-        (module.network.state_dict(), bare.network.state_dict()),
-        ([state[parameter]["ema"] for parameter in module.network.parameters()], bare.averages),
-    )
+    averages = [state[parameter]["ema"] for parameter in parameters]
+    return Trained(turns.ours, turns.bare, [*parameters, *averages], [*loop.parameters, *loop.averages])

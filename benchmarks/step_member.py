@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable
-
 import torch
-from step_memory import peak_bytes
-from step_networks import Timed, forget_compiled
+from step_networks import Timed, forget_compiled, random_batch
 from torch import Tensor
 from torch.nn import functional
 
@@ -42,41 +38,36 @@ class TrainingStep(Timed):
 
     def __init__(self, member: str, experiment: Experiment, sizes: DataSizes, device: torch.device) -> None:
         island = experiment.island
-        self.train = experiment.expert.train
-        self.device = device
         if island.precision not in PRECISIONS:
             raise UserError(
                 f"key 'island.precision' = {island.precision!r}: steps are timed in {' and '.join(PRECISIONS)}; set one"
             )
 
-        self.half = island.precision == "bf16-mixed"
-        self.compiled = island.compile
-        resolved = self.member = Member.resolve(member, experiment, sizes)
         self.island = island
+        self.device = device
+        self.train = experiment.expert.train
+        self.half = island.precision == "bf16-mixed"
+        self.member = Member.resolve(member, experiment, sizes)
         with device:  # faster than on the host for billions of weights
-            self.network = resolved.build_network()
+            self.network = self.member.build_network()
 
-        cost = step_cost(resolved, island, self.network)
-        self.model_flops = cost.flops
-        self.flops = cost.flops + cost.recomputed_flops
+        self.cost = step_cost(self.member, island, self.network)
         if island.activation_checkpointing:
             checkpoint_blocks(self.network)
 
-        self.network.to(device)
         set_attention(self.network, island.attention)
         if island.compile:
+            forget_compiled()
             compile_blocks(self.network)
 
         self.parameters = list(self.network.parameters())
         self.optimizer = build_optimizer(self.network, self.train)
         track_ema(self.optimizer, self.train.ema_decay, self.train.ema_widths)
-        num = resolved.batch_size
+        num = self.member.batch_size
         part = island.micro_batch_size or num
         self.parts = [slice(start, start + part) for start in range(0, num, part)]
-        generator = torch.Generator().manual_seed(0)
-        self.x_t, self.target = (torch.randn(num, *sizes.x_shape, generator=generator).to(device) for _ in range(2))
-        self.t = torch.rand(num, generator=generator).to(device)
-        self.condition = _random_condition(resolved.condition, num, generator, device)
+        self.x_t, self.target, self.t = random_batch(num, sizes.x_shape, device)
+        self.condition = _random_condition(self.member.condition, num, device)
 
     @property
     def num_parameters(self) -> int:
@@ -85,7 +76,7 @@ class TrainingStep(Timed):
 
     def loss(self, rows: slice) -> Tensor:
         """Contribution of one micro batch to the mean loss of the batch."""
-        condition = None if self.condition is None else self.condition.rows(rows)
+        condition = self.condition and self.condition.rows(rows)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.half):
             predicted = self.network(self.x_t[rows], self.t[rows], condition)
             return functional.mse_loss(predicted.float(), self.target[rows], reduction="sum") / self.target.numel()
@@ -102,29 +93,14 @@ class TrainingStep(Timed):
         self.optimizer.step()
 
 
-def _random_condition(
-    spec: ConditionSpec, num: int, generator: torch.Generator, device: torch.device
-) -> Condition | None:
+def _random_condition(spec: ConditionSpec, num: int, device: torch.device) -> Condition | None:
     if spec.kind == "none":
         return None
 
+    generator = torch.Generator().manual_seed(1)
     if spec.kind == "class":
         values = torch.randint(spec.size, (num,), generator=generator)
     else:
         values = torch.randn(num, *spec.row_shape, generator=generator)
 
     return Condition.of(values.to(device))
-
-
-def measured(make: Callable[[], TrainingStep]) -> tuple[TrainingStep, int | None]:
-    """Make a step and measure its peak bytes on a GPU; None on a CPU, where that takes a profiler."""
-    gc.collect()  # remove the remains of earlier steps
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
-
-    step = make()
-    if step.compiled:
-        forget_compiled()
-
-    step.take()  # creates moments and averages
-    return step, peak_bytes(step) if step.device.type == "cuda" else None

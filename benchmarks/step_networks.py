@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-from step_clock import Seconds, now, since, total
+from step_clock import Seconds, now, since
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
@@ -149,7 +149,8 @@ class Timed(ABC):
         for _ in range(num_steps):
             self.take()
 
-        return total([since(start, self.device)], num_steps)
+        passed = since(start, self.device)
+        return Seconds(passed.wall / num_steps, passed.cpu / num_steps)
 
 
 class Step(Timed):
@@ -173,11 +174,8 @@ class Step(Timed):
             compile_blocks(self.network)
 
         self.optimizer = build_optimizer(self.network, TrainConfig(1, sizes.batch_size))
-        generator = torch.Generator().manual_seed(0)
-        shape = (sizes.batch_size, *sizes.x_shape)
-        self.x_t, self.target = (torch.randn(shape, generator=generator).to(device) for _ in range(2))
-        self.t = torch.rand(sizes.batch_size, generator=generator).to(device)
-        self.classes = torch.randint(NUM_CLASSES, (sizes.batch_size,), generator=generator).to(device)
+        self.x_t, self.target, self.t = random_batch(sizes.batch_size, sizes.x_shape, device)
+        self.classes = torch.arange(sizes.batch_size, device=device) % NUM_CLASSES
 
     def loss(self) -> Tensor:
         """Compute the loss of the batch."""
@@ -192,6 +190,15 @@ class Step(Timed):
         self.optimizer.step()
 
 
+def random_batch(num: int, x_shape: tuple[int, int, int], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Noisy samples, targets and times, the same in each process."""
+    generator = torch.Generator().manual_seed(0)
+    x_t = torch.randn(num, *x_shape, generator=generator)
+    target = torch.randn(num, *x_shape, generator=generator)
+    t = torch.rand(num, generator=generator)
+    return x_t.to(device), target.to(device), t.to(device)
+
+
 def in_turn(steps: Mapping[str, Timed], num_rounds: int, steps_per_turn: int) -> dict[str, list[Seconds]]:
     """Measure seconds per step of each side, one value per round; every other round runs in reverse order.
 
@@ -202,7 +209,7 @@ def in_turn(steps: Mapping[str, Timed], num_rounds: int, steps_per_turn: int) ->
 
     found: dict[str, list[Seconds]] = {name: [] for name in steps}
     for number in range(num_rounds):
-        for name in list(steps)[:: 1 if number % 2 == 0 else -1]:
+        for name in sorted(steps, reverse=number % 2 == 1):
             found[name].append(steps[name].seconds(steps_per_turn))
 
     return found
