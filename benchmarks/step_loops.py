@@ -27,6 +27,7 @@ from ddm_lightning.networks.attention import set_attention
 from ddm_lightning.networks.blocks import compile_blocks
 from ddm_lightning.shards.datamodule import ClusterDataModule
 from ddm_lightning.training.callbacks import RollingCheckpoints
+from ddm_lightning.training.checkpoint import origin_of
 from ddm_lightning.training.fit import build_data, build_trainer
 from ddm_lightning.training.module import MemberModule
 from ddm_lightning.training.objective import build_objective
@@ -168,7 +169,8 @@ def our_trainer(experiment: Experiment, name: str = MEMBER) -> tuple[L.Trainer, 
     folder.mkdir(parents=True, exist_ok=True)
     module = MemberModule(build_objective(member, run), experiment.island)
     strategy, _ = choose_strategy(experiment.island, sum(p.numel() for p in module.parameters()))
-    trainer, _ = build_trainer(member, run, MemberStatus(name, member.train.max_steps), strategy)
+    status = MemberStatus(name, member.train.max_steps)
+    trainer, _ = build_trainer(member, run, status, strategy, origin_of(member, experiment))
     return trainer, module, build_data(member, run)
 
 

@@ -171,7 +171,7 @@ def _fit_one(member: str, experiment: Experiment, options: argparse.Namespace) -
     if not run.folder.experiment.exists():
         _networks_check(experiment, options)(manifest)
 
-    state = fit_alone(member, run)
+    state = fit_alone(run.member(member), run)
     if state == "done":
         print_skipped([member], run, options)
         print(f"artifact: {run.folder.artifact(member)}\ncurves: tensorboard --logdir {run.folder.root}")
@@ -200,7 +200,7 @@ def _fit_several(members: list[str], experiment: Experiment, options: argparse.N
         _prepared(experiment, options)
 
     run = Run.open(experiment, create=True)
-    refuse_stale(members, run)
+    refuse_stale([run.member(member) for member in members], run)
     failures = fit_members(members, run, options.jobs or default_jobs(members, experiment), console)
     console.print(table_of(run, Watch(run).look(), console.width))
     print_skipped(members, run, options)

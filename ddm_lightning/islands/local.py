@@ -28,6 +28,7 @@ from ddm_lightning.core.processes import FITTED_BY, STARTED, STOPPED, end_import
 from ddm_lightning.islands.publish import published
 from ddm_lightning.islands.slots import LEAVING_SECONDS, Slot, seconds_left
 from ddm_lightning.members.cost import relative_cost
+from ddm_lightning.members.member import Member
 from ddm_lightning.members.preflight import refuse_stale
 from ddm_lightning.members.run import Run
 from ddm_lightning.training import ranks
@@ -106,7 +107,7 @@ def gpus_of_slot(slot: int, devices: int, visible: str | None, count: int) -> st
     return ",".join(names[first : first + devices])
 
 
-def fit_alone(member: str, run: Run) -> str:
+def fit_alone(member: Member, run: Run) -> str:
     """Train one member in this process or, on several devices, by a process for each, and publish it.
 
     Returns:
@@ -116,17 +117,17 @@ def fit_alone(member: str, run: Run) -> str:
         UserError: the member cannot be trained, its artifact is another experiment's, or torchrun started another
             number of ranks.
     """
-    ranks.check_ranks(run.experiment.island)
-    with run.claimed_for(member), Slot(member, run) as slot, published(member, run) as slot.publisher:
+    island = run.experiment.island
+    ranks.check_ranks(island)
+    with run.claimed(), Slot(member, run) as slot, published(member.name, run) as slot.publisher:
         slot.begin()
         refuse_stale([member], run)
-        island = run.experiment.island
         # Other nodes may not have the artifact, and wait.
-        is_needed = island.nodes > 1 or not run.is_finished(member)
+        is_needed = island.nodes > 1 or not run.is_finished(member.name)
         if island.num_ranks > 1 and is_needed and not ranks.is_rank():
             end_imports()
-            if (initial := run.initial(run.member(member))) is not None:
-                initial.path  # noqa: B018 (fetched once, and not by every rank)
+            if member.initial is not None:
+                member.initial.path  # noqa: B018 (fetched once, and not by every rank)
             if ranks.fit_on_ranks(run) == "done":
                 return "told"
 

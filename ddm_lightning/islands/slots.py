@@ -22,6 +22,7 @@ from ddm_lightning.core.environment import place_of
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.processes import STARTED, STOPPED
 from ddm_lightning.islands.publish import Publisher
+from ddm_lightning.members.member import Member
 from ddm_lightning.members.run import Run
 from ddm_lightning.training import ranks
 from ddm_lightning.training.checkpoint import newest_checkpoint
@@ -76,18 +77,19 @@ class Slot:
     """Stops the training of a ``with`` block in time for it to end within the island's slot.
 
     Args:
-        name: the member.
+        member: the member.
         run: its run.
     """
 
     publisher: Publisher | None = None
     """Publishes the training, if the run has a URL."""
 
-    def __init__(self, name: str, run: Run) -> None:
-        self.name = name
+    def __init__(self, member: Member, run: Run) -> None:
+        self.member = member
+        self.name = member.name
         self.run = run
         self.island = run.experiment.island
-        self.folder = run.folder.member(name) / "checkpoints"
+        self.folder = run.folder.member(member.name) / "checkpoints"
         self._needed = LEAVING_SECONDS
         self._grace_end = 0.0
         """End of the time that a stop takes in any case; 0 before the process is told to stop."""
@@ -176,7 +178,7 @@ class Slot:
             steps = 1
 
         if speed:
-            step = self.run.member(self.name).batch_size / speed
+            step = self.member.batch_size / speed
         else:
             step = 0.0
 

@@ -238,7 +238,6 @@ def hand_over(
     prediction: str,
     status: MemberStatus,
     sign: Callable[[Path], None] | None = None,
-    init_sha256: str | None = None,
 ) -> None:
     """Write the artifact of a member after its last step.
 
@@ -250,7 +249,6 @@ def hand_over(
         prediction: prediction type of an expert's network.
         status: steps and figures of the training.
         sign: as in ``write_artifact``.
-        init_sha256: SHA-256 of the weights that it started from.
 
     Raises:
         UserError: a weight is not finite.
@@ -259,6 +257,10 @@ def hand_over(
         validated = {HELD_OUT_STEP: float(status.validated_step)}
     else:
         validated = {}
+
+    init_sha256 = None
+    if member.initial is not None:
+        init_sha256 = member.initial.sha256
 
     class_counts: list[int] = []
     if member.condition.kind == "class" and manifest.class_counts:

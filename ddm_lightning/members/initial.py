@@ -17,7 +17,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from ddm_lightning.config.experiment import InitConfig
+from ddm_lightning.config.experiment import InitConfig, PluginConfig
 from ddm_lightning.core import checks, remote
 from ddm_lightning.core.errors import DOWNLOADS, UserError, first_line, redacted
 from ddm_lightning.core.files import atomic_write_json, move_folder, read_json, sha256_file, sha256_json
@@ -53,14 +53,18 @@ class Initial:
         config: names them.
         folder: keeps them.
         url: the run's URL; None if there is none.
+
+    Raises:
+        UserError: the source has no description of its network, or another network's.
     """
 
     def __init__(self, member: Member, config: InitConfig, folder: RunFolder, url: str | None) -> None:
-        self.member = member
         self.config = config
         self.root = folder.initial
         self.source = redacted(config.source)
         """Where they come from, without a password."""
+        self.differing: list[str] = []
+        """Weights that start anew or were left out, and params of the network that differ, by ``fitting``."""
         self._url = url and f"{url}/{self.root.name}"
         if member.role.classifies:
             self._of_run = ROUTER
@@ -69,6 +73,8 @@ class Initial:
 
         self._remedy = f"remove {self.root} to fetch the weights again"
         self._record = self.root / f"{sha256_json([self.source, self._of_run])[:16]}.json"
+        self.member = replace(member, network=self._configured(member), initial=self)
+        """The member, with the params of the source's network if its own has none and can take them."""
 
     @cached_property
     def sha256(self) -> str:
@@ -101,18 +107,12 @@ class Initial:
 
         return path
 
-    def configured(self) -> Member:
-        """The member, with the params of the source's network if its own has none and can take them.
-
-        The weights are not fetched for it.
-
-        Raises:
-            UserError: the source has no description, or another network's.
-        """
-        network = self.member.network
-        params_of = None if self.member.role.classifies else getattr(EXPERTS.get(network.name), "params_of", None)
+    def _configured(self, member: Member) -> PluginConfig:
+        """The member's network with its params, for which the weights are not fetched."""
+        network = member.network
+        params_of = None if member.role.classifies else getattr(EXPERTS.get(network.name), "params_of", None)
         if network.params or params_of is None:
-            return self.member
+            return network
 
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch)
@@ -136,7 +136,7 @@ class Initial:
                 except (ValueError, AttributeError) as error:  # the latter for JSON of another form
                     raise self._error(f"{config_file.name}: {first_line(error)}; give another model") from None
 
-        return replace(self.member, network=replace(network, params=params))
+        return replace(network, params=params)
 
     @staticmethod
     def _described(folder: Path) -> tuple[Path, Path]:
@@ -150,20 +150,17 @@ class Initial:
 
         return self._record.exists()
 
-    def check(self, network: nn.Module) -> list[str]:
+    def check(self, network: nn.Module) -> None:
         """Compare the weights' description, names and shapes with a network, perhaps on the meta device.
 
         Weights that this call fetched and refuses are removed.
-
-        Returns:
-            What differs, as ``load`` does.
 
         Raises:
             UserError: as ``fitting``, but for the values.
         """
         is_new = not self.is_recorded()
         try:
-            return self.fitting(network, header_only=True)[1]
+            self.fitting(network, header_only=True)
         except UserError:
             if is_new and self._record.exists():
                 shutil.rmtree(self.root / self.sha256)
@@ -172,21 +169,16 @@ class Initial:
 
             raise
 
-    def load(self, network: nn.Module) -> list[str]:
+    def load(self, network: nn.Module) -> None:
         """Load the weights into a network.
-
-        Returns:
-            What differs: weights that start anew or were left out, and params of the network.
 
         Raises:
             UserError: as ``fitting``.
         """
-        fitting, notes = self.fitting(network)
-        network.load_state_dict(fitting, strict=False)
-        return notes
+        network.load_state_dict(self.fitting(network), strict=False)
 
-    def fitting(self, network: nn.Module, *, header_only: bool = False) -> tuple[dict[str, Tensor], list[str]]:
-        """Return the weights that fit a network, by their names in it, and what differs.
+    def fitting(self, network: nn.Module, *, header_only: bool = False) -> dict[str, Tensor]:
+        """Return the weights that fit a network, by their names in it, and note what is ``differing``.
 
         Args:
             network: perhaps on the meta device.
@@ -226,7 +218,8 @@ class Initial:
         for name, text in odd.items():
             fates.append(f"{text}: {'starts anew' if name in needs else 'left out'}")
 
-        return fitting, [*fates, *notes]
+        self.differing = [*fates, *notes]
+        return fitting
 
     def _check_description(self, prediction: str | None) -> list[str]:
         """Compare an artifact's description with the member's network, which has this prediction type.

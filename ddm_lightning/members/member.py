@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,9 @@ from ddm_lightning.flow.path import PATHS
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.networks.lora import adapt
 from ddm_lightning.shards.manifest import DataSizes, Manifest
+
+if TYPE_CHECKING:
+    from ddm_lightning.members.initial import Initial
 
 EXPERT, ROUTER, MONOLITH, STUDENT = ROLE_NAMES
 
@@ -269,6 +272,8 @@ class Member:
     """Adapters that it trains instead of all weights."""
     interval: tuple[float, float] = (0.0, 1.0)
     """Lowest and highest t that it trains on, in times of the linear path; only experts may have less than [0, 1]."""
+    initial: Initial | None = field(default=None, compare=False, repr=False)
+    """The weights that it starts from, set by ``Run.resolve``; None for random ones."""
 
     @classmethod
     def resolve(cls, name: str, experiment: Experiment, sizes: Manifest | DataSizes) -> Member:

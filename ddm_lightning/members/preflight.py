@@ -14,7 +14,7 @@ from ddm_lightning.config.validate import blamed
 from ddm_lightning.core import registry
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.members.artifact import described, read_meta
-from ddm_lightning.members.member import MONOLITH, ROUTER, ensemble_members
+from ddm_lightning.members.member import MONOLITH, ROUTER, Member, ensemble_members
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import MEMBER_FILE
 from ddm_lightning.networks.blocks import is_muon_matrix
@@ -112,9 +112,9 @@ def check_networks(
         with _blaming(key, source, overrides):
             network = member.plan_network()
 
-        if initial and (start := run.initial(member)) is not None:
+        if initial and member.initial is not None:
             with _blaming(f"{key.removesuffix('network')}init_from", source, overrides):
-                start.check(network)
+                member.initial.check(network)
 
         with _blaming(key, source, overrides):
             member.adapted(network)
@@ -180,7 +180,7 @@ def is_collected(members: Sequence[str], run: Run) -> bool:
     return True
 
 
-def refuse_stale(members: Sequence[str], run: Run) -> None:
+def refuse_stale(members: Sequence[Member], run: Run) -> None:
     """Check that the artifacts of finished members belong to the experiment of ``run``.
 
     One with fewer steps is allowed if its training can continue: with a constant schedule and a checkpoint.
@@ -188,9 +188,12 @@ def refuse_stale(members: Sequence[str], run: Run) -> None:
     Raises:
         UserError: an artifact is another member's or was trained with other settings.
     """
-    for name in filter(run.folder.has_artifact, members):
+    for member in members:
+        name = member.name
+        if not run.folder.has_artifact(name):
+            continue
+
         folder = run.folder.artifact(name)
-        member = run.member(name)
         meta = read_meta(folder)
         steps = member.train.max_steps
         has_checkpoint = any((run.folder.member(name) / "checkpoints").glob("step-*.ckpt"))
@@ -201,34 +204,26 @@ def refuse_stale(members: Sequence[str], run: Run) -> None:
             if getattr(meta, key) != value:
                 differing.append(key)
 
-        start = run.initial(member)
-        has_other_start = start is not None and start.is_recorded() and meta.init_sha256 not in (None, start.sha256)
-        for is_wrong, problem in (
-            (meta.member != name, f"is the artifact of {meta.member}, not of {name}"),
-            (
-                "partition_sha256" in differing,
-                "was trained on clusters that have changed since, or on those of another run",
-            ),
-            (has_other_start, f"was trained from weights with another SHA-256 than those in {run.folder.initial}"),
-            (
-                meta.step != steps and not can_continue,
-                f"has {meta.step} steps of training, and the experiment asks for {steps}",
-            ),
-            (
-                meta.num_samples != meta.step * member.batch_size,
-                f"was trained on {meta.num_samples:,} samples, and the experiment asks for "
-                f"{steps * member.batch_size:,}",
-            ),
-            *(
-                (
-                    True,
-                    f"has {key} = {getattr(meta, key)!r} in {MEMBER_FILE}, and the experiment asks for {wanted[key]!r}",
-                )
-                for key in differing
-            ),
-        ):
-            if is_wrong:
-                raise UserError(
-                    f"{folder}: {problem}; copy the right one there, remove {folder.parent} to train {name} anew, or "
-                    "use another folder with run_dir=…"
-                )
+        start = member.initial
+        problem = None
+        if meta.member != name:
+            problem = f"is the artifact of {meta.member}, not of {name}"
+        elif "partition_sha256" in differing:
+            problem = "was trained on clusters that have changed since, or on those of another run"
+        elif start is not None and start.is_recorded() and meta.init_sha256 not in (None, start.sha256):
+            problem = f"was trained from weights with another SHA-256 than those in {run.folder.initial}"
+        elif meta.step != steps and not can_continue:
+            problem = f"has {meta.step} steps of training, and the experiment asks for {steps}"
+        elif meta.num_samples != meta.step * member.batch_size:
+            asked = f"the experiment asks for {steps * member.batch_size:,}"
+            problem = f"was trained on {meta.num_samples:,} samples, and {asked}"
+        elif differing:
+            key = differing[0]
+            asked = f"the experiment asks for {wanted[key]!r}"
+            problem = f"has {key} = {getattr(meta, key)!r} in {MEMBER_FILE}, and {asked}"
+
+        if problem is not None:
+            raise UserError(
+                f"{folder}: {problem}; copy the right one there, remove {folder.parent} to train {name} anew, or use "
+                "another folder with run_dir=…"
+            )

@@ -63,8 +63,8 @@ class Run:
         return run
 
     @contextmanager
-    def claimed_for(self, member: str) -> Iterator[None]:
-        """Record the experiment in the folder to train ``member``.
+    def claimed(self) -> Iterator[None]:
+        """Record the experiment in the folder to train a member.
 
         After a ``UserError`` before any training, remove a new record, so that a corrected experiment can use the
         folder.
@@ -72,17 +72,19 @@ class Run:
         Raises:
             UserError: as ``open``.
         """
-        checkpoints = self.folder.member(member) / "checkpoints"
-        before = set(checkpoints.glob("*"))
+        before = self._checkpoints()
         is_new = not self.folder.experiment.exists()
         Run.open(self.experiment, create=True)
         try:
             yield
         except UserError:
-            if is_new and set(checkpoints.glob("*")) == before:
+            if is_new and self._checkpoints() == before:
                 self.folder.experiment.unlink(missing_ok=True)
 
             raise
+
+    def _checkpoints(self) -> set[Path]:
+        return set(self.folder.root.glob("members/*/checkpoints/*"))
 
     @cached_property
     def manifest(self) -> Manifest:
@@ -143,29 +145,13 @@ class Run:
         """The member called ``name``, for data of these sizes.
 
         Raises:
-            UserError: as ``Member.resolve`` and ``Initial.configured``.
+            UserError: as ``Member.resolve`` and ``Initial``.
         """
         member = Member.resolve(name, self.experiment, sizes)
-        initial = self.initial(member)
-        if initial is None:
+        if member.init_from is None:
             return member
 
-        return initial.configured()
-
-    def initial(self, member: Member) -> Initial | None:
-        """Weights that a member starts from, not yet fetched; None for random ones."""
-        if member.init_from is None:
-            return None
-
-        return Initial(member, member.init_from, self.folder, self.url)
-
-    def initial_sha256(self, member: Member) -> str | None:
-        """SHA-256 of the weights that a member starts from, fetched if need be; None for random ones."""
-        initial = self.initial(member)
-        if initial is None:
-            return None
-
-        return initial.sha256
+        return Initial(member, member.init_from, self.folder, self.url).member
 
     def max_steps(self, name: str) -> int:
         """Optimizer steps that the experiment asks of the member."""

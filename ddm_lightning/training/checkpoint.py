@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
@@ -41,7 +42,7 @@ from ddm_lightning.core.checks import SHA256
 from ddm_lightning.core.devices import local, resolve_accelerator
 from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.files import atomic_write_json, move_folder, parse_json, sha256_file
-from ddm_lightning.members.member import STUDENT
+from ddm_lightning.members.member import STUDENT, Member
 from ddm_lightning.members.run_folder import refuse_changes
 
 FILES = "files.json"
@@ -379,23 +380,57 @@ def tidy(folder: Path, damaged: Iterable[Path]) -> None:
         path.rename(path.with_suffix(".damaged"))
 
 
-def origin_of(member: str, experiment: Experiment, initial_sha256: str | None = None) -> dict[str, Any]:
+def choose(folder: Path, origin: Mapping[str, Any], console: Console) -> Path | None:
+    """Choose the checkpoint to resume from, and tidy the folder; None if there is none.
+
+    Args:
+        folder: a member's checkpoints.
+        origin: that of the member, from ``origin_of``.
+        console: told what was found.
+
+    Raises:
+        UserError: as ``find_resumable`` and ``check_origin``.
+    """
+    path, damaged = find_resumable(folder)
+    tidy(folder, damaged)
+    for other, problem in damaged.items():
+        console.print(f"{other}: damaged checkpoint ({problem}); falling back to the one before it")
+
+    if path is not None:
+        name = origin["member"]
+        changed = check_origin(path, origin)
+        console.print(f"{name}: resumes at step {step_of(path)}")
+        if changed:
+            console.print(f"{name}: {changed}")
+
+    return path
+
+
+def origin_of(member: Member, experiment: Experiment) -> dict[str, Any]:
     """Name of a member, its experiment and initial weights as plain values, which load with ``weights_only``."""
     record = asdict(experiment)
     record["island"]["accelerator"] = resolve_accelerator(experiment.island.accelerator)
-    return {"member": member, "experiment": record, "initial_sha256": initial_sha256}
+    initial_sha256 = None
+    if member.initial is not None:
+        initial_sha256 = member.initial.sha256
+
+    return {"member": member.name, "experiment": record, "initial_sha256": initial_sha256}
 
 
-def check_origin(path: Path, member: str, experiment: Experiment, initial_sha256: str | None = None) -> str | None:
+def check_origin(path: Path, own: Mapping[str, Any]) -> str | None:
     """Describe island settings that differ from the checkpoint's; None if none that matters does.
 
     A checkpoint may have been copied, and the experiment changed since.
+
+    Args:
+        path: the checkpoint.
+        own: the origin of this start, from ``origin_of``.
 
     Raises:
         UserError: the checkpoint is another member's, of another experiment, teacher or initial weights.
     """
     rest = read_rest(path)
-    own = origin_of(member, experiment, initial_sha256)
+    member = own["member"]
     if rest.get("member") != member:
         raise UserError(
             f"{path}: is a checkpoint of {rest.get('member')}, not of {member}; move it to that folder, or remove it"
@@ -411,10 +446,11 @@ def check_origin(path: Path, member: str, experiment: Experiment, initial_sha256
                 "with run_dir=…"
             )
 
-    if (started := rest.get("initial_sha256")) != initial_sha256:
+    started = rest.get("initial_sha256")
+    if started != own["initial_sha256"]:
         raise UserError(
-            f"{path}: started from weights with SHA-256 {started}, and init_from has {initial_sha256}; put the right "
-            "ones there, or use another folder with run_dir=…"
+            f"{path}: started from weights with SHA-256 {started}, and init_from has {own['initial_sha256']}; put the "
+            "right ones there, or use another folder with run_dir=…"
         )
 
     new = own["experiment"]["island"]

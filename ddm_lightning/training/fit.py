@@ -7,8 +7,10 @@ import logging
 import os
 import shutil
 import warnings
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -32,13 +34,13 @@ from ddm_lightning.networks.lora import frozen
 from ddm_lightning.shards.datamodule import ClusterDataModule
 from ddm_lightning.training import callbacks, checkpoint, ema, ranks
 from ddm_lightning.training.module import MemberModule
-from ddm_lightning.training.objective import Distillation, Objective, build_objective
+from ddm_lightning.training.objective import Objective, build_objective
 from ddm_lightning.training.parallel import BackgroundCheckpoints, choose_strategy, environment
 from ddm_lightning.training.previews import SampleLogger, build_loggers
 
 
-def fit_member(name: str, run: Run) -> MemberStatus:
-    """Train member ``name`` to its last step, from its newest checkpoint if there is one, and write its artifact.
+def fit_member(member: Member, run: Run) -> MemberStatus:
+    """Train a member to its last step, from its newest checkpoint if there is one, and write its artifact.
 
     A member started by a ``fit`` of several waits while another process trains it, and may then have nothing to do.
 
@@ -54,10 +56,12 @@ def fit_member(name: str, run: Run) -> MemberStatus:
 
     # Do not break paths: rich takes a log file for a terminal of 80 columns.
     console = Console(stderr=True, quiet=not ranks.is_rank_zero(), soft_wrap=True, markup=False, highlight=False)
+    name = member.name
     folder = run.folder.member(name)
     waits = FITTED_BY in os.environ
-    status = MemberStatus.read(folder, name, run.max_steps(name))
-    status.max_steps = run.max_steps(name)  # a finished training may be extended
+    max_steps = member.train.max_steps
+    status = MemberStatus.read(folder, name, max_steps)
+    status.max_steps = max_steps  # a finished training may be extended
     if not ranks.told_by_rank_zero("finished", run.is_finished(name)):
         folder.mkdir(parents=True, exist_ok=True)
         if status.runs():
@@ -67,7 +71,7 @@ def fit_member(name: str, run: Run) -> MemberStatus:
 
         with lock_member(folder, user, -1 if waits else 0.0) if ranks.is_rank_zero() else contextlib.nullcontext():
             if not (waits and run.is_finished(name)):
-                return _train(run.member(name), run, status, console)
+                return _train(member, run, status, console)
 
     console.print(f"{name} is finished: {run.folder.artifact(name)}")
     status.state = "done"  # even if it was stopped here and another island finished it
@@ -80,11 +84,6 @@ def _train(member: Member, run: Run, status: MemberStatus, console: Console) -> 
     folder = run.folder.member(member.name)
     configure_torch(island.accelerator, island.num_threads)
     objective = build_objective(member, run)
-    if objective.caption_encoder is not None and ranks.is_rank_zero():
-        _check_caption_encoder(objective.caption_encoder.provenance(), run)
-    if isinstance(objective, Distillation):
-        objective.teach(run)
-
     module = MemberModule(objective, island)
     data = build_data(member, run)
     if member.train.keep == "best" and not data.held_out_clusters:
@@ -93,11 +92,10 @@ def _train(member: Member, run: Run, status: MemberStatus, console: Console) -> 
             "set it to last, or prepare anew with held_out_fraction"
         )
 
-    module.speed.cost = step_cost(member, island, module.network)
-
     num_parameters = sum(parameter.numel() for parameter in module.network.parameters())
     num_copies = member.train.num_copies
     strategy, reason = choose_strategy(island, num_parameters, num_copies, member.train.optimizer)
+    module.speed.cost = step_cost(member, island, module.network)
     size = format_bytes(state_bytes(num_parameters, num_copies).checkpoint)
     num_frozen = sum(weight.numel() for weight in frozen(module.network).values())
     if num_frozen:
@@ -115,24 +113,24 @@ def _train(member: Member, run: Run, status: MemberStatus, console: Console) -> 
         if kernel is not None:
             console.print(f"{member.name}: attention by torch's kernel {kernel}")
 
+    origin = checkpoint.origin_of(member, run.experiment)
     newest = None
     if ranks.is_rank_zero():
-        newest = _checkpoint_of(member, run, console)
+        newest = checkpoint.choose(folder / "checkpoints", origin, console)
 
     told = ranks.told_by_rank_zero("checkpoint", newest.name if newest else None)
     resume = told and folder / "checkpoints" / told
-    if resume is None and (initial := run.initial(member)) is not None:
+    initial = member.initial
+    if resume is None and initial is not None:
         # The base of adapters is in the network from the start.
         if member.lora is None:
-            differing = initial.load(module.network)
-        else:
-            differing = initial.check(member.plan_network())
+            initial.load(module.network)
 
         console.print(f"{member.name}: starts from {initial.source}, SHA-256 {initial.sha256}")
-        for line in differing:
+        for line in initial.differing:
             console.print(f"{member.name}: {line}")
 
-    trainer, stop = build_trainer(member, run, status, strategy, resume)
+    trainer, stop = build_trainer(member, run, status, strategy, origin, resume)
     with contextlib.closing(data):
         try:
             with handling(stop.request):
@@ -157,48 +155,6 @@ def _train(member: Member, run: Run, status: MemberStatus, console: Console) -> 
 
     status.write(folder)
     return status
-
-
-def _check_caption_encoder(found: dict[str, str], run: Run) -> None:
-    """Check that captions are encoded by the model that prepared the shards, as on the other members' islands.
-
-    Raises:
-        UserError: its files differ.
-    """
-    recorded = run.manifest.provenance.get("caption_encoder", {})
-    differing = []
-    for name in recorded:
-        if name.endswith("sha256") and recorded[name] != found.get(name):
-            differing.append(name)
-
-    if differing:
-        raise UserError(
-            f"key 'prepare.caption_encoder': {' and '.join(differing)} of this machine's model differ from those in "
-            f"{run.folder.prepared / 'manifest.json'}; copy the model, with its tokenizer, from where prepare ran"
-        )
-
-
-def _checkpoint_of(member: Member, run: Run, console: Console) -> Path | None:
-    """Find the checkpoint to resume from, on rank zero; None if there is none.
-
-    Raises:
-        UserError: all are damaged, or the newest whole one is of another member or experiment, or of other initial
-            weights.
-    """
-    name = member.name
-    folder = run.folder.member(member.name) / "checkpoints"
-    path, damaged = checkpoint.find_resumable(folder)
-    checkpoint.tidy(folder, damaged)
-    for other, problem in damaged.items():
-        console.print(f"{other}: damaged checkpoint ({problem}); falling back to the one before it")
-
-    if path is not None:
-        changed = checkpoint.check_origin(path, name, run.experiment, run.initial_sha256(member))
-        console.print(f"{name}: resumes at step {checkpoint.step_of(path)}")
-        if changed:
-            console.print(f"{name}: {changed}")
-
-    return path
 
 
 def _hand_over(objective: Objective, trainer: L.Trainer, run: Run, status: MemberStatus) -> None:
@@ -229,7 +185,6 @@ def _hand_over(objective: Objective, trainer: L.Trainer, run: Run, status: Membe
             objective.prediction,
             status,
             sign=partial(sign_artifact, name=member.name, run=run),
-            init_sha256=run.initial_sha256(member),
         )
 
 
@@ -259,6 +214,7 @@ def build_trainer(
     run: Run,
     status: MemberStatus,
     strategy: BackgroundCheckpoints,
+    origin: Mapping[str, Any],
     resume: Path | None = None,
 ) -> tuple[L.Trainer, callbacks.StopOnRequest]:
     """Build the Trainer of one member, and the callback that stops it on request.
@@ -268,6 +224,7 @@ def build_trainer(
         run: gives the island, the settings of sample images, and the folder for checkpoints, curves and the status.
         status: kept up to date.
         strategy: from ``choose_strategy``.
+        origin: of the checkpoints, from ``origin_of``.
         resume: checkpoint to resume from; None for none.
 
     Raises:
@@ -276,9 +233,7 @@ def build_trainer(
     experiment = run.experiment
     folder = run.folder.member(member.name)
     island = experiment.island
-    checkpoints = callbacks.RollingCheckpoints(
-        folder / "checkpoints", island, origin=checkpoint.origin_of(member.name, experiment, run.initial_sha256(member))
-    )
+    checkpoints = callbacks.RollingCheckpoints(folder / "checkpoints", island, origin)
     stop = callbacks.StopOnRequest(checkpoints)
     all_callbacks: list[L.Callback] = [
         callbacks.Reporter(folder, status),

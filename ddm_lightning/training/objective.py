@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ddm_lightning.core.devices import device_of
+from ddm_lightning.core.environment import Ranks
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import CAPTION_ENCODERS, STRATEGIES
 from ddm_lightning.core.weights import check_memory
@@ -445,8 +446,8 @@ def build_objective(member: Member, run: Run, network: nn.Module | None = None) 
     """Build the objective of a member of ``run``, around ``network`` or else its untrained network.
 
     Raises:
-        UserError: unknown network or parameters, flips whose encodings the shards lack, or a network too large for the
-            memory.
+        UserError: unknown network or parameters, flips whose encodings the shards lack, a network too large for the
+            memory, another caption encoder than that of the shards, or as ``teach``.
     """
     manifest = run.manifest
     is_latent = manifest.image_encoder["name"] != "pixels"
@@ -466,18 +467,46 @@ def build_objective(member: Member, run: Run, network: nn.Module | None = None) 
         planned = member.plan_network()
         check_memory([*planned.parameters(), *planned.buffers()], member.name)
         network = member.build_network()
-        initial = run.initial(member)
-        if member.lora is not None and initial is not None:
-            member.adapted(network, initial.fitting(network)[0])
+        if member.lora is not None and member.initial is not None:
+            member.adapted(network, member.initial.fitting(network))
 
-    return OBJECTIVES[member.role.objective](
+    caption_encoder = None
+    if coder is not None:
+        caption_encoder = CAPTION_ENCODERS.build(coder.name, coder.params)
+        if Ranks.read().rank == 0:
+            _check_caption_encoder(caption_encoder.provenance(), run)
+
+    objective = OBJECTIVES[member.role.objective](
         network,
         member,
         StoredForm(manifest.stores, manifest.normalisation),
-        caption_encoder=CAPTION_ENCODERS.build(coder.name, coder.params) if coder else None,
+        caption_encoder=caption_encoder,
         captions=[one.weight for one in manifest.captions] if several else (),
         num_held_out=sum(manifest.clusters[k].held_out for k in member.clusters),
     )
+    if isinstance(objective, Distillation):
+        objective.teach(run)
+
+    return objective
+
+
+def _check_caption_encoder(found: Mapping[str, str], run: Run) -> None:
+    """Check that captions are encoded by the model that prepared the shards, as on the other members' islands.
+
+    Raises:
+        UserError: its files differ.
+    """
+    recorded = run.manifest.provenance.get("caption_encoder", {})
+    differing = []
+    for name in recorded:
+        if name.endswith("sha256") and recorded[name] != found.get(name):
+            differing.append(name)
+
+    if differing:
+        raise UserError(
+            f"key 'prepare.caption_encoder': {' and '.join(differing)} of this machine's model differ from those in "
+            f"{run.folder.prepared / 'manifest.json'}; copy the model, with its tokenizer, from where prepare ran"
+        )
 
 
 def time_suffix(index: int, num: int = NUM_VALIDATION_TIMESTEPS) -> str:

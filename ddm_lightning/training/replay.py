@@ -21,7 +21,7 @@ from ddm_lightning.shards.datamodule import ClusterDataModule
 from ddm_lightning.training.checkpoint import checkpoints_in, damage_of, load_tensors, step_of
 from ddm_lightning.training.fit import build_data
 from ddm_lightning.training.guard import SkippedStep, skipped_of
-from ddm_lightning.training.objective import Distillation, Position, build_objective
+from ddm_lightning.training.objective import Position, build_objective
 
 
 @dataclass(frozen=True)
@@ -59,13 +59,10 @@ def replay_step(name: str, run: Run, step: int | None, rank: int) -> tuple[Skipp
     skipped = _find(folder, step, rank)
     member = run.member(name)
     objective = build_objective(member, run)
-    if isinstance(objective, Distillation):
-        objective.teach(run)
-
     network = objective.network
     nearest = _load_nearest(network, folder / "checkpoints", skipped.step)
-    if nearest is None and member.lora is None and (initial := run.initial(member)) is not None:
-        initial.load(network)
+    if nearest is None and member.lora is None and member.initial is not None:
+        member.initial.load(network)
 
     # The kind of device it was trained on, because each has its own random generator.
     device = device_of(island.accelerator)

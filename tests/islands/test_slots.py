@@ -72,7 +72,7 @@ def test_a_member_leaves_early_enough_to_publish(tiny_run, tmp_path, told, monke
     file = tmp_path / "lease"
     file.write_text(str(time.time() + 3600))
     run = Run(load_experiment(TINY, [f"run_dir={tiny_run}", f"island.lease_file={file}"]))
-    slot = slots.Slot("expert-0", run)
+    slot = slots.Slot(run.member("expert-0"), run)
     slot.publisher = SimpleNamespace(publication_seconds=seconds, training_over=threading.Event())
     slot.__enter__()
     file.write_text("")  # while it is being written
@@ -98,7 +98,7 @@ def test_time_to_leave_is_twice_that_of_a_step_a_checkpoint_and_a_publication(ti
         os.utime(file, (0, 1e9 + 1.5 * second))
     batch_size = run.member("expert-0").batch_size
     MemberStatus("expert-0", 60, samples_per_second=4 * batch_size).write(folder)
-    slot = slots.Slot("expert-0", run)
+    slot = slots.Slot(run.member("expert-0"), run)
     slot.publisher = SimpleNamespace(publication_seconds=7.0)
     assert slot._leaving_seconds() == slots.LEAVING_SECONDS + 2 * (steps * 0.25 + 3.0 + 7.0)
 

@@ -45,7 +45,8 @@ def equal(weights: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> b
 
 def loaded(start: Initial) -> nn.Module:
     network = start.member.build_network()
-    assert start.load(network) == []
+    start.load(network)
+    assert start.differing == []
     return network
 
 
@@ -84,7 +85,8 @@ def test_what_does_not_fit_is_refused_or_starts_anew(tmp_path: Path) -> None:
     start = initial(tmp_path / "run", artifact, changed, partial=True)
     network, given = start.member.build_network(), make_network("expert").state_dict()
     before = {name: value.clone() for name, value in network.state_dict().items()}
-    notes = start.load(network)
+    start.load(network)
+    notes = start.differing
     anew = {"patch_embedding.weight", "final.out.weight", "final.out.bias"}
     assert len(notes) == len(anew) + 1 and all(any(name in line for line in notes) for name in anew)
     assert sum(line.endswith(": starts anew") for line in notes) == len(anew)
@@ -224,7 +226,7 @@ def test_a_folder_of_diffusers_fills_the_model_within(tmp_path: Path, is_sharded
     run = Run(load_experiment(TINY, [*changes, "condition.kind=tokens", "expert.path=vp", "sample.prompts=[]"]))
     member = run.resolve("expert-0", sizes)
     assert not (tmp_path / "run").exists(), "a plan does not fetch the weights"
-    start = run.initial(member)
+    start = member.initial
     assert start is not None
     built = loaded(start)
     assert equal(dict(built.model.state_dict()), dict(model.state_dict()))

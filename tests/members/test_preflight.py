@@ -33,7 +33,7 @@ def test_a_finished_member_belongs_to_its_initial_weights_and_steps(finished_run
     def check(*more: str, **changes: object) -> None:
         run = Run(load_experiment(TINY, [*settings(run_dir)[2:], *more]))
         edit(run.folder.artifact("expert-0") / "member.json", **changes)
-        refuse_stale(["expert-0"], run)
+        refuse_stale([run.member("expert-0")], run)
 
     check()
     check("expert.train.max_steps=61")  # has a checkpoint to go on from
@@ -43,7 +43,7 @@ def test_a_finished_member_belongs_to_its_initial_weights_and_steps(finished_run
     source = put(tmp_path / "source") / "model.safetensors"
     start = f"expert.init_from={source}"
     run = Run(load_experiment(TINY, [*settings(run_dir)[2:], start]))
-    initial = run.initial(run.member("expert-0"))
+    initial = run.member("expert-0").initial
     assert initial is not None
     check(start, init_from=str(source), init_sha256=initial.sha256)
     with pytest.raises(UserError, match="was trained from weights with another SHA-256 than those in"):

@@ -168,7 +168,7 @@ def test_a_damaged_record_is_refused(tmp_path, text):
 @pytest.mark.parametrize("has_trained", [False, True])
 def test_a_refusal_leaves_no_record_but_that_of_a_training(tmp_path, has_trained):
     run = Run(tiny(tmp_path / "run"))
-    with pytest.raises(UserError, match="diverged"), run.claimed_for("expert-0"):
+    with pytest.raises(UserError, match="diverged"), run.claimed():
         if has_trained:
             (run.folder.member("expert-0") / "checkpoints" / "step-00000010.ckpt").mkdir(parents=True)
         raise UserError("diverged")

@@ -336,7 +336,7 @@ def test_folders_that_cannot_be_read_are_refused(tmp_path):
         others = [f"run_dir={tmp_path / 'run'}", "condition.kind=class", "sample.prompts=[]"]
         run = Run(load_experiment(TINY, [*of_model, *others]))
         member = run.resolve("expert-0", DataSizes(SHAPE, 16, None, 4))
-        return run.initial(member), member
+        return member.initial, member
 
     nowhere, pickled, other = (tmp_path / name for name in ("nowhere", "pickled", "other"))
     refused(lambda: resolved(nowhere), nowhere / "config.json", "the model's configuration is missing")

@@ -1,6 +1,7 @@
 """A member that goes on: killed anywhere, with damaged checkpoints, on an island set otherwise."""
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import shutil
@@ -14,6 +15,7 @@ from sample_log import LOGS_SAMPLES
 from shards.mds import WARNINGS
 from tiny_runs import TINY, copy_run, finish, read_status, start
 from training.checkpoint_folders import cut
+from training.members import MEMBER
 from training.short_fits import checkpoints, events, fit, member, weights
 
 from ddm_lightning.config.load import load_experiment
@@ -54,8 +56,8 @@ def test_resume_reports_changed_settings(interrupted, capsys):
     ],
 )
 def test_each_setting_that_rounds_otherwise_is_said(tmp_path, setting, before, other):
-    torch.save(origin_of("expert-0", load_experiment(TINY)), tmp_path / "rest.pt")
-    said = check_origin(tmp_path, "expert-0", load_experiment(TINY, [f"island.{setting}"]))
+    torch.save(origin_of(MEMBER, load_experiment(TINY)), tmp_path / "rest.pt")
+    said = check_origin(tmp_path, origin_of(MEMBER, load_experiment(TINY, [f"island.{setting}"])))
     assert said == f"from here on with island.{setting} (was {before}): the same samples, other {other}"
 
 
@@ -64,12 +66,13 @@ def test_a_student_goes_on_with_more_steps_where_its_schedule_does_not_end(tmp_p
     before, after = (
         load_experiment(TINY, [f"expert.train.schedule={schedule}", f"distill.max_steps={steps}"]) for steps in (60, 90)
     )
-    torch.save(origin_of("student", before), tmp_path / "rest.pt")
+    student = dataclasses.replace(MEMBER, name="student")
+    torch.save(origin_of(student, before), tmp_path / "rest.pt")
     if changed is None:
-        assert check_origin(tmp_path, "student", after) is None
+        assert check_origin(tmp_path, origin_of(student, after)) is None
     else:
         with pytest.raises(UserError, match=rf"was trained with distill\.{changed} = 60, not 90; set it back"):
-            check_origin(tmp_path, "student", after)
+            check_origin(tmp_path, origin_of(student, after))
 
 
 def test_milestones_of_an_earlier_start_are_kept_for_good(finished, tmp_path):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny_runs import TINY
 from training.checkpoint_folders import cut
-from training.members import expert
+from training.members import MEMBER, expert
 
 from ddm_lightning.config.experiment import IslandConfig
 from ddm_lightning.config.load import load_experiment
@@ -136,9 +136,9 @@ def test_settings_that_differ_from_the_checkpoints(tmp_path, before, after, line
     def experiment_of(changes):
         return load_experiment(TINY, [f"island.{key}={json.dumps(value)}" for key, value in changes.items()])
 
-    write(tmp_path, 5, **origin_of("expert-0", experiment_of(before)))
+    write(tmp_path, 5, **origin_of(MEMBER, experiment_of(before)))
     path = tmp_path / "step-00000005.ckpt"
-    assert check_origin(path, "expert-0", experiment_of(after)) == (line and f"from here on with {line}")
+    assert check_origin(path, origin_of(MEMBER, experiment_of(after))) == (line and f"from here on with {line}")
 
 
 def test_checkpoints_by_minutes_count_from_the_newest_and_validations_still_have_one(tmp_path, monkeypatch):
