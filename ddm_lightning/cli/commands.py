@@ -33,9 +33,15 @@ from ddm_lightning.core.formatting import Bars
 from ddm_lightning.core.registry import require
 from ddm_lightning.ensemble.changes import added, removed, replaced
 from ddm_lightning.ensemble.manifest import EnsembleManifest, assemble
-from ddm_lightning.islands.local import default_jobs, fit_alone, fit_members
+from ddm_lightning.islands.local import default_jobs, fit_members, fit_on_island
 from ddm_lightning.islands.publish import published
-from ddm_lightning.islands.shared import check_free, is_shared, publish_prepared, pull_ensemble, pull_manifest
+from ddm_lightning.islands.shared import (
+    check_free,
+    is_prepared_elsewhere,
+    publish_prepared,
+    pull_ensemble,
+    pull_manifest,
+)
 from ddm_lightning.islands.status import Watch
 from ddm_lightning.members.member import ROUTER, STUDENT, parse_members
 from ddm_lightning.members.preflight import check_networks, check_plugins, check_strategy, is_collected, refuse_stale
@@ -171,7 +177,7 @@ def _fit_one(member: str, experiment: Experiment, options: argparse.Namespace) -
     if not run.folder.experiment.exists():
         _networks_check(experiment, options)(manifest)
 
-    state = fit_alone(run.member(member), run)
+    state = fit_on_island(run.member(member), run)
     if state == "done":
         print_skipped([member], run, options)
         print(f"artifact: {run.folder.artifact(member)}\ncurves: tensorboard --logdir {run.folder.root}")
@@ -195,7 +201,9 @@ def _fit_several(members: list[str], experiment: Experiment, options: argparse.N
         if nodes > 1:
             raise UserError(f"key 'island.nodes' = {nodes}: start fit on each node with member={member} alone")
 
-    if not (is_shared(Run(experiment)) or is_collected(members, Run(experiment))):
+    if is_prepared_elsewhere(Run(experiment)):
+        pull_ensemble(Run(experiment))
+    elif not is_collected(members, Run(experiment)):
         _check(experiment, options, members)
         _prepared(experiment, options)
 

@@ -156,6 +156,23 @@ def put(path: Path, url: str) -> None:
     attempt(url, send)
 
 
+def put_folder(folder: Path, url: str, last: str, before: Callable[[], object]) -> None:
+    """Send the files of a folder, the one named ``last`` at the end.
+
+    Args:
+        folder: holds no folders.
+        url: of its copy.
+        last: name of the file that makes the copy count.
+        before: called before each file.
+
+    Raises:
+        OSError: as ``put``.
+    """
+    for path in sorted(folder.iterdir(), key=lambda path: (path.name == last, path.name)):
+        before()
+        put(path, f"{url}/{path.name}")
+
+
 def read(url: str) -> bytes:
     """Return the content of a small file.
 

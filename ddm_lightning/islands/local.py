@@ -107,37 +107,49 @@ def gpus_of_slot(slot: int, devices: int, visible: str | None, count: int) -> st
     return ",".join(names[first : first + devices])
 
 
+def fit_on_island(member: Member, run: Run) -> str:
+    """Train one member and publish it, within the island's slot, as this machine's only claim to it.
+
+    Returns:
+        As ``fit_alone``.
+
+    Raises:
+        UserError: as ``fit_alone``, or torchrun started another number of ranks, the slot is too short, or another
+            process trains the member.
+    """
+    ranks.check_ranks(run.experiment.island)
+    with run.claimed(), Slot(member, run) as slot, published(member.name, run) as slot.publisher:
+        slot.begin()
+        return fit_alone(member, run)
+
+
 def fit_alone(member: Member, run: Run) -> str:
-    """Train one member in this process or, on several devices, by a process for each, and publish it.
+    """Train one member in this process or, on several devices, by a process for each.
 
     Returns:
         ``done`` or ``stopped``; ``told`` where another process, the first rank or its agent, says which.
 
     Raises:
-        UserError: the member cannot be trained, its artifact is another experiment's, or torchrun started another
-            number of ranks.
+        UserError: the member cannot be trained, or its artifact is another experiment's.
     """
+    refuse_stale([member], run)
     island = run.experiment.island
-    ranks.check_ranks(island)
-    with run.claimed(), Slot(member, run) as slot, published(member.name, run) as slot.publisher:
-        slot.begin()
-        refuse_stale([member], run)
-        # Other nodes may not have the artifact, and wait.
-        is_needed = island.nodes > 1 or not run.is_finished(member.name)
-        if island.num_ranks > 1 and is_needed and not ranks.is_rank():
-            end_imports()
-            if member.initial is not None:
-                member.initial.path  # noqa: B018 (fetched once, and not by every rank)
-            if ranks.fit_on_ranks(run) == "done":
-                return "told"
-
-            return "stopped"
-
-        from ddm_lightning.training.fit import fit_member
-
+    # Other nodes may not have the artifact, and wait.
+    is_needed = island.nodes > 1 or not run.is_finished(member.name)
+    if island.num_ranks > 1 and is_needed and not ranks.is_rank():
         end_imports()
-        with ranks.recorded():
-            state = fit_member(member, run).state
+        if member.initial is not None:
+            member.initial.path  # noqa: B018 (fetched once, and not by every rank)
+        if ranks.fit_on_ranks(run) == "done":
+            return "told"
+
+        return "stopped"
+
+    from ddm_lightning.training.fit import fit_member
+
+    end_imports()
+    with ranks.recorded():
+        state = fit_member(member, run).state
 
     ranks.tell_state(state)
     is_told = not ranks.is_rank_zero() or (state == "stopped" and ranks.has_agent())

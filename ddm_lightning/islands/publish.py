@@ -18,16 +18,17 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 
 from ddm_lightning.core import remote
 from ddm_lightning.core.environment import place_of
 from ddm_lightning.core.errors import UserError, first_line
-from ddm_lightning.core.files import inside, move_folder, parse_json
+from ddm_lightning.core.files import move_folder
 from ddm_lightning.islands import lease
 from ddm_lightning.islands.lease import Lease, LostLeaseError
-from ddm_lightning.islands.shared import is_published, mark_published, pull_artifact
+from ddm_lightning.islands.shared import pull_artifact, send_artifact
 from ddm_lightning.members.run import Run
-from ddm_lightning.members.run_folder import MEMBER_FILE, break_mark
+from ddm_lightning.members.run_folder import break_mark
 from ddm_lightning.training import ranks
 from ddm_lightning.training.checkpoint import FILES, TEMPORARY, damage_of, find_resumable, newest_checkpoint, step_of
 
@@ -36,11 +37,22 @@ FINAL_SECONDS = 600.0
 STOP_SECONDS = 20.0
 """Time to try to publish after a stop; a scheduler kills what takes longer."""
 _KEPT = 2
+# File that makes a checkpoint whole, as it is sent last.
+_WHOLE = re.escape(FILES)
 _EARLY_SECONDS = 2.0
 # What is sent and fetched besides checkpoints and the artifact: curves, averages, and text that callbacks write.
 # Nothing else, as schedulers keep pickles here.
 _SHARED = re.compile(r"(csv|ema|tensorboard)/.+|(?!log\.txt)[^./][^/]*\.(csv|jsonl|txt)")
-_CHECKPOINT = re.compile(r"(step-(\d{8,})\.ckpt)\.(\d+)")
+
+
+class _Checkpoint(NamedTuple):
+    """One at the URL."""
+
+    step: int
+    generation: int
+    """Of the lease under which it was sent."""
+    name: str
+    """Of its folder in the member's."""
 
 
 @contextmanager
@@ -63,7 +75,6 @@ def published(name: str, run: Run) -> Iterator[Publisher | None]:
     with remote.reaching():
         held = lease.claim(name, f"{url}/lease", _say)
 
-    break_mark(run.folder.member(name))
     publisher = Publisher(name, run, held)
     publisher.start()  # before a long download, during which the lease must not become stale
     try:
@@ -111,76 +122,57 @@ class Publisher:
             OSError: the store cannot be read.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
+        break_mark(self.folder)
         there = remote.files(self.url)
         pull_artifact(self.name, self.run)
-        newest = None
+        own = -1
         with suppress(UserError):  # all are damaged
             newest, _ = find_resumable(self.folder / "checkpoints")
+            if newest is not None:
+                own = step_of(newest)
 
-        if newest is None:
-            own = -1
-        else:
-            own = step_of(newest)
-
-        for step, _, stem in reversed(self._checkpoints()):
-            if step == own:
+        is_finished = self.run.is_finished(self.name)
+        for one in reversed(_checkpoints(there, _WHOLE)):
+            if one.step == own:
                 self._published_step = own
-            if step <= own or self.run.is_finished(self.name):
+            if one.step <= own or is_finished:
                 break
 
-            if self._pull_checkpoint(stem):
-                _say(f"{self.name}: takes over the checkpoint of step {step} from {self.url}")
+            if self._pull_checkpoint(one, there):
+                _say(f"{self.name}: takes over the checkpoint of step {one.step} from {self.url}")
                 self._pull_rest(there)
                 break
 
         for path, stamp in self._changed():
             # Averages are large, and a machine that is taken back often must not send all of them each time.
-            if path.suffix == ".safetensors" and there.get(path.relative_to(self.folder).as_posix()) == stamp[0]:
+            name = path.relative_to(self.folder).as_posix()
+            if path.suffix == ".safetensors" and (name, stamp[0]) in there.items():
                 self._sent[path] = stamp
 
-    def _checkpoints(self, *, whole: bool = True) -> list[tuple[int, int, str]]:
-        """Step, generation and name of each published checkpoint, by step; incomplete ones only if not ``whole``."""
-        paths = map(Path, remote.files(f"{self.url}/checkpoints"))
-        names = set()
-        for path in paths:
-            if path.name == FILES or not whole:
-                names.add(path.parts[0])
-
-        found = []
-        for name in names:
-            if match := _CHECKPOINT.fullmatch(name):
-                found.append((match, name))
-
-        return sorted((int(match[2]), int(match[3]), name) for match, name in found)
-
-    def _pull_checkpoint(self, stem: str) -> bool:
-        source = f"{self.url}/checkpoints/{stem}"
-        folder = self.folder / "checkpoints"
-        path = folder / stem.rpartition(".")[0]
-        temporary = folder / f"{TEMPORARY}{path.name}"
+    def _pull_checkpoint(self, one: _Checkpoint, there: Iterable[str]) -> bool:
+        path = self.folder / one.name.rpartition(".")[0]
+        temporary = path.with_name(f"{TEMPORARY}{path.name}")
         try:
-            remote.get(f"{source}/{FILES}", temporary / FILES)
-            for name in parse_json((temporary / FILES).read_bytes()):
-                inside(temporary, name, temporary / FILES)
-                remote.get(f"{source}/{name}", temporary / name)
+            for name in there:
+                if name.startswith(f"{one.name}/"):
+                    remote.get(f"{self.url}/{name}", temporary / name.removeprefix(f"{one.name}/"))
 
-            if problem := damage_of(temporary):
-                raise ValueError(problem)
-
-            move_folder(temporary, path)
-        except (ValueError, TypeError, FileNotFoundError, UserError) as error:
-            _say(f"{source}: damaged checkpoint ({first_line(error)}); looks for the one before it")
-            return False
+            problem = damage_of(temporary)
+            if problem is None:
+                move_folder(temporary, path)
+                return True
+        except FileNotFoundError as error:  # removed meanwhile
+            problem = first_line(error)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 
-        return True
+        _say(f"{self.url}/{one.name}: damaged checkpoint ({problem}); looks for the one before it")
+        return False
 
     def _pull_rest(self, there: Iterable[str]) -> None:
         """Fetch curves, records of skipped steps and snapshots of averages, which the checkpoint does not hold."""
-        for name in there:
-            if _is_shared(name):
-                remote.get(f"{self.url}/{name}", inside(self.folder, name, Path(self.url)))
+        for name in filter(_is_shared, there):
+            remote.get(f"{self.url}/{name}", self.folder / name)
 
     # While it trains.
 
@@ -239,16 +231,16 @@ class Publisher:
 
             if newest is not None:
                 began = time.monotonic()
-                self._send(copy, f"{self.url}/checkpoints/{newest.name}.{self.held.generation}", FILES)
+                target = f"{self.url}/checkpoints/{newest.name}.{self.held.generation}"
+                remote.put_folder(copy, target, FILES, self.held.check)
                 self.publication_seconds = max(self.publication_seconds, time.monotonic() - began)
                 self._published_step = step_of(newest)
                 self._remove_old_checkpoints()
         finally:
             shutil.rmtree(copy, ignore_errors=True)
 
-        if self.run.is_finished(self.name) and not is_published(self.name, self.run):
-            self._send(self.run.folder.artifact(self.name), f"{self.url}/artifact", MEMBER_FILE)
-            mark_published(self.name, self.run)
+        if self.run.is_finished(self.name):
+            send_artifact(self.name, self.run, self.held.check)
 
     def _link_newest(self, copy: Path) -> Path | None:
         """Link the files of a checkpoint that is to be sent, as training may remove it before a slow upload ends."""
@@ -271,10 +263,11 @@ class Publisher:
 
     def _remove_old_checkpoints(self) -> None:
         """Remove all but the newest checkpoints at the URL, and incomplete ones of killed processes."""
-        kept = self._checkpoints()[-_KEPT:]
-        for found in self._checkpoints(whole=False):
-            if found not in kept and found[1] <= self.held.generation:
-                remote.remove(f"{self.url}/checkpoints/{found[2]}")
+        there = [f"checkpoints/{name}" for name in remote.files(f"{self.url}/checkpoints")]
+        kept = _checkpoints(there, _WHOLE)[-_KEPT:]
+        for one in _checkpoints(there):
+            if one not in kept and one.generation <= self.held.generation:
+                remote.remove(f"{self.url}/{one.name}")
 
     def _changed(self) -> Iterator[tuple[Path, tuple[int, int]]]:
         """Yield files that are new or have changed, with their sizes and times."""
@@ -284,14 +277,9 @@ class Publisher:
                 continue
 
             state = path.stat()
-            if self._sent.get(path) != (stamp := (state.st_size, state.st_mtime_ns)):
+            stamp = (state.st_size, state.st_mtime_ns)
+            if (path, stamp) not in self._sent.items():
                 yield path, stamp
-
-    def _send(self, folder: Path, url: str, last: str) -> None:
-        """Send a folder of files, ``last`` at the end, while this process holds the lease."""
-        for path in sorted(folder.iterdir(), key=lambda path: (path.name == last, path.name)):
-            self.held.check()
-            remote.put(path, f"{url}/{path.name}")
 
     # At the end.
 
@@ -304,8 +292,7 @@ class Publisher:
         """
         self.training_over.set()
         self._publishing.join()
-        is_finished = self.run.is_finished(self.name)
-        end = time.monotonic() + (FINAL_SECONDS if is_finished else STOP_SECONDS)
+        began = time.monotonic()
         while self._lost is None:
             try:
                 self.publish()
@@ -315,21 +302,7 @@ class Publisher:
                 self._lost = error
             except OSError as error:
                 self._complain(error)
-                if time.monotonic() >= end:
-                    self._stop_beating()
-                    if is_finished:
-                        problem = "is finished, but its artifact"
-                    else:
-                        problem = "stopped, but its last checkpoint"
-
-                    line = (
-                        f"{self.name}: {problem} cannot be published: {first_line(error)}; repeat the command when "
-                        f"{self.url} can be written"
-                    )
-                    if is_finished:
-                        raise UserError(line) from error
-
-                    _say(line)
+                if self._gives_up(time.monotonic() - began, error):
                     return
 
                 time.sleep(1)
@@ -339,9 +312,37 @@ class Publisher:
         self._stop_beating()
         raise UserError(f"{self.name}: {self._lost}, so it stopped here; nothing is lost")
 
+    def _gives_up(self, seconds: float, error: OSError) -> bool:
+        """Whether the last publication has been tried for long enough.
+
+        Raises:
+            UserError: it has, and its artifact is not published.
+        """
+        is_finished = self.run.is_finished(self.name)
+        if seconds < (FINAL_SECONDS if is_finished else STOP_SECONDS):
+            return False
+
+        self._stop_beating()
+        remedy = f"cannot be published: {first_line(error)}; repeat the command when {self.url} can be written"
+        if is_finished:
+            raise UserError(f"{self.name}: is finished, but its artifact {remedy}") from error
+
+        _say(f"{self.name}: stopped, but its last checkpoint {remedy}")
+        return True
+
     def _stop_beating(self) -> None:
         self._over.set()
         self._beating.join()
+
+
+def _checkpoints(there: Iterable[str], file: str = ".*") -> list[_Checkpoint]:
+    """Published checkpoints by step that have a file of this pattern, from a listing of the member's files."""
+    found = set()
+    for name in there:
+        if match := re.fullmatch(rf"(checkpoints/step-(\d{{8,}})\.ckpt\.(\d+))/{file}", name):
+            found.add(_Checkpoint(int(match[2]), int(match[3]), match[1]))
+
+    return sorted(found)
 
 
 def _is_shared(relative: str) -> bool:

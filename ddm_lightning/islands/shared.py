@@ -160,11 +160,11 @@ def pull_manifest(run: Run) -> None:
             )
 
 
-def is_shared(run: Run) -> bool:
-    """Whether the run's URL holds shards that were prepared on another machine; if so, ``pull_ensemble``.
+def is_prepared_elsewhere(run: Run) -> bool:
+    """Whether the run's URL holds shards that were prepared on another machine.
 
     Raises:
-        UserError: as ``pull_ensemble``, unless nothing is there yet.
+        UserError: the URL cannot be read.
     """
     if run.url is None or (run.folder.prepared / "parts.json").exists():
         return False
@@ -175,8 +175,23 @@ def is_shared(run: Run) -> bool:
         except FileNotFoundError:
             return False
 
-    pull_ensemble(run)
     return True
+
+
+def send_artifact(name: str, run: Run, before: Callable[[], object]) -> None:
+    """Send the artifact of a member, unless it has been published.
+
+    Args:
+        name: the member.
+        run: has its artifact, and a URL.
+        before: called before each file.
+
+    Raises:
+        OSError: the store cannot be written.
+    """
+    if not is_published(name, run):
+        remote.put_folder(run.folder.artifact(name), f"{run.url}/members/{name}/artifact", MEMBER_FILE, before)
+        mark_published(name, run)
 
 
 def mark_published(name: str, run: Run) -> None:
@@ -205,10 +220,9 @@ def pull_artifact(name: str, run: Run) -> None:
     """
     url = f"{run.url}/members/{name}/artifact"
     folder = run.folder.artifact(name)
+    own = b""
     if run.folder.has_artifact(name):
         own = (folder / MEMBER_FILE).read_bytes()
-    else:
-        own = b""
 
     try:
         description = remote.read(f"{url}/{MEMBER_FILE}")
@@ -216,30 +230,29 @@ def pull_artifact(name: str, run: Run) -> None:
         (folder.parent / _MARK).unlink(missing_ok=True)  # perhaps removed there, so it is sent again
         return
 
-    if own == description:
-        mark_published(name, run)
-        return
+    if own != description:
+        if own and not is_published(name, run) and _step_of(own) >= _step_of(description):
+            return
 
-    if own and not is_published(name, run) and _step_of(own) >= _step_of(description):
-        return
+        try:
+            with atomic_folder(folder) as temporary:
+                DOWNLOADS[str(temporary)] = url
+                (temporary / MEMBER_FILE).write_bytes(description)
+                for file in (STATEMENT, SIGNATURE):
+                    with suppress(FileNotFoundError):
+                        remote.get(f"{url}/{file}", temporary / file)
 
-    with suppress(FileNotFoundError):
-        with atomic_folder(folder) as temporary:
-            DOWNLOADS[str(temporary)] = url
-            (temporary / MEMBER_FILE).write_bytes(description)
-            for file in (STATEMENT, SIGNATURE):
-                with suppress(FileNotFoundError):
-                    remote.get(f"{url}/{file}", temporary / file)
+                remote.get(f"{url}/{WEIGHTS_FILE}", temporary / WEIGHTS_FILE)
+                accept(name, temporary, run)
+                meta = read_meta(temporary)
+                check_recorded(temporary / WEIGHTS_FILE, meta.model_sha256, REMEDY)
+                base = base_file(run.folder.root, meta)
+                if meta.base_sha256 is not None and not base.exists():
+                    remote.get(f"{run.url}/{base.relative_to(run.folder.root).as_posix()}", base)
+        except FileNotFoundError:  # removed meanwhile
+            return
 
-            remote.get(f"{url}/{WEIGHTS_FILE}", temporary / WEIGHTS_FILE)
-            accept(name, temporary, run)
-            meta = read_meta(temporary)
-            check_recorded(temporary / WEIGHTS_FILE, meta.model_sha256, REMEDY)
-            base = base_file(run.folder.root, meta)
-            if meta.base_sha256 is not None and not base.exists():
-                remote.get(f"{run.url}/{base.relative_to(run.folder.root).as_posix()}", base)
-
-        mark_published(name, run)
+    mark_published(name, run)
 
 
 def _step_of(description: bytes) -> int:

@@ -93,7 +93,6 @@ class Slot:
         self._needed = LEAVING_SECONDS
         self._grace_end = 0.0
         """End of the time that a stop takes in any case; 0 before the process is told to stop."""
-        self.begin()
         self._over = threading.Event()
 
     def __enter__(self) -> Slot:
@@ -103,6 +102,7 @@ class Slot:
             UserError: the lender's file holds no time, or the slot is over.
             OSError: it cannot be read.
         """
+        self.begin()
         # The node that writes checkpoints.
         is_first = place_of(self.island.nodes).node == 0 and ranks.is_rank_zero()
         if self.island.is_lent and is_first and not ranks.is_own_rank():

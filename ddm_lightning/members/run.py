@@ -163,10 +163,8 @@ class Run:
         Raises:
             UserError: the artifact's description is damaged.
         """
-        if not self.folder.has_artifact(name):
-            return False
-
-        return read_meta(self.folder.artifact(name)).step >= self.max_steps(name)
+        max_steps = self.max_steps(name)
+        return self.folder.has_artifact(name) and read_meta(self.folder.artifact(name)).step >= max_steps
 
     def status(self, name: str) -> MemberStatus:
         """Newest status of the member; a finished one's figures come from its artifact, which ``ema`` may change.

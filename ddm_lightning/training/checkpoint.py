@@ -191,9 +191,9 @@ class CheckpointWriter:
         self._stager.close()
 
 
-def read_rest(path: Path, device: str = "cpu") -> dict[str, Any]:
+def read_rest(path: Path) -> dict[str, Any]:
     """Everything in the checkpoint ``path`` besides named tensors."""
-    return torch.load(path / REST, map_location=device, weights_only=True)
+    return torch.load(path / REST, map_location="cpu", weights_only=True)
 
 
 def stored_sizes(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
@@ -230,7 +230,7 @@ def damage_of(path: Path) -> str | None:
         if problem := next(filter(None, remote.in_threads(problem_of, sums)), None):
             return problem
 
-        read_rest(path, "meta")
+        torch.load(path / REST, map_location="meta", weights_only=True)
     except pickle.UnpicklingError:  # torch's message tells how to run the code in it
         return f"{REST} holds more than plain values"
     except (ValueError, OSError, RuntimeError, EOFError) as error:

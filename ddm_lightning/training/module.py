@@ -45,8 +45,8 @@ class MemberModule(L.LightningModule):
         self.network = objective.network
         self.member = objective.member
         self.island = island or IslandConfig()
-        self.guard = FiniteGuard(self.member.name, self.member.train.max_skipped_steps)
         self.speed = Speed(self.member.batch_size)
+        self.guard = FiniteGuard(self.member.name, self.member.train.max_skipped_steps)
         self.averages: dict[str, float] = {}
         """Training averages of the newest report."""
         self._running = Averages()
