@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -94,16 +95,23 @@ def dry_run(experiment: Experiment, run_dir: Path, check: Callable[[DataSizes], 
         )
 
     _, records, images = first
-    looked_at = [(bool(record.caption), record.label) for record in records]
-    looked_at += [(bool(record.caption), record.label) for _, more, _ in chunks for record in more]
     num = len(records)
-    captions = []
+    keys = ""
+    captions = list[str]()
     for record in records:
-        for text in record.captions or (record.caption,):
-            captions.append(text)
+        keys += record.key
+        captions += record.captions or (record.caption,)
 
-    texts = sum(len(text.encode()) for text in [*captions, *(record.key for record in records)])
+    texts = len("".join([keys, *captions]).encode())
     estimates = {"keys and captions": (texts // num, seconds / num)}
+
+    num_captions = 0
+    labels = set()
+    for _, some, _ in chain([first], chunks):
+        for record in some:
+            num_captions += bool(record.caption)
+            labels.add(record.label)
+
     work: dict[str, Callable[[], Mapping[str, np.ndarray]]] = {"encoded images": lambda: latent_rows(plugins, images)}
     if (encoder := plugins.caption_encoder) is not None:
         work["encoded captions"] = lambda: encoder.encode(captions)
@@ -123,8 +131,8 @@ def dry_run(experiment: Experiment, run_dir: Path, check: Callable[[DataSizes], 
         count_samples(parts),
         estimates,
         num_looked_at=reading.num_read,
-        num_captions=sum(has_caption for has_caption, _ in looked_at),
-        num_labels=len({label for _, label in looked_at}),
+        num_captions=num_captions,
+        num_labels=len(labels),
         num_broken=len(reading.broken),
         filtered=reading.filtered,
     )
@@ -139,11 +147,9 @@ def dry_run_table(plan: DryRun, num_processes: int, num_gpus: int = 0) -> Table:
         num_gpus: number of GPUs that the processes share; several on one GPU count as one.
     """
     shares = min(num_processes, num_gpus) or num_processes
-    if plan.num_samples is None:
-        samples = "unknown before reading"
-    else:
+    samples = "unknown before reading"
+    if plan.num_samples is not None:
         samples = f"{plan.num_samples:,}"
-
     if plan.num_kept != plan.num_samples:
         samples += f", about {plan.num_kept:,} after filters"
 
@@ -152,17 +158,15 @@ def dry_run_table(plan: DryRun, num_processes: int, num_gpus: int = 0) -> Table:
     sizes, times = zip(*plan.estimates.values(), strict=True)
     rows = []
     for name, (num_bytes, seconds) in {**plan.estimates, "total": (sum(sizes), sum(times))}.items():
-        if plan.num_kept is None:
-            size = "–"
-        else:
+        each = size = hours = "–"
+        if seconds:
+            each = format_duration(seconds)
+        if plan.num_kept is not None:
             size = format_bytes(num_bytes * plan.num_kept)
+            if seconds:
+                hours = format_duration(seconds * plan.num_kept / shares)
 
-        if plan.num_kept is None or not seconds:
-            hours = "–"
-        else:
-            hours = format_duration(seconds * plan.num_kept / shares)
-
-        rows.append((name, f"{num_bytes:,}", format_duration(seconds) if seconds else "–", size, hours))
+        rows.append((name, f"{num_bytes:,}", each, size, hours))
 
     headings = ("", "bytes per sample", "per sample", "total", spread)
     return table(headings, rows, f"parts: {plan.num_parts:,}, samples: {samples}")

@@ -8,10 +8,12 @@ sample are all that the fit of the partition reads.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +78,8 @@ def inputs_of_columns(plugins: Plugins) -> dict[str, Any]:
         LATENTS: [base, asdict(config.image_encoder), config.horizontal_flips],
         FEATURES: [base, asdict(config.features)],
     }
-    if (fraction := config.partition.fit_fraction) < 1:
-        inputs[SAMPLE] = [inputs[FEATURES], fraction]
+    if config.partition.fit_fraction < 1:
+        inputs[SAMPLE] = [inputs[FEATURES], config.partition.fit_fraction]
     if config.near_duplicates is not None:
         inputs[CODES] = inputs[FEATURES]
     if config.caption_encoder is not None:
@@ -105,7 +107,7 @@ def check_broken(
     if num_read < enough or num_broken <= max_bad_fraction * num_read:
         return
 
-    causes = ", ".join(f"{cause}: {count}" for cause, count in sorted(counts.items(), key=lambda item: -item[1]))
+    causes = ", ".join(f"{cause}: {count}" for cause, count in Counter(counts).most_common())
     raise UserError(
         f"{listed}: {num_broken} of {num_read} samples cannot be used ({causes}), "
         f"more than prepare.max_bad_fraction = {max_bad_fraction:g} allows; fix the source or raise that limit"
@@ -123,20 +125,19 @@ def encode_part(job: PartJob, plugins: Plugins, on_progress: OnProgress) -> Entr
     ledger = job.ledger
     wanted = _wanted(job, plugins)
     # New records may hold other samples, so they outdate every column set.
-    ledger.forget(*(list(ledger.entries) if RECORDS in wanted else wanted))
-    of_images = []
-    for name in (RECORDS, LATENTS, FEATURES):
-        if name in wanted:
-            of_images.append(name)
+    if RECORDS in wanted:
+        ledger.forget(*ledger.entries)
+    else:
+        ledger.forget(*wanted)
 
+    of_images = [name for name in (RECORDS, LATENTS, FEATURES) if name in wanted]
     try:
         if of_images:
             _encode_images(job, of_images, plugins, on_progress)
+            on_progress = _say_nothing
 
         if CAPTIONS in wanted:
-            # Encoding the images has already reported the number of samples.
-            _encode_captions(job, plugins, on_progress if not of_images else lambda _: None)
-
+            _encode_captions(job, plugins, on_progress)
         if SAMPLE in wanted:
             _copy_sample(job, plugins)
         if CODES in wanted:
@@ -152,6 +153,10 @@ def encode_part(job: PartJob, plugins: Plugins, on_progress: OnProgress) -> Entr
     return ledger.entries
 
 
+def _say_nothing(_num_read: int) -> None:
+    """Take the place of a progress that images have already made."""
+
+
 def _wanted(job: PartJob, plugins: Plugins) -> set[str]:
     """Return the column sets to compute: not those of unchanged samples whose files were only touched or copied."""
     ledger = job.ledger
@@ -162,20 +167,24 @@ def _wanted(job: PartJob, plugins: Plugins) -> set[str]:
     elif FEATURES in missing:
         missing |= {SAMPLE, CODES} & keys.keys()
 
-    made = {name: ledger.entries[name] for name in missing if ledger.is_done(name)}
-    alike = {name for name, entry in made.items() if entry["key"].split()[-1] == keys[name].split()[-1]}
-    if RECORDS not in alike or job.part.num_samples not in (None, made[RECORDS]["num_read"]):
+    entries = ledger.entries
+    alike = set()
+    for name in missing:
+        if ledger.is_done(name) and entries[name]["key"].split()[-1] == keys[name].split()[-1]:
+            alike.add(name)
+
+    if RECORDS not in alike or job.part.num_samples not in (None, entries[RECORDS]["num_read"]):
         return missing
 
     reading = Reading(plugins.read(job.part), plugins)
     for _ in reading.chunks():
         pass
 
-    if reading.content.hexdigest() != made[RECORDS]["content"]:
+    if reading.content.hexdigest() != entries[RECORDS]["content"]:
         return missing
 
     for name in alike:
-        made[name]["key"] = keys[name]
+        entries[name]["key"] = keys[name]
 
     return missing - alike
 
@@ -194,7 +203,7 @@ def is_sampled(key_hash: UInt64[np.ndarray, "n"], fraction: float) -> Bool[np.nd
     return key_hash * np.uint64(0x9E3779B97F4A7C15) < np.uint64(fraction * 2.0**64)
 
 
-def _encode_images(job: PartJob, names: list[str], plugins: Plugins, on_progress: OnProgress) -> None:
+def _encode_images(job: PartJob, names: Collection[str], plugins: Plugins, on_progress: OnProgress) -> None:
     reading = Reading(plugins.read(job.part), plugins)
     texts = _Records(job.num_parts, num_captions(plugins.config))
     with _writing(job, *names) as sets:
@@ -203,11 +212,12 @@ def _encode_images(job: PartJob, names: list[str], plugins: Plugins, on_progress
             if RECORDS in names:
                 texts.add(records, images)
                 if num_captions(plugins.config) > 1:
-                    present = [[*map(bool, record.captions)] for record in records]
-                    sets[RECORDS].add("has_caption", np.array(present, np.uint8))
+                    captions = np.array([record.captions for record in records], object)
+                    sets[RECORDS].add("has_caption", captions.astype(bool).astype(np.uint8))
 
                 for number, name in enumerate(plugins.config.keep):
-                    sets[RECORDS].add(f"kept-{number}", np.array([record.values[name] for record in records]))
+                    values = np.array([record.values[name] for record in records])
+                    sets[RECORDS].add(f"kept-{number}", values)
 
             if LATENTS in names:
                 for name, rows in latent_rows(plugins, images).items():
@@ -311,7 +321,8 @@ class _ColumnSet(ExitStack):
         array = self._arrays[name]
         if cause and rows.dtype.kind == "f":
             bad = ~np.isfinite(rows.reshape(len(rows), -1)).all(1)
-            self.facts["unfit"] |= {str(array.num_rows + row): cause for row in np.flatnonzero(bad).tolist()}
+            rows_of_file = array.num_rows + np.flatnonzero(bad)
+            self.facts["unfit"] |= dict.fromkeys(rows_of_file.astype(str).tolist(), cause)
 
         array.append(rows)
 
@@ -320,8 +331,11 @@ class _Records:
     """Keys, captions, labels, hashes and thumbnails of one part, written at its end."""
 
     def __init__(self, num_parts: int, num_captions: int) -> None:
-        self._records: list[tuple[str, int, int, int]] = []
-        """Key, label, hash of the key, hash that decides the split."""
+        self._keys: list[str] = []
+        self._labels: list[int] = []
+        self._key_hashes: list[int] = []
+        self._split_hashes: list[int] = []
+        """Hashes of the groups, or else of the keys; they decide the split."""
         self._captions: list[list[str]] = [[] for _ in range(num_captions)]
         self._max_thumbnails = max(1, MAX_THUMBNAILS // num_parts)
         self._thumbnails: list[tuple[int, int, UInt8[np.ndarray, "h w 3"]]] = []
@@ -329,46 +343,46 @@ class _Records:
 
     def add(self, records: list[Record], images: UInt8[np.ndarray, "n h w 3"]) -> None:
         """Collect one chunk."""
-        first_row = len(self._records)
-        hashes = [key_hash(record.key) for record in records]
-        self._records += [
-            (record.key, record.label, own, key_hash(record.group) if record.group else own)
-            for record, own in zip(records, hashes, strict=True)
-        ]
-        for number, captions in enumerate(self._captions):
-            # A missing caption is replaced by the sample's first one.
-            captions += [(record.captions and record.captions[number]) or record.caption for record in records]
+        found = self._thumbnails
+        for record, image in zip(records, images, strict=True):
+            hash_of_key = key_hash(record.key)
+            found.append((hash_of_key, len(self._keys), image))
+            self._keys.append(record.key)
+            self._labels.append(record.label)
+            self._key_hashes.append(hash_of_key)
+            self._split_hashes.append(key_hash(record.group) if record.group else hash_of_key)
+            for number, captions in enumerate(self._captions):
+                # A missing caption is replaced by the sample's first one.
+                captions.append((record.captions and record.captions[number]) or record.caption)
 
-        new = [(own, first_row + i, images[i]) for i, own in enumerate(hashes)]
-        lowest = sorted([*self._thumbnails, *new], key=lambda one: one[:2])[: self._max_thumbnails]
-        # Copies, because those of the size of a thumbnail would keep their whole chunk in memory.
-        self._thumbnails = [
-            (rank, row, to_square(image, min(len(image), _THUMBNAIL_SIZE), "stretch").copy())
-            for rank, row, image in lowest
-        ]
+        self._thumbnails = []
+        for rank, row, image in sorted(found, key=itemgetter(0, 1))[: self._max_thumbnails]:
+            small = to_square(image, min(len(image), _THUMBNAIL_SIZE), "stretch")
+            # A copy, because an image of the size of a thumbnail would keep its whole chunk in memory.
+            self._thumbnails.append((rank, row, small.copy()))
 
     def write(self, folder: Path, broken: list[BrokenSample]) -> list[Path]:
         """Write both files; thumbnails in the order of their rows."""
-        keys, labels, key_hashes, split_hashes = zip(*self._records, strict=True) if self._records else [()] * 4
-        shown = sorted((row, image) for _, row, image in self._thumbnails)
-        paths = [folder / ROWS_FILE, folder / TEXTS_FILE]
+        rows_file = folder / ROWS_FILE
         np.savez(
-            paths[0],
-            key_hash=np.array(key_hashes, np.uint64),
-            split_hash=np.array(split_hashes, np.uint64),
-            label=np.array(labels, np.int32),
-            has_caption=np.array([bool(caption) for caption in self._captions[0]], bool),
+            rows_file,
+            key_hash=np.array(self._key_hashes, np.uint64),
+            split_hash=np.array(self._split_hashes, np.uint64),
+            label=np.array(self._labels, np.int32),
+            has_caption=np.array([*map(bool, self._captions[0])], bool),
         )
-        texts = {}
-        for number, captions in enumerate(self._captions):
-            texts[numbered("captions", number)] = captions
 
+        texts = packed_strings("keys", self._keys)
+        for number, captions in enumerate(self._captions):
+            texts |= packed_strings(numbered("captions", number), captions)
+
+        texts |= packed_strings("broken", [json.dumps(asdict(one), ensure_ascii=False) for one in broken])
+        shown = sorted(self._thumbnails, key=itemgetter(1))
+        texts_file = folder / TEXTS_FILE
         np.savez(
-            paths[1],
-            **packed_strings("keys", keys),
-            **{name: array for texts_of in texts.items() for name, array in packed_strings(*texts_of).items()},
-            **packed_strings("broken", [json.dumps(asdict(one), ensure_ascii=False) for one in broken]),
-            thumbnails=np.array([image for _, image in shown]),
-            thumbnail_rows=np.array([row for row, _ in shown], np.int64),
+            texts_file,
+            **texts,
+            thumbnails=np.array([image for _, _, image in shown]),
+            thumbnail_rows=np.array([row for _, row, _ in shown], np.int64),
         )
-        return paths
+        return [rows_file, texts_file]

@@ -35,14 +35,27 @@ _OPERATORS = {
 
 def extra_columns(config: PrepareConfig) -> dict[str, str]:
     """Return the further columns to read, each with the key that asks for it."""
-    filtered = {}
-    for name, text in config.filters.items():
-        if text is not None:
-            filtered[name] = f"prepare.filters.{name}"
+    wanted = dict.fromkeys(config.keep, "prepare.keep")
+    for name in conditions_of(config):
+        wanted[name] = f"prepare.filters.{name}"
+    for name in PROPERTIES:
+        wanted.pop(name, None)
+    for caption in config.captions:
+        wanted[caption.column] = CAPTIONS_KEY
 
-    wanted = dict.fromkeys(config.keep, "prepare.keep") | filtered
-    wanted = {name: key for name, key in wanted.items() if name not in PROPERTIES}
-    return wanted | {caption.column: CAPTIONS_KEY for caption in config.captions}
+    return wanted
+
+
+def conditions_of(config: PrepareConfig) -> dict[str, str]:
+    """Return the condition of each filtered column; a number alone is the least value."""
+    conditions = {}
+    for name, condition in config.filters.items():
+        if isinstance(condition, str):
+            conditions[name] = condition
+        elif condition is not None:
+            conditions[name] = f">= {condition:g}"
+
+    return conditions
 
 
 def properties(image: UInt8[np.ndarray, "h w 3"], images: ImagesConfig) -> dict[str, int]:
@@ -52,9 +65,12 @@ def properties(image: UInt8[np.ndarray, "h w 3"], images: ImagesConfig) -> dict[
     """
     height, width = image.shape[:2]
     shorter = min(height, width)
-    size = images.size
-    crops = size is not None and images.aspect == "crop"
-    top, left = (round((side * size / shorter - size) / 2) if size and crops else 0 for side in (height, width))
+    top = 0
+    left = 0
+    if images.size and images.aspect == "crop":
+        top = round((height * images.size / shorter - images.size) / 2)
+        left = round((width * images.size / shorter - images.size) / 2)
+
     return dict(zip(PROPERTIES, (height, width, shorter, top, left), strict=True))
 
 
@@ -74,12 +90,7 @@ class Filters:
     """
 
     def __init__(self, config: PrepareConfig) -> None:
-        given = {}
-        for name, text in config.filters.items():
-            if text is not None:
-                given[name] = text
-
-        self.conditions = {name: text if isinstance(text, str) else f">= {text:g}" for name, text in given.items()}
+        self.conditions = conditions_of(config)
         """Condition by column."""
         self.inputs: list[Any] = [self.conditions]
         """What the filters are made from, as JSON; the file by its hash."""
@@ -102,11 +113,11 @@ class Filters:
             return IN_DROP_KEYS
 
         for name, condition in self.conditions.items():
-            if (holds := _holds(condition, values[name])) is not True:
-                if holds is False:
-                    return f"not {name} {condition}"
-
+            holds = _holds(condition, values[name])
+            if holds is None:
                 return f"no {name}"
+            if not holds:
+                return f"not {name} {condition}"
 
         return None
 
@@ -128,13 +139,11 @@ def _holds(condition: str, value: Any) -> bool | None:
     if value is None:
         return None
 
+    text = str(value)
     if isinstance(value, bytes):
         text = value.decode(errors="replace").strip()
-    else:
-        text = str(value)
-
     if isinstance(value, bool):
-        return compare(*(one.lower() for one in (text, word)))
+        return compare(text.lower(), word.lower())
 
     return compare(text, word)
 
@@ -149,6 +158,8 @@ def filter_table(num_read: int, filtered: Mapping[str, int], num_broken: int, ti
         title: of the table.
     """
     rest = {"broken": num_broken, "kept": num_read - sum(filtered.values()) - num_broken, "read": num_read}
-    counts = (*Counter(filtered).most_common(), *rest.items())
-    rows = [(name, f"{count:,}", f"{count / num_read:.2%}") for name, count in counts]
+    rows = []
+    for name, count in (*Counter(filtered).most_common(), *rest.items()):
+        rows.append((name, f"{count:,}", f"{count / num_read:.2%}"))
+
     return table(("", "samples", "of all read"), rows, title)

@@ -38,6 +38,7 @@ def merge_groups(
         UserError: a cluster is empty or too large.
     """
     config = experiment.prepare
+    index = prepared.index
     class_counts = np.sum([group["class_counts"] for group in groups], axis=0)
     counts = torch.from_numpy(class_counts.sum(1))
     num_fitted = len(prepared.clusters)
@@ -47,13 +48,15 @@ def merge_groups(
     partition = replace(Partition.load(prepared.rule_file), counts=counts)
     partition.save(prepared.partition_file)
     num_samples, indices = _merge_folders(prepared.shards, groups)
-    clusters = tuple(
-        ClusterSamples(*(num_samples[shard_name(k, split)] for split in (TRAIN, HELD_OUT)))
-        for k in range(partition.num_clusters)
-    )
+    clusters = []
+    for k in range(partition.num_clusters):
+        train = num_samples[shard_name(k, TRAIN)]
+        held_out = num_samples[shard_name(k, HELD_OUT)]
+        clusters.append(ClusterSamples(train, held_out))
+
     encoder = plugins.image_encoder
-    captions = plugins.caption_encoder
-    size = prepared.index["image_size"]
+    sizes = plugins.sizes_at(index["image_size"])
+    class_names = getattr(plugins.source, "class_names", None) or ()
     moments = []
     for group in groups:
         for entry in group["folders"].values():
@@ -62,29 +65,32 @@ def merge_groups(
     return Manifest(
         source=asdict(config.source),
         attribution=plugins.source.attribution,
-        images={**asdict(config.images), "size": size},
+        images={**asdict(config.images), "size": index["image_size"]},
         image_encoder=asdict(config.image_encoder),
         stores=encoder.stores,
-        x_shape=encoder.x_shape(size),
+        x_shape=sizes.x_shape,
         normalisation=encoder.normalisation,
         statistics=statistics_of(np.sum(moments, axis=0)),
         captions=config.captions,
         caption_encoder=asdict(config.caption_encoder) if config.caption_encoder else None,
-        text_size=captions.size if captions else 0,
-        token_shape=captions.token_shape if captions else None,
+        text_size=sizes.text_size,
+        token_shape=sizes.token_shape,
         columns=groups[0]["columns"],
-        num_classes=plugins.source.num_classes,
+        num_classes=sizes.num_classes,
         features=asdict(config.features),
         provenance=plugins.provenance(),
-        filtered=prepared.index["filtered"],
-        **{name: prepared.index[name] for name in ("num_read", "broken", "num_samples", "num_without_caption")},
-        clusters=clusters,
+        num_read=index["num_read"],
+        broken=index["broken"],
+        filtered=index["filtered"],
+        num_samples=index["num_samples"],
+        num_without_caption=index["num_without_caption"],
+        clusters=tuple(clusters),
         priors=tuple(partition.priors.tolist()),
         seed=experiment.seed,
         index_sha256=indices,
         partition_sha256=sha256_file(prepared.partition_file),
         versions=plugins.versions(),
-        class_names=list(getattr(plugins.source, "class_names", None) or ()) or None,
+        class_names=list(class_names) or None,
         class_counts=class_counts.tolist(),
     )
 

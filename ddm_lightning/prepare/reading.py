@@ -94,22 +94,20 @@ class Plugins:
         return FEATURES.build(self.config.features.name, self.config.features.params)
 
     def _encoders(self) -> dict[str, Any]:
-        found = {
-            "image_encoder": self.image_encoder,
-            "caption_encoder": self.caption_encoder,
-            "features": self.features,
-        }
-        return {name: plugin for name, plugin in found.items() if plugin is not None}
+        encoders: dict[str, Any] = {"image_encoder": self.image_encoder}
+        if self.caption_encoder is not None:
+            encoders["caption_encoder"] = self.caption_encoder
+
+        return encoders | {"features": self.features}
 
     def versions(self) -> dict[str, str]:
         """Build every plug-in and the filters; return the versions of all packages that shape the result."""
         _ = self.filters
-        packages = set()
+        packages = {*_COMMON_PACKAGES}
         for plugin in (self.source, *self._encoders().values()):
-            for name in plugin.packages:
-                packages.add(name)
+            packages.update(plugin.packages)
 
-        return {name: version(name) for name in sorted({*_COMMON_PACKAGES, *packages})}
+        return {name: version(name) for name in sorted(packages)}
 
     @cached_property
     def parts(self) -> list[Part]:
@@ -137,20 +135,24 @@ class Plugins:
         """
         size = self.config.images.size
         if size is None:
-            samples = (sample for part in self.parts for sample in self.source.read(part))
+            samples = chain.from_iterable(map(self.source.read, self.parts))
             first = next((sample for sample in samples if isinstance(sample, Record)), None)
             if first is None:
                 raise UserError(f"source {self.config.source.name!r}: no sample can be read; fix prepare.source")
 
             size = first.image.shape[0]
 
-        captions = self.caption_encoder
-        return DataSizes(
-            self.image_encoder.x_shape(size),
-            captions.size if captions else 0,
-            captions.token_shape if captions else None,
-            self.source.num_classes,
-        )
+        return self.sizes_at(size)
+
+    def sizes_at(self, image_size: int) -> DataSizes:
+        """Return the sizes of the data of images of ``image_size`` × ``image_size`` pixels."""
+        text_size = 0
+        token_shape = None
+        if self.caption_encoder is not None:
+            text_size = self.caption_encoder.size
+            token_shape = self.caption_encoder.token_shape
+
+        return DataSizes(self.image_encoder.x_shape(image_size), text_size, token_shape, self.source.num_classes)
 
     def read(self, part: Part) -> Iterator[Record | BrokenSample]:
         """Yield the samples of a part, with the captions of ``prepare.captions``."""
@@ -272,11 +274,12 @@ class Reading:
 
     def _with_kept(self, record: Record, values: Mapping[str, Any]) -> Record:
         """Return the record with the values of ``prepare.keep`` as numbers, NaN for none."""
-        kept = {name: number_in(values[name]) for name in self.plugins.config.keep}
-        absent = (NoneType, float, np.floating)
-        words = [name for name, number in kept.items() if math.isnan(number) and not isinstance(values[name], absent)]
-        for name in words:
-            raise self._error(record, f"has {values[name]!r:.60} in column {name!r}", "remove it from prepare.keep")
+        kept = {}
+        for name in self.plugins.config.keep:
+            value = values[name]
+            kept[name] = number_in(value)
+            if math.isnan(kept[name]) and not isinstance(value, (NoneType, float, np.floating)):
+                raise self._error(record, f"has {value!r:.60} in column {name!r}", "remove it from prepare.keep")
 
         return replace(record, values=kept)
 

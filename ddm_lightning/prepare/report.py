@@ -80,16 +80,16 @@ def measure(data: ReportData, seed: int) -> Measures:
     rows = np.sort(random.choice(num_samples, min(num_samples, MAX_ROWS), replace=False, shuffle=False))
     features = to_metric_space(data.features.take(rows), data.metric)
     clusters = torch.from_numpy(data.clusters[rows].astype(np.int64))
-    members = [clusters == k for k in range(len(data.counts))]
-    centroids = torch.stack([features[chosen].mean(0) for chosen in members]).nan_to_num()
-    centroids = to_metric_space(centroids.numpy(), data.metric)
     silhouettes = compute_silhouettes(features, clusters, data.metric)
-    return Measures(
-        len(rows),
-        float(silhouettes.mean()),
-        np.array([float(silhouettes[chosen].mean()) for chosen in members]),
-        _distances(centroids, centroids, data.metric).numpy(),
-    )
+    means = []
+    cluster_silhouettes = []
+    for k in range(len(data.counts)):
+        means.append(features[clusters == k].mean(0))
+        cluster_silhouettes.append(float(silhouettes[clusters == k].mean()))
+
+    centroids = to_metric_space(torch.stack(means).nan_to_num().numpy(), data.metric)
+    distances = _distances(centroids, centroids, data.metric)
+    return Measures(len(rows), float(silhouettes.mean()), np.array(cluster_silhouettes), distances.numpy())
 
 
 def to_metric_space(features: Shaped[np.ndarray, "n d"], metric: str) -> Float[Tensor, "n d"]:
@@ -182,14 +182,10 @@ def write_report(path: Path, data: ReportData, *, title: str, attribution: str, 
         lstrip_blocks=True,
     )
     templates.filters["number"] = _number
-    html = templates.get_template("report.html.j2").render(
-        title=title,
-        attribution=attribution,
-        data=data,
-        measures=measures,
-        clusters=[_describe_cluster(data, measures, k, indices) for k, indices in enumerate(shown)],
-    )
-    atomic_write_text(path, html)
+    template = templates.get_template("report.html.j2")
+    clusters = [_describe_cluster(data, measures, k, indices) for k, indices in enumerate(shown)]
+    given = {"title": title, "attribution": attribution, "data": data, "measures": measures, "clusters": clusters}
+    atomic_write_text(path, template.render(given))
 
 
 def _number(value: float, style: str = ".3f") -> str:
@@ -204,18 +200,25 @@ def _describe_cluster(
     data: ReportData, measures: Measures, cluster: int, indices: Int64[np.ndarray, "shown"]
 ) -> dict[str, Any]:
     distances = measures.centroid_distances[cluster]
-    nearest = []
-    for k in np.argsort(distances, kind="stable"):
+    neighbours = []
+    for k in distances.argsort(kind="stable").tolist():
         if k != cluster:
-            nearest.append(int(k))
+            neighbours.append((k, distances[k]))
 
-    captions = [data.thumbnails.captions[i] for i in indices]
+    images = []
+    captions = dict[str, None]()
+    for i in indices:
+        text = data.thumbnails.captions[i]
+        images.append((_image_url(data.thumbnails.images[i]), text))
+        if text.strip():
+            captions[text] = None
+
     return {
         "count": int(data.counts[cluster]),
         "silhouette": measures.cluster_silhouettes[cluster],
-        "neighbours": [(k, distances[k]) for k in nearest[:_MAX_NEIGHBOURS]],
-        "images": [(_image_url(data.thumbnails.images[i]), text) for i, text in zip(indices, captions, strict=True)],
-        "captions": [text for text in dict.fromkeys(captions) if text.strip()][:_MAX_CAPTIONS],
+        "neighbours": neighbours[:_MAX_NEIGHBOURS],
+        "images": images,
+        "captions": [*captions][:_MAX_CAPTIONS],
     }
 
 
@@ -229,8 +232,12 @@ def choose_images(
     clusters: Int[np.ndarray, "m"], num_clusters: int, seed: int, max_images: int
 ) -> list[Int64[np.ndarray, "shown"]]:
     """Choose the indices of at most ``max_images`` random images of each cluster."""
-    members = (np.flatnonzero(clusters == cluster) for cluster in range(num_clusters))
-    return [np.random.default_rng([seed, k]).permutation(indices)[:max_images] for k, indices in enumerate(members)]
+    chosen = []
+    for cluster in range(num_clusters):
+        members = np.flatnonzero(clusters == cluster)
+        chosen.append(np.random.default_rng([seed, cluster]).permutation(members)[:max_images])
+
+    return chosen
 
 
 def cluster_grid(data: ReportData, title: str, attribution: str, seed: int) -> Image.Image:
@@ -238,9 +245,8 @@ def cluster_grid(data: ReportData, title: str, attribution: str, seed: int) -> I
     chosen = choose_images(data.thumbnails.clusters, len(data.counts), seed, _GRID_COLUMNS)
     rows = []
     for k, (count, indices) in enumerate(zip(data.counts, chosen, strict=True)):
-        rows.append(
-            (f"cluster {k} · {count:,} ({count / data.counts.sum():.1%})", list(data.thumbnails.images[indices]))
-        )
+        label = f"cluster {k} · {count:,} ({count / data.counts.sum():.1%})"
+        rows.append((label, list(data.thumbnails.images[indices])))
 
     scale = max(1, round(_CELL_PIXELS / data.thumbnails.images.shape[1]))
     return labelled_grid(rows, scale, title, footer=attribution)

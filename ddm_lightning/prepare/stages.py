@@ -576,7 +576,7 @@ class Preparation:
         prepared = self.prepared
         (partition, clusters) = self._fitted
         _, hashes = prepared.sample(self.config.partition.fit_fraction)
-        split = Split.of(hashes, clusters, partition.num_clusters, self.config.held_out_fraction)
+        split = Split.of(hashes, clusters, self.config.held_out_fraction)
         partition.save(prepared.rule_file)
         atomic_write(prepared.clusters_file, lambda path: save_array(path, clusters))
         atomic_write_json(prepared.split_file, asdict(split))

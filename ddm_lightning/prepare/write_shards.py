@@ -6,7 +6,6 @@ import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -48,9 +47,7 @@ class Split:
     """Hashes below the limit that are trained on."""
 
     @classmethod
-    def of(
-        cls, split_hash: UInt64[np.ndarray, "n"], clusters: Int[np.ndarray, "n"], num_clusters: int, fraction: float
-    ) -> Split:
+    def of(cls, split_hash: UInt64[np.ndarray, "n"], clusters: Int[np.ndarray, "n"], fraction: float) -> Split:
         """Decide from the samples of the fit.
 
         Every cluster keeps samples to train on. With a fraction above 0, every cluster of at least two groups also has
@@ -58,20 +55,21 @@ class Split:
         """
         below = cls(fraction, (), ()).is_held_out(split_hash)
         held_out = below.copy()
-        members = [np.flatnonzero(clusters == cluster) for cluster in range(num_clusters)]
-        members = [rows for rows in members if len(rows)]
-        for rows in members:
+        for cluster in np.unique(clusters):
+            rows = clusters == cluster
             ranks = split_hash[rows]
             if fraction > 0 and ranks.min() != ranks.max() and not held_out[rows].any():
                 held_out[split_hash == ranks.min()] = True
 
         # Afterwards: a group just held out may be all that another cluster trains on.
-        for rows in members:
+        for cluster in np.unique(clusters):
+            rows = clusters == cluster
             if held_out[rows].all():
                 held_out[split_hash == split_hash[rows].max()] = False
 
-        moved = (split_hash[held_out & ~below], split_hash[below & ~held_out])
-        return cls(fraction, *(np.unique(hashes).tolist() for hashes in moved))
+        moved_out = np.unique(split_hash[held_out & ~below])
+        moved_in = np.unique(split_hash[below & ~held_out])
+        return cls(fraction, moved_out.tolist(), moved_in.tolist())
 
     def is_held_out(self, split_hash: UInt64[np.ndarray, "n"]) -> Bool[np.ndarray, "n"]:
         """Whether each sample is held out."""
@@ -102,8 +100,8 @@ def split_orders(
     """Return cluster, split and samples of each non-empty folder; shuffled, so that sequential readers see no order."""
     orders = []
     for cluster in range(num_clusters):
-        for split_index, (split, side) in enumerate(((TRAIN, ~held_out), (HELD_OUT, held_out))):
-            ids = np.flatnonzero((clusters == cluster) & side)
+        for split_index, split in enumerate((TRAIN, HELD_OUT)):
+            ids = np.flatnonzero((clusters == cluster) & (held_out == split_index))
             if len(ids):
                 random = np.random.default_rng([seed, cluster, split_index, group])
                 orders.append((cluster, split, random.permutation(ids)))
@@ -142,10 +140,15 @@ def write_split(
             stored = torch.from_numpy(block["x_0"])
             mean = samples.form.mean(stored, torch.float64).numpy()
             std = samples.form.std(stored, torch.float64)
-            squares = mean**2 + (0.0 if std is None else std.square().numpy())
-            moments.append(np.stack([np.ones_like(mean).sum((0, 2, 3)), mean.sum((0, 2, 3)), squares.sum((0, 2, 3))]))
+            squares = mean**2
+            if std is not None:
+                squares = squares + std.square().numpy()
+
+            powers = (np.ones_like(mean), mean, squares)
+            moments.append(np.stack([power.sum((0, 2, 3)) for power in powers]))
             for row in range(len(stored)):
-                writer.write({name: values[row] for name, values in block.items()} | {"cluster": np.int32(cluster)})
+                sample = {name: values[row] for name, values in block.items()}
+                writer.write(sample | {"cluster": np.int32(cluster)})
 
             num_written += len(stored)
             on_progress(num_written)
@@ -155,19 +158,20 @@ def write_split(
 
 def _blocks(samples: ShardColumns, order: Int[np.ndarray, "m"]) -> Iterator[dict[str, Shaped[np.ndarray, "b ..."]]]:
     """Yield the samples in this order, some at a time, of which no more than ``_MAX_BYTES`` are read ahead."""
-    types = {}
-    for name, encoding in samples.encodings.items():
-        types[name] = parse_encoding(encoding)[0]
+    row_bytes = 0
+    for column in samples.columns.values():
+        row_bytes += math.prod(column.row_shape) * column.dtype.itemsize
 
-    row_bytes = sum(math.prod(rows.row_shape) * rows.dtype.itemsize for rows in samples.columns.values())
     num_read = max(1, _MAX_BYTES // (row_bytes * _SAMPLES_AT_ONCE)) * _SAMPLES_AT_ONCE
     for start in range(0, len(order), num_read):
         rows = order[start : start + num_read]
         columns = {}
         for name, column in samples.columns.items():
-            columns[name] = column.take(rows).astype(types[name], copy=False)
+            dtype, _ = parse_encoding(samples.encodings[name])
+            columns[name] = column.take(rows).astype(dtype, copy=False)
+        for name, captions in samples.captions.items():
+            columns[name] = captions.take(rows)
 
-        columns |= {name: captions.take(rows) for name, captions in samples.captions.items()}
         columns["sample_id"] = rows + samples.first_id
         for first in range(0, len(rows), _SAMPLES_AT_ONCE):
             yield {name: values[first : first + _SAMPLES_AT_ONCE] for name, values in columns.items()}
@@ -249,8 +253,8 @@ def _write_group(job: GroupJob, plugins: Plugins, on_progress: Callable[[int], N
     with atomic_files(thumbnails.parent) as temporary:
         np.savez(temporary / thumbnails.name, images=np.array(images), clusters=clusters[rows], **captions)
 
-    columns = dict(samples.encodings)
-    ledger.add(GROUP, job.keys[GROUP], paths, folders=folders, columns=columns, class_counts=counts.tolist())
+    facts = {"folders": folders, "columns": dict(samples.encodings), "class_counts": counts.tolist()}
+    ledger.add(GROUP, job.keys[GROUP], paths, **facts)
     ledger.save()
 
 
@@ -258,16 +262,25 @@ def columns_of(prepared: Prepared, plugins: Plugins, labels: Int[np.ndarray, "n"
     """Return the columns to store in the shards and their encodings."""
     encoder = plugins.image_encoder
     captions = plugins.caption_encoder
-    latents = ["x_0", *(["x_0_flipped"] if plugins.config.horizontal_flips else [])]
-    columns = {name: prepared.rows(LATENTS, name) for name in latents}
-    encodings = {name: array_encoding(encoder.dtype, rows.row_shape) for name, rows in columns.items()}
+    columns = {"x_0": prepared.rows(LATENTS, "x_0")}
+    encodings = {"x_0": array_encoding(encoder.dtype, columns["x_0"].row_shape)}
+    if plugins.config.horizontal_flips:
+        columns["x_0_flipped"] = prepared.rows(LATENTS, "x_0_flipped")
+        encodings["x_0_flipped"] = encodings["x_0"]
+
     columns["label"] = Rows([labels])
     encodings["label"] = "int32"
     num = num_captions(plugins.config)
-    for number, (name, encoding) in product(range(num), captions.columns.items() if captions else ()):
-        column = numbered(name, number)
-        columns[column] = prepared.rows(CAPTIONS, column)
-        encodings[column] = encoding
+    texts = {}
+    for number in range(num):
+        texts[numbered("caption", number)] = prepared.texts(numbered("captions", number))
+        if captions is None:
+            continue
+
+        for name, encoding in captions.columns.items():
+            column = numbered(name, number)
+            columns[column] = prepared.rows(CAPTIONS, column)
+            encodings[column] = encoding
 
     if num > 1:
         columns["has_caption"] = prepared.rows(RECORDS, "has_caption")
@@ -277,10 +290,5 @@ def columns_of(prepared: Prepared, plugins: Plugins, labels: Int[np.ndarray, "n"
         columns[name] = prepared.rows(RECORDS, f"kept-{number}")
         encodings[name] = "float64"
 
-    return ShardColumns(
-        columns,
-        encodings,
-        {numbered("caption", number): prepared.texts(numbered("captions", number)) for number in range(num)},
-        prepared.first_row,
-        StoredForm(encoder.stores, encoder.normalisation),
-    )
+    form = StoredForm(encoder.stores, encoder.normalisation)
+    return ShardColumns(columns, encodings, texts, prepared.first_row, form)

@@ -143,14 +143,14 @@ def test_a_channel_that_never_changes_has_no_spread():
     assert statistics_of(constant)["std"] == pytest.approx([0], abs=1e-8)
 
 
-def held_out_samples(split_hash, clusters, num_clusters, fraction):
-    return Split.of(split_hash, clusters, num_clusters, fraction).is_held_out(split_hash)
+def held_out_samples(split_hash, clusters, fraction):
+    return Split.of(split_hash, clusters, fraction).is_held_out(split_hash)
 
 
 def test_a_split_of_the_sample_holds_for_all_samples():
     """By hashes alone, so machines agree that see other samples."""
     hashes, clusters = hashes_of(500), np.repeat([0, 1], [497, 3])
-    split = Split.of(hashes, clusters, 2, 0.01)
+    split = Split.of(hashes, clusters, 0.01)
     held_out = split.is_held_out(hashes)
     assert len(split.held_out) == 1 and held_out[497:].sum() == 1
     np.testing.assert_array_equal(split.is_held_out(hashes[::-7]), held_out[::-7])
