@@ -163,11 +163,11 @@ def hashes_of(num, seed=0):
 def test_held_out_samples_do_not_depend_on_the_rest_of_the_data_set():
     keys = hashes_of(4000)
     one_cluster = np.zeros(4000, dtype=np.int32)
-    held_out = held_out_samples(keys, one_cluster, 1, 0.1)
+    held_out = held_out_samples(keys, one_cluster, 0.1)
     np.testing.assert_array_equal(held_out, keys / 2.0**64 < 0.1)
-    np.testing.assert_array_equal(held_out_samples(keys[::-1], one_cluster, 1, 0.1), held_out[::-1])
-    np.testing.assert_array_equal(held_out_samples(keys[:1000], one_cluster[:1000], 1, 0.1), held_out[:1000])
-    assert (held_out_samples(keys, one_cluster, 1, 0.2) >= held_out).all(), "a larger part contains the smaller one"
+    np.testing.assert_array_equal(held_out_samples(keys[::-1], one_cluster, 0.1), held_out[::-1])
+    np.testing.assert_array_equal(held_out_samples(keys[:1000], one_cluster[:1000], 0.1), held_out[:1000])
+    assert (held_out_samples(keys, one_cluster, 0.2) >= held_out).all(), "a larger part contains the smaller one"
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_held_out_samples_do_not_depend_on_the_rest_of_the_data_set():
 )
 def test_which_group_is_held_out_where_the_fraction_finds_none_or_all(rows, fraction, expected):
     hashes, clusters = np.array(rows, np.uint64).T
-    held_out = held_out_samples(hashes, clusters.astype(np.int64), 2, fraction)
+    held_out = held_out_samples(hashes, clusters.astype(np.int64), fraction)
     assert set(hashes[held_out].tolist()) == expected
 
 
@@ -189,10 +189,10 @@ def test_each_cluster_of_two_or_more_has_samples_on_both_sides():
     keys = hashes_of(41)
     clusters = np.array([*np.arange(20).repeat(2), 20])
     for fraction in (1e-6, 0.5):
-        held_out = held_out_samples(keys, clusters, 22, fraction)
+        held_out = held_out_samples(keys, clusters, fraction)
         np.testing.assert_array_equal(np.bincount(clusters, held_out, minlength=21)[:20], 1)
         assert not held_out[-1], "the only sample of a cluster is trained on"
-    assert not held_out_samples(keys, clusters, 22, 0.0).any()
+    assert not held_out_samples(keys, clusters, 0.0).any()
 
 
 @pytest.mark.parametrize("fraction", [1e-6, 0.05, 0.5, 0.95])
@@ -200,7 +200,7 @@ def test_a_group_is_never_torn_not_even_over_clusters(fraction):
     """Tiles of one region may fall into several clusters, and overlap all the same."""
     groups = np.repeat(hashes_of(60, seed=3), 5)
     clusters = np.random.default_rng(0).integers(0, 4, len(groups))
-    held_out = held_out_samples(groups, clusters, 4, fraction)
+    held_out = held_out_samples(groups, clusters, fraction)
     for group in np.unique(groups):
         assert len(set(held_out[groups == group].tolist())) == 1
     for cluster in range(4):
@@ -211,7 +211,7 @@ def test_a_group_is_never_torn_not_even_over_clusters(fraction):
 def test_every_cluster_trains_on_something_however_groups_are_spread(pairs, fraction):
     groups = hashes_of(6)[[group for group, _ in pairs]]
     clusters = np.array([cluster for _, cluster in pairs])
-    held_out = held_out_samples(groups, clusters, 4, fraction)
+    held_out = held_out_samples(groups, clusters, fraction)
     for cluster in set(clusters.tolist()):
         here = clusters == cluster
         assert not held_out[here].all()
