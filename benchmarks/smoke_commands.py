@@ -115,13 +115,18 @@ class Watched(Child):
 
 def started_by(pid: int) -> list[int]:
     """Processes that a process started, and those that they started, except the compiler's."""
-    words = (name for tasks in Path(f"/proc/{pid}/task").glob("*/children") for name in tasks.read_text().split())
     found = []
-    for child in words:
-        for one in (int(child), *started_by(int(child))):
-            found.append(one)
+    for tasks in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, tasks.read_text().split()):
+            if "compile_worker" not in command_line(child):
+                found += [child, *started_by(child)]
 
-    return [one for one in found if "compile_worker" not in Path(f"/proc/{one}/cmdline").read_text()]
+    return found
+
+
+def command_line(pid: int) -> str:
+    """Words of a process's command."""
+    return Path(f"/proc/{pid}/cmdline").read_text()
 
 
 def megabytes(pid: int, key: str) -> float:
@@ -152,11 +157,7 @@ class Place:
     @property
     def island(self) -> list[str]:
         """Settings of the island."""
-        if self.on_gpu:
-            kind = "gpu"
-        else:
-            kind = "cpu"
-
+        kind = "gpu" if self.on_gpu else "cpu"
         compiled = str(self.compiles).lower()
         return [f"island.accelerator={kind}", "island.precision=bf16-mixed", f"island.compile={compiled}"]
 
@@ -172,8 +173,8 @@ class Place:
 
     def fit(self, run: str, *more: str) -> Watched:
         """Start to train the first expert of two; the first call of all prepares."""
-        width, depth = (384, 12) if self.on_gpu and not self.quick else (64, 2)
-        network = f"{{width: {width}, depth: {depth}, num_heads: {width // 32}, patch_size: 4, qk_norm: true}}"
+        sizes = "width: 384, depth: 12, num_heads: 12" if self.compiles else "width: 64, depth: 2, num_heads: 2"
+        network = f"{{{sizes}, patch_size: 4, qk_norm: true}}"
         settings = [
             "prepare.source.params={num_samples: 600, image_size: 16}",
             f"expert.network={{name: dit, params: {network}}}",
@@ -205,24 +206,26 @@ class Place:
         return float(self.status(run).metrics["held_out/loss"])
 
     def sample_ids(self, run: str, rank: str = "") -> dict[int, list[str]]:
-        """Step -> ids of its samples; a repeated step counts once."""
-        lines = (self.member(run) / f"sample_ids{rank}.txt").read_text(encoding="utf-8").splitlines()
-        return {int(step): ids.split() for step, _, ids in (line.partition(":") for line in lines)}
+        """Step -> sorted ids of its samples; a repeated step counts once."""
+        found = {}
+        for line in (self.member(run) / f"sample_ids{rank}.txt").read_text(encoding="utf-8").splitlines():
+            step, _, ids = line.partition(":")
+            found[int(step)] = sorted(ids.split())
+
+        return found
 
 
 def tests(place: Place) -> Iterator[Check]:
     """Run the tests that need a GPU; without one, only find them."""
-    files = []
+    words = ["-q", "-m", "gpu"]
+    if not place.on_gpu:
+        words.append("--collect-only")
+
     for path in (REPOSITORY / "tests").rglob("test_*.py"):
         if "mark.gpu" in path.read_text("utf-8"):
-            files.append(str(path))
+            words.append(str(path))
 
-    if place.on_gpu:
-        more = []
-    else:
-        more = ["--collect-only"]
-
-    last = Watched("pytest", "-q", "-m", "gpu", *files, *more).ended().splitlines()[-1]
+    last = Watched("pytest", *words).ended().splitlines()[-1]
     yield Check("pytest -m gpu", "passed", last, re.match(r"\d+(/\d+ tests collected| passed)", last) is not None)
 
 
@@ -288,22 +291,34 @@ def images(place: Place) -> Iterator[Check]:
     """Sample with every strategy and in further ways; compare with the CPU's images."""
     run = place.folder / "run"
     device = str(place.device)
-    on_cpu, here = (DecentralizedEnsemble.from_pretrained(run, one) for one in ("cpu", device))
+    on_cpu = DecentralizedEnsemble.from_pretrained(run, "cpu")
+    here = DecentralizedEnsemble.from_pretrained(run, device)
     few = DecentralizedEnsemble.from_pretrained(run, device, resident_experts=2)
-    ways: list[tuple[DecentralizedEnsemble, dict[str, Any]]] = [
-        *((here, {"strategy": name}) for name in STRATEGIES.names() if name != "oracle"),
-        *((here, {"guidance_scale": 3.0, "guidance": where}) for where in ("expert", "mixture")),
-        (few, {"strategy": "full"}),
-        (here, {"strategy": "full", "compile": place.compiles}),
-        (here, {"strategy": "full", "precision": "auto"}),
+    ways: list[dict[str, Any]] = [
+        *({"strategy": name} for name in STRATEGIES.names() if name != "oracle"),
+        {"guidance_scale": 3.0, "guidance": "expert"},
+        {"guidance_scale": 3.0, "guidance": "mixture"},
+        {"strategy": "full", "compile": place.compiles},
     ]
-    for one, settings in ways:
-        found, wanted = (_pixels(each, {"precision": "32-true", **settings}) for each in (one, on_cpu))
-        what = f"{settings}{', two resident experts' if one is few else ''}: median difference of images"
-        # Rounding may flip the choice of an expert for a few of them.
-        yield at_most(
-            what, float(np.median(abs(found - wanted).mean(axis=1))), 0.03 if "precision" in settings else 0.01
-        )
+    for settings in ways:
+        yield _differ(f"{settings}", here, on_cpu, settings, 0.01)
+
+    full = {"strategy": "full"}
+    yield _differ(f"{full}, two resident experts", few, on_cpu, full, 0.01)
+    yield _differ(f"{full}, precision auto", here, on_cpu, full | {"precision": "auto"}, 0.03)
+
+
+def _differ(
+    what: str,
+    ensemble: DecentralizedEnsemble,
+    on_cpu: DecentralizedEnsemble,
+    settings: Mapping[str, Any],
+    limit: float,
+) -> Check:
+    settings = {"precision": "32-true", **settings}
+    difference = abs(_pixels(ensemble, settings) - _pixels(on_cpu, settings))
+    # Rounding may flip the choice of an expert for a few of them.
+    return at_most(f"{what}: median difference of images", float(np.median(difference.mean(axis=1))), limit)
 
 
 def _pixels(ensemble: DecentralizedEnsemble, settings: Mapping[str, Any]) -> np.ndarray:
@@ -323,18 +338,18 @@ def two_devices(place: Place) -> Iterator[Check]:
     place.fit("fit").ended()
     for name in ("ddp", "fsdp"):
         place.fit(f"{name}-2", "island.devices=2", f"island.strategy={name}").ended()
-        first, second = (place.sample_ids(f"{name}-2", rank) for rank in ("-0", "-1"))
-        both = {step: sorted(ids + second[step]) for step, ids in first.items()}
-        alone = {step: sorted(ids) for step, ids in place.sample_ids("fit").items()}
-        yield same(f"{name}: the samples of one device in each step", both == alone)
+        second = place.sample_ids(f"{name}-2", "-1")
+        both = {step: sorted(ids + second[step]) for step, ids in place.sample_ids(f"{name}-2", "-0").items()}
+        yield same(f"{name}: the samples of one device in each step", both == place.sample_ids("fit"))
 
-    ddp, fsdp = (place.status(run).metrics["train/gradient_norm"] for run in ("ddp-2", "fsdp-2"))
-    yield near("gradient norm of FSDP2, against DDP's", fsdp, ddp, 0.01)
+    key = "train/gradient_norm"
+    ddp = place.status("ddp-2").metrics[key]
+    yield near("gradient norm of FSDP2, against DDP's", place.status("fsdp-2").metrics[key], ddp, 0.01)
     child = place.fit("killed", "island.devices=2", "island.strategy=ddp")
     child.wait_until(lambda: place.status("killed").step >= STOP_AT)
-    *_, rank = (pid for pid in started_by(child.pid) if "member=" in Path(f"/proc/{pid}/cmdline").read_text())
+    ranks = [pid for pid in started_by(child.pid) if "member=" in command_line(pid)]
     start = time.monotonic()
-    os.kill(rank, signal.SIGKILL)
+    os.kill(ranks[-1], signal.SIGKILL)
     child.wait(60)
     child.output()
     yield at_most("end after a killed rank, s", time.monotonic() - start, 30)

@@ -52,7 +52,8 @@ def main(arguments: Sequence[str] | None) -> None:
     if options.device is None and not torch.cuda.is_available():
         print("torch sees no CUDA device here: running the tests on a virtual one (--device cpu: the steps, small)")
         words = [sys.executable, "-m", "pytest", "-q", "-m", "not gpu", str(REPOSITORY / "tests" / "virtual_cuda")]
-        if code := subprocess.run(words, cwd=REPOSITORY, check=False).returncode:
+        code = subprocess.run(words, cwd=REPOSITORY, check=False).returncode
+        if code != 0:
             raise UserError(f"pytest tests/virtual_cuda: ended with code {code}; see above")
 
         return
@@ -83,11 +84,7 @@ def take(numbers: Sequence[int], place: Place, report: Report) -> None:
         print(f"step {number}: {title}", flush=True)
         began = time.perf_counter()
         for check in checks_of(step, place):
-            if check.expected:
-                expected = f"  (expected: {check.expected})"
-            else:
-                expected = ""
-
+            expected = f"  (expected: {check.expected})" if check.expected else ""
             print(f"  {'ok' if check.ok else 'DIFFERS':<8}{check.what}: {check.found}{expected}", flush=True)
             report.row(f"{number}. {check.what}", check.expected, check.found, "yes" if check.ok else "no")
             if check.figure is not None:
