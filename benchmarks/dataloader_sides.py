@@ -83,12 +83,9 @@ def _webdataset(place: str, _cache: Path, num_workers: int) -> Iterable[Any]:
         client = boto3.client("s3", endpoint_url=endpoint)
         listed = client.list_objects_v2(Bucket=bucket, Prefix=f"{prefix}/tar/")
         keys = sorted(one["Key"] for one in listed["Contents"])
-        signed = []
-        for key in keys:
-            signed.append(client.generate_presigned_url("get_object", Params={"Bucket": bucket, "Key": key}))
-
         tars = []
-        for address in signed:
+        for key in keys:
+            address = client.generate_presigned_url("get_object", Params={"Bucket": bucket, "Key": key})
             tars.append(f"pipe:curl -sf --retry 5 --retry-all-errors '{address}'")
     else:
         tars = sorted(str(path) for path in Path(place, "tar").glob("*.tar"))

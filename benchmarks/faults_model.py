@@ -107,11 +107,7 @@ def simulate(options: Namespace) -> None:
     """Print goodputs at the published rates, and draw them over all rates."""
     title = "Goodput of 8 islands of 8 GPUs and of one synchronous job on 64"
     report = Report(title, ["failures", "of a node every", "checkpoint", "islands", "one job"])
-    if options.quick:
-        failures = 400
-    else:
-        failures = 4000
-
+    failures = 400 if options.quick else 4000
     figure = Figure((7, 4), layout="constrained")
     axes = figure.add_subplot()
     times = np.geomspace(0.2, 20000, 40)

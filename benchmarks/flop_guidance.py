@@ -16,7 +16,7 @@ from pathlib import Path
 
 from common import Report, run
 from flop_report import label_of
-from flop_scores import Point, baseline_of, mean_kid, of_method, over
+from flop_scores import Point, baseline_of, grouped, mean_kid, over
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import read_json
@@ -84,11 +84,7 @@ def compare(points: Mapping[float, Sequence[Point]], network: str, other: str) -
         report.figures[f"kid_{variant}_{method}"] = mean_kid(best, network)
         ratios = [""] * 3
         if method not in MONOLITHS:
-            if variant in monoliths:
-                own = variant
-            else:
-                own = "main"
-
+            own = variant if variant in monoliths else "main"
             monolith = tuned([tables[own, baseline_of(method)]], network)
             compared = {
                 "over_monolith": over(best, monolith, network),
@@ -120,20 +116,14 @@ def compare(points: Mapping[float, Sequence[Point]], network: str, other: str) -
 
 def comparable(points: Mapping[float, Sequence[Point]]) -> dict[tuple[str, str], Rows]:
     """Points at the largest budget by variant and method, of the seeds that all scales have, if these are several."""
-    everything = []
-    for scored in points.values():
-        for point in scored:
-            everything.append(point)
-
-    largest = max(point.share for point in everything if point.variant == "main")
+    groups = {scale: grouped(scored) for scale, scored in points.items()}
+    first = next(iter(groups.values()))
+    largest = max(share for variant, share, _ in first if variant == "main")
     tables: dict[tuple[str, str], Rows] = {}
-    for variant, method in dict.fromkeys((point.variant, point.method) for point in everything):
-        rows = {}
-        for scale, scored in points.items():
-            rows[scale] = of_method(scored, method, largest, variant)
-
+    for variant, share, method in first:
+        rows = {scale: group.get((variant, share, method), []) for scale, group in groups.items()}
         seeds = set.intersection(*({point.seed for point in row} for row in rows.values()))
-        if len(seeds) > 1:
+        if share == largest and len(seeds) > 1:
             tables[variant, method] = {
                 scale: [point for point in row if point.seed in seeds] for scale, row in rows.items()
             }

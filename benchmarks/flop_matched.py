@@ -124,22 +124,14 @@ def show_plan(study: Study, num_jobs: int) -> None:
     table = Report("Trainings", ["variant, member", "seeds", "steps", "TFLOP each"])
     groups: dict[tuple[str, str], list[Job]] = {}
     for job in jobs:
-        if job.member.startswith("expert-"):
-            kind = "expert"
-        else:
-            kind = job.member
-
+        kind = "expert" if job.member.startswith("expert-") else job.member
         groups.setdefault((job.variant.name, kind), []).append(job)
 
     for (variant, kind), group in groups.items():
         steps = " ".join(f"{steps:,}" for steps in group[0].steps)
         num_seeds = len({job.seed for job in group})
         num_members = len(group) // num_seeds
-        if num_members > 1:
-            times = f" × {num_members}"
-        else:
-            times = ""
-
+        times = f" × {num_members}" if num_members > 1 else ""
         table.row(f"{variant}, {kind}{times}", str(num_seeds), steps, f"{group[0].flops / 1e12:.2f}")
 
     equal_steps = study.expert_flops
@@ -174,12 +166,8 @@ def score(study: Study, options: Namespace, settings: str, before: dict[str, Any
     manifest = study.main.manifest
     judge = Judge(study.main, [experiment.prepare.features, OTHER, PLAIN], study.root / "features")
     points, images = collect(study, options, judge)
-    ours = {(point.variant, point.seed, point.share, point.method) for point in points}
-    for stored in before["points"]:
-        point = Point.from_dict(stored)
-        if (point.variant, point.seed, point.share, point.method) not in ours:
-            points.append(point)
-
+    merged = {point.key: point for point in [*map(Point.from_dict, before["points"]), *points]}
+    points = list(merged.values())
     budget = study.budget(1.0)
     figures = figures_of(points, experiment.prepare.features.name) | {
         "num_images": manifest.num_samples,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from common import Report
 from flop_sampling import METHODS
-from flop_scores import Point, mean_kid, of_method
+from flop_scores import Point, grouped, mean_kid
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
@@ -27,17 +27,17 @@ class Results:
 
     def __init__(self, document: Mapping[str, Any]) -> None:
         self.figures = document["figures"]
-        self.points = [Point.from_dict(point) for point in document["points"]]
         self.network, self.other = document["features"]
-        self.main = [point for point in self.points if point.variant == "main"]
-        self.largest = max(point.share for point in self.main)
-        everything = {(point.variant, point.share) for point in self.points}
-        self.compared = sorted(everything, key=lambda one: (one[0] != "main", one))
+        self.groups = grouped(map(Point.from_dict, document["points"]))
+        self.methods = {method for _, _, method in self.groups}
+        compared = {(variant, share) for variant, share, _ in self.groups}
+        self.compared = sorted(compared, key=lambda one: (one[0] != "main", one))
         """Variants and shares of the budget; those of the main comparison first."""
+        self.shares = [share for variant, share in self.compared if variant == "main"]
 
     def rows(self, method: str, share: float | None = None, variant: str = "main") -> list[Point]:
         """Points of one method at one budget (the largest by default), one per seed."""
-        return of_method(self.points, method, share or self.largest, variant)
+        return self.groups.get((variant, share or self.shares[-1], method), [])
 
     def ratio(self, method: str, prefix: str = "", over: str = "monolith") -> str:
         """KID over the monolith's with its interval; empty for the monolith itself, a dash if the interval reaches 0.
@@ -77,16 +77,14 @@ def tables_of(results: Results) -> list[Report]:
 def strategy_table(results: Results) -> Report:
     """All methods of the main comparison at the largest budget."""
     num_seeds = results.figures["num_seeds"]
-    if num_seeds > 1:
-        plural = "s"
-    else:
-        plural = ""
-
+    plural = "s" if num_seeds > 1 else ""
     headings = ["method", f"KID ({results.network})", "over monolith", f"KID ({results.other})", "over monolith "]
     headings += ["precision", "recall", "shares TV", "experts per step", "GFLOP per image", "s per image"]
     table = Report(f"Methods at the largest budget, mean of {num_seeds} training seed{plural}", headings)
-    for method in dict.fromkeys(point.method for point in results.main):
-        rows = results.rows(method)
+    for (variant, share, method), rows in results.groups.items():
+        if variant != "main" or share != results.shares[-1]:
+            continue
+
         cells = [
             label_of(method),
             f"{mean_kid(rows, results.network):.4f}",
@@ -110,8 +108,7 @@ def strategy_table(results: Results) -> Report:
 
 def variant_table(results: Results) -> Report:
     """All budgets and variants: KID of the methods that are sampled everywhere."""
-    sampled = {point.method for point in results.points}
-    present = [name for name in CURVES if name in sampled]
+    present = [name for name in CURVES if name in results.methods]
     compared = [name for name in present if not name.startswith("monolith")]
     headings = ["variant", "share of the budget", "seeds", *map(label_of, present)]
     headings += [f"{label_of(name)} over monolith" for name in compared]
@@ -173,23 +170,20 @@ def branch_table(results: Results) -> Report:
     headings = ["variant", "branches off at", "share of the budget", "seeds", "method", f"KID ({results.network})"]
     headings += ["over scratch", "over monolith", f"over monolith ({results.other})"]
     table = Report("Experts that branch off the monolith", headings)
-    branched = [point for point in results.points if point.branch_at]
-    for variant, at, share in dict.fromkeys((point.variant, point.branch_at, point.share) for point in branched):
-        prefix = f"{variant}_{share:g}_"
-        for name in CURVES:
-            rows = results.rows(name, share, variant)
-            if rows:
-                table.row(
-                    label_of(variant),
-                    f"{at:g}",
-                    f"{share:g}",
-                    str(len(rows)),
-                    label_of(name),
-                    f"{mean_kid(rows, results.network):.3f}",
-                    results.ratio(name, prefix, "scratch"),
-                    results.ratio(name, prefix),
-                    results.ratio(name, f"other_features_{prefix}"),
-                )
+    for (variant, share, name), rows in results.groups.items():
+        if rows[0].branch_at and name in CURVES:
+            prefix = f"{variant}_{share:g}_"
+            table.row(
+                label_of(variant),
+                f"{rows[0].branch_at:g}",
+                f"{share:g}",
+                str(len(rows)),
+                label_of(name),
+                f"{mean_kid(rows, results.network):.3f}",
+                results.ratio(name, prefix, "scratch"),
+                results.ratio(name, prefix),
+                results.ratio(name, f"other_features_{prefix}"),
+            )
 
     table.note(
         "Shares are of the full budget. The monolith's FLOPs up to the branch are charged to the experts. "
@@ -205,23 +199,17 @@ def curves_figure(results: Results) -> Figure:
     num_islands = int(results.figures["num_clusters"])
     left, right = figure.subplots(1, 2, sharey=True)
     for method in CURVES:
-        shares = sorted({point.share for point in results.main if point.method == method})
-        if not shares:
+        rows = [row for share in results.shares if (row := results.rows(method, share))]
+        if not rows:
             continue
 
         is_single = method.startswith("monolith")
-        if is_single:
-            num_machines = 1
-        else:
-            num_machines = num_islands
-
-        rows = [results.rows(method, share) for share in shares]
         flops = np.array([row[0].train_tflop for row in rows])
         kids = []
         for row in rows:
             kids.append([point.kid[results.network].value for point in row])
 
-        for axes, x in ((left, flops), (right, flops / num_machines)):
+        for axes, x in ((left, flops), (right, flops if is_single else flops / num_islands)):
             axes.errorbar(
                 x,
                 list(map(mean, kids)),

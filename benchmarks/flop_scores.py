@@ -58,6 +58,11 @@ class Point:
     branch_at: float = 0.0
     """See ``Variant``."""
 
+    @property
+    def key(self) -> tuple[str, float, str, int]:
+        """Variant, share of the budget, method and seed."""
+        return self.variant, self.share, self.method, self.seed
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON."""
         kid = {}
@@ -140,11 +145,19 @@ def equal_score_share(flops: Sequence[float], scores: Sequence[float], wanted: f
     return -1.0
 
 
-def of_method(points: Iterable[Point], method: str, share: float, variant: str = "main") -> list[Point]:
-    """Points of one method at one budget, by seed."""
-    wanted = (variant, method, share)
-    found = [point for point in points if (point.variant, point.method, point.share) == wanted]
-    return sorted(found, key=lambda point: point.seed)
+Groups = dict[tuple[str, float, str], list[Point]]
+
+
+def grouped(points: Iterable[Point]) -> Groups:
+    """Points by variant, share of the budget and method, each in the order of the seeds."""
+    groups: Groups = {}
+    for point in points:
+        groups.setdefault(point.key[:3], []).append(point)
+
+    for group in groups.values():
+        group.sort(key=lambda point: point.seed)
+
+    return groups
 
 
 def mean_kid(points: Sequence[Point], network: str) -> float:
@@ -215,16 +228,12 @@ class Judge:
 
 def figures_of(points: Sequence[Point], network: str) -> dict[str, float]:
     """Named figures of the main comparison; ratios are of mean KIDs over seeds."""
-    main = [point for point in points if point.variant == "main"]
-    shares = sorted({point.share for point in main})
+    groups = grouped(points)
+    shares = sorted({share for variant, share, _ in groups if variant == "main"})
     largest = shares[-1]
-    figures: dict[str, float] = {
-        "num_seeds": len({point.seed for point in main if point.share == largest}),
-        "num_budgets": len(shares),
-    }
+    figures: dict[str, float] = {"num_seeds": len(groups["main", largest, BEST]), "num_budgets": len(shares)}
     branched = []
-    for variant, share, method in dict.fromkeys((point.variant, point.share, point.method) for point in points):
-        ours = of_method(points, method, share, variant)
+    for (variant, share, method), ours in groups.items():
         is_main = variant == "main" and share == largest
         if is_main:
             figures[f"kid_{method}"] = mean_kid(ours, network)
@@ -235,7 +244,7 @@ def figures_of(points: Sequence[Point], network: str) -> dict[str, float]:
 
         # A variant of the ensemble alone is compared with the main monolith of the same budget and seeds.
         baseline = baseline_of(method)
-        theirs = of_method(points, baseline, share, variant) or of_method(main, baseline, share)
+        theirs = groups.get((variant, share, baseline)) or groups.get(("main", share, baseline), [])
         for prefix, name in (("", network), ("other_features_", OTHER.name)):
             found = over(ours, theirs, name)
             if found is None:
@@ -248,7 +257,7 @@ def figures_of(points: Sequence[Point], network: str) -> dict[str, float]:
         if not ours[0].branch_at:
             continue
 
-        scratch = over(ours, of_method(main, method, share), network)
+        scratch = over(ours, groups.get(("main", share, method), []), network)
         if scratch is not None:
             figures |= scratch.figures(f"{variant}_{share:g}_{method}_over_scratch")
             if method == BEST:
@@ -258,7 +267,7 @@ def figures_of(points: Sequence[Point], network: str) -> dict[str, float]:
         # The lowest ratio among those of most seeds.
         figures |= min(branched)[1].figures("branched_over_scratch")
 
-    curve = [of_method(main, BEST, share) for share in shares]
+    curve = [groups["main", share, BEST] for share in shares]
     flops = [row[0].train_tflop for row in curve]
     kids = [mean_kid(row, network) for row in curve]
     return figures | {

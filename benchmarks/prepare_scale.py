@@ -68,11 +68,7 @@ class Model:
         link = self.store_bytes_per_second
         shard_bytes = self.latent_bytes + self.text_bytes
         # A single node keeps the columns on its disk.
-        if num_nodes > 1:
-            through_store = self.part_bytes
-        else:
-            through_store = 0
-
+        through_store = self.part_bytes if num_nodes > 1 else 0
         encode = 1 / (self.gpus_per_node * self.gpu_samples_per_second) + through_store / link
         shards = seconds["shards"] / self.processes_per_node + (through_store + shard_bytes) / link
         fitted = self.fit_fraction * num * self.feature_size

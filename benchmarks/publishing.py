@@ -62,11 +62,7 @@ def main(arguments: Sequence[str] | None) -> None:
         (folder / "store").mkdir()
         with servers.s3(folder / "store", folder, SimpleNamespace(setenv=os.environ.__setitem__)) as (url, _):
             for number in range(1 if options.quick else ROUNDS):
-                if number % 2:
-                    order = ARMS
-                else:
-                    order = ARMS[::-1]
-
+                order = ARMS if number % 2 else ARMS[::-1]
                 times = {arm: train(options, folder, f"{url}/{number}", arm) for arm in order}
                 rounds.append(times)
                 report.row(str(number), *(f"{times[arm].wall:.1f} ({times[arm].cpu:.1f})" for arm in ARMS))
