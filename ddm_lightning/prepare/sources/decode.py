@@ -51,15 +51,13 @@ def decode(
     except Image.DecompressionBombError as error:
         return BrokenSample(key, "too many pixels", one_line(error))
     except UnidentifiedImageError:
+        head = b""
         if isinstance(data, bytes):
             head = data[:8]
-        else:
-            head = b""
 
+        cause = "no image"
         if head.startswith(_SIGNATURES):
             cause = "damaged image"
-        else:
-            cause = "no image"
 
         return BrokenSample(key, cause, f"begins with {head!r}")
     except Exception as error:  # noqa: BLE001  Pillow raises anything on damaged files
@@ -79,7 +77,11 @@ def _rgb(image: Image.Image, key: str, max_pixels: int) -> UInt8[np.ndarray, "h 
     if image.mode == "I" or image.mode.startswith("I;16"):
         # Pillow would clip. Some of its versions open 16-bit files as mode I.
         grey = np.asarray(image).astype(np.float64)
-        grey = np.clip(grey * (255 / (4095 if grey.max() <= 4095 else 65535)), 0, 255)
+        white = 65535
+        if grey.max() <= 4095:
+            white = 4095
+
+        grey = np.clip(grey * (255 / white), 0, 255)
         image = Image.fromarray(np.rint(grey).astype(np.uint8))
 
     if image.mode == "F":
@@ -112,19 +114,15 @@ def caption_in(value: Any, key: str) -> str | BrokenSample:
             return BrokenSample(key, "caption is not UTF-8", str(error))
 
     if value is None or isinstance(value, str):
-        if value and value.strip():
-            return value
-
-        return ""
+        return value if value and value.strip() else ""
 
     return BrokenSample(key, "caption is not text", f"a {type(value).__name__}")
 
 
 def _unread(error: Exception, key: str) -> BrokenSample:
+    cause = "unreadable file"
     if isinstance(error, FileNotFoundError):
         cause = "missing file"
-    else:
-        cause = "unreadable file"
 
     return BrokenSample(key, cause, one_line(error))
 
@@ -137,4 +135,4 @@ def one_line(error: BaseException) -> str:
 @cache
 def _formats() -> tuple[str, ...]:
     Image.init()
-    return tuple(name for name in _FORMATS if name in Image.OPEN)
+    return tuple(filter(Image.OPEN.__contains__, _FORMATS))

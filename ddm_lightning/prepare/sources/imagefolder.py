@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from io import StringIO
-from itertools import pairwise
 from posixpath import join, normpath, splitext
 from typing import Any
 
@@ -71,18 +70,27 @@ class ImageFolder:
 
         The hash of a name decides whether it begins a block, so a new file changes only its own block.
         """
-        names = self._names
-        starts = [0, *(index for index, name in enumerate(names) if index and self._begins_block(name)), len(names)]
-        return [self._part(names[start:stop]) for start, stop in pairwise(starts)]
+        blocks: list[list[str]] = []
+        for name in self._names:
+            if not blocks or self._begins_block(name):
+                blocks.append([])
+
+            blocks[-1].append(name)
+
+        return [*map(self._part, blocks)]
 
     def read(self, part: Part) -> Iterator[Record | BrokenSample]:
         # From the part, so that no worker lists the folder again.
-        self.num_classes = part.where["num_classes"]
         where = part.where
-        texts = self.files.contents([name for name in where["texts"] if name])
-        columns = [where[name] for name in ("files", "labels", "captions", "texts")]
-        for name, label, caption, text, data in zip(*columns, self.files.contents(where["files"]), strict=True):
-            caption = caption_in(next(texts) if text else caption, name)
+        self.num_classes = where["num_classes"]
+        texts = self.files.contents([*filter(None, where["texts"])])
+        images = self.files.contents(where["files"])
+        columns = (where["files"], where["labels"], where["captions"], where["texts"])
+        for name, label, caption, text, data in zip(*columns, images, strict=True):
+            if text:
+                caption = next(texts)
+
+            caption = caption_in(caption, name)
             if label < 0:
                 yield BrokenSample(
                     name, "outside the class folders", f"set {PARAMS}.labels=false if folders are not classes"
@@ -90,8 +98,12 @@ class ImageFolder:
                 continue
 
             image = decode(data, name)
-            bad = next((one for one in (image, caption) if isinstance(one, BrokenSample)), None)
-            yield bad or Record(name, image, caption, label)  # type: ignore[arg-type]
+            if isinstance(image, BrokenSample):
+                yield image
+            elif isinstance(caption, BrokenSample):
+                yield caption
+            else:
+                yield Record(name, image, caption, label)
 
     @cached_property
     def _names(self) -> list[str]:
@@ -113,52 +125,61 @@ class ImageFolder:
     @cached_property
     def _captions(self) -> dict[str, str]:
         """Captions in caption files, by name of the image."""
-        if self.caption_column is None:
-            return {}
-
         captions = dict[str, str]()
-        columns = dict[str, set[str]]()
-        folders = dict[str, str]()
+        files = dict[str, str]()
+        lacking = []
+        existing = set[str]()
+        if self.caption_column is None:
+            return captions
+
         for file in self.files.states:
             folder, _, base = file.rpartition("/")
             if _UNREAD.fullmatch(base.lower()):
                 note(f"{self.files.shown(file)}: is not read; captions may be in one of {', '.join(_CAPTION_FILES)}")
             if base.lower() not in _CAPTION_FILES or (rows := self._rows(file)) is None:
                 continue
-            if (other := folders.setdefault(folder, file)) != file:
+
+            other = files.setdefault(folder, file)
+            if other != file:
                 raise UserError(f"{self.files.shown()}: has both {other} and {file}; keep one")
 
+            columns = set[str]()
             for number, row in rows:
-                try:
-                    if isinstance(row, bytes):
-                        row = parse_json(row)
-                    if isinstance(row.get(_REST), list):  # of CSV
-                        raise ValueError("it has more cells than the first line: put text with commas in quotes")
+                columns |= self._add_caption(captions, file, number, row)
 
-                    name = self._image_of(folder, row["file_name"])
-                    caption = row.get(self.caption_column)
-                    caption = caption_in(caption, name)
-                    if name in captions or isinstance(caption, BrokenSample):
-                        raise ValueError(f"{self.caption_column!r} is not text, or 'file_name' is not unique")
-                except (ValueError, KeyError, TypeError, AttributeError) as error:
-                    raise UserError(
-                        f"{self.files.shown(file)}: line {number}: needs JSON with its own 'file_name' ({error!r}); "
-                        "fix the line"
-                    ) from None
+            if columns and self.caption_column not in columns:
+                lacking.append(file)
+                existing |= columns
 
-                captions[name] = caption
-                columns.setdefault(file, set()).update(row)
-
-        lacking = [file for file, names in columns.items() if self.caption_column not in names]
-        if lacking or (not captions and (folders or self.caption_column != _CAPTION)):
-            existing = sorted({name for file in lacking for name in columns[file]})
+        if lacking or (not captions and (files or self.caption_column != _CAPTION)):
             raise UserError(
                 f"key '{PARAMS}.caption_column': the caption files in {self.files.shown()} "
-                f"({', '.join(lacking or folders.values()) or 'none'}) have no column {self.caption_column!r}; "
-                f"they have: {', '.join(existing) or 'none'}; or set it to null"
+                f"({', '.join(lacking or files.values()) or 'none'}) have no column {self.caption_column!r}; "
+                f"they have: {', '.join(sorted(existing)) or 'none'}; or set it to null"
             )
 
         return captions
+
+    def _add_caption(self, captions: dict[str, str], file: str, number: int, row: Any) -> set[str]:
+        """Add the caption of one line, which is JSON or a row of CSV; return the line's columns."""
+        try:
+            if isinstance(row, bytes):
+                row = parse_json(row)
+            if isinstance(row.get(_REST), list):  # of CSV
+                raise ValueError("it has more cells than the first line: put text with commas in quotes")
+
+            name = self._image_of(file.rpartition("/")[0], row["file_name"])
+            caption = caption_in(row.get(self.caption_column), name)
+            if name in captions or isinstance(caption, BrokenSample):
+                raise ValueError(f"{self.caption_column!r} is not text, or 'file_name' is not unique")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"{self.files.shown(file)}: line {number}: needs JSON with its own 'file_name' ({error!r}); "
+                "fix the line"
+            ) from None
+
+        captions[name] = caption
+        return set(row)
 
     def _rows(self, file: str) -> Iterable[tuple[int, Any]] | None:
         """Return number and content of each line of a caption file; None for a table of something else."""
@@ -187,8 +208,10 @@ class ImageFolder:
     def _image_of(self, folder: str, given: str) -> str:
         """Return the image that a caption file in ``folder`` names, perhaps as on Windows."""
         joined = join(folder, given)
-        names = [normpath(joined), normpath(joined.replace("\\", "/"))]
-        name = next((name for name in names if name in self.files.states), names[0])
+        name = normpath(joined)
+        of_windows = normpath(joined.replace("\\", "/"))
+        if name not in self.files.states and of_windows in self.files.states:
+            name = of_windows
         if name.startswith(("../", "/")):
             raise ValueError("it leads out of the folder")
 
@@ -197,26 +220,38 @@ class ImageFolder:
     def _part(self, names: list[str]) -> Part:
         states = self.files.states
         digest = hashlib.sha256()
-        numbers = {name: number for number, name in enumerate(self.class_names)}
         labels = list[int]()
         captions = list[str | None]()
         texts = list[str | None]()
         for name in names:
-            labels.append(numbers.get(name.rpartition("/")[0].partition("/")[0], -1) if numbers else 0)
-            captions.append(self._captions.get(name))
+            caption = self._captions.get(name)
             text = self._texts.get(splitext(name)[0]) or self._texts.get(name)
+            captions.append(caption)
             texts.append(None if name in self._captions else text)
-            caption = True if texts[-1] else captions[-1]
-            digest.update(json.dumps((name, labels[-1], caption, states.get(name), states.get(text or ""))).encode())
+            labels.append(self._label_of(name))
+            facts = (name, labels[-1], bool(texts[-1]) or caption, states.get(name), states.get(text or ""))
+            digest.update(json.dumps(facts).encode())
 
         # A block is named after the file that begins it; only the first one may lack such a file.
+        block = "block-first"
         if self._begins_block(names[0]):
-            name = f"block-{_hash(names[0])}"
-        else:
-            name = "block-first"
+            block = f"block-{_hash(names[0])}"
 
         where = {"files": names, "labels": labels, "captions": captions, "texts": texts}
-        return Part(name, digest.hexdigest(), len(names), {**where, "num_classes": self.num_classes})
+        return Part(block, digest.hexdigest(), len(names), {**where, "num_classes": self.num_classes})
+
+    @cached_property
+    def _labels(self) -> dict[str, int]:
+        """Number of each class."""
+        return {name: number for number, name in enumerate(self.class_names)}
+
+    def _label_of(self, name: str) -> int:
+        """Return the class of an image; -1 outside the folders of the classes."""
+        if not self._labels:
+            return 0
+
+        folder, mark, _ = name.partition("/")
+        return self._labels.get(folder if mark else "", -1)
 
     def _begins_block(self, name: str) -> bool:
         return int(_hash(name), 16) % block_size_of(len(self._names)) == 0

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, groupby
 from math import isnan
+from posixpath import basename
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from PIL import Image
@@ -119,12 +120,15 @@ class TableSource:
     @property
     def roles(self) -> list[tuple[str, str]]:
         """Pairs of key and column, for each column in use."""
-        names = ("image_column", "label_column", "key_column", "group_column")
-        return [
-            *((CAPTION_KEY, column) for column in self.captions),
-            *((f"{PARAMS}.{name}", column) for name in names if (column := getattr(self, name)) is not None),
-            *((key, column) for column, key in self.extra_columns.items()),
-        ]
+        roles = [(CAPTION_KEY, column) for column in self.captions]
+        for name in ("image_column", "label_column", "key_column", "group_column"):
+            column = getattr(self, name)
+            if column is not None:
+                roles.append((f"{PARAMS}.{name}", column))
+        for column, key in self.extra_columns.items():
+            roles.append((key, column))
+
+        return roles
 
     @property
     def columns(self) -> list[str]:
@@ -146,21 +150,36 @@ class TableSource:
 
     def record(self, row: Mapping[Any, Any], place: str) -> Record | BrokenSample:
         """Return a row as a record; ``place`` is its key if there is no key column."""
-        key = place if self.key_column is None else _text(row[self.key_column])
+        key: str | None = place
+        if self.key_column is not None:
+            key = _text(row[self.key_column])
         if key is None:
             return BrokenSample(place, "no key")
 
-        group = None if self.group_column is None else _text(row[self.group_column])
-        if self.group_column is not None and group is None:
-            return BrokenSample(key, "no group")
+        group = None
+        if self.group_column is not None:
+            group = _text(row[self.group_column])
+            if group is None:
+                return BrokenSample(key, "no group")
 
-        label = 0 if self.label_column is None else self._label(row[self.label_column], key)
         image = self._image(row[self.image_column], key)
-        captions = (caption_in(row[name], key) for name in self.captions)
-        caption = next(filter(None, captions), "")
-        bad = next((one for one in (image, label, caption) if isinstance(one, BrokenSample)), None)
+        if isinstance(image, BrokenSample):
+            return image
+
+        label: int | BrokenSample = 0
+        if self.label_column is not None:
+            label = self._label(row[self.label_column], key)
+        if isinstance(label, BrokenSample):
+            return label
+
+        caption: str | BrokenSample = ""
+        for name in self.captions:
+            caption = caption or caption_in(row[name], key)
+        if isinstance(caption, BrokenSample):
+            return caption
+
         values = {name: row[name] for name in self.extra_columns}
-        return bad or Record(key, image, caption, label, group, values=values)  # type: ignore[arg-type]
+        return Record(key, image, caption, label, group, values=values)
 
     def _label(self, value: Any, key: str) -> int | BrokenSample:
         """Return the class of a cell: a number, a class name, or either of them as text or bytes."""
@@ -173,11 +192,9 @@ class TableSource:
 
         with suppress(TypeError, ValueError, OverflowError):
             number = int(value)
-            if self._has_numbers:
-                label = number
-            else:
+            label = number
+            if not self._has_numbers:
                 label = self._number_of.get(str(number), -1)
-
             if 0 <= label < (self.num_classes or 1) and number == float(value):
                 return label
 
@@ -186,11 +203,8 @@ class TableSource:
     def _image(self, cell: Any, key: str) -> Any:
         """Return the pixels of a cell, ``BrokenSample`` if there are none."""
         if isinstance(cell, Mapping):
-            if cell.get("bytes") is None:
-                cell = cell.get("path")
-            else:
-                cell = cell["bytes"]
-
+            content = cell.get("bytes")
+            cell = cell.get("path") if content is None else content
         if isinstance(cell, str):
             cell = self._fetch(cell)
         if isinstance(cell, (bytes, Exception, Image.Image)):
@@ -297,13 +311,13 @@ class Parquet(TableSource):
             try:
                 for batch in self._batches(reader, part.where["groups"]):
                     for start in range(0, batch.num_rows, _ROWS_AT_ONCE):
-                        for values in batch.slice(start, _ROWS_AT_ONCE).select(self.columns).to_pylist():
+                        some = batch.slice(start, _ROWS_AT_ONCE).select(self.columns)
+                        for values in some.to_pylist():
                             yield self.record(values, f"{file}:{row}")
                             row += 1
             except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-                if part.num_samples is None:
-                    stop = row + 1
-                else:
+                stop = row + 1
+                if part.num_samples is not None:
                     stop = first_row + part.num_samples
 
                 for lost in range(row, stop):
@@ -314,14 +328,12 @@ class Parquet(TableSource):
         with self._open(self._names[0]) as reader:
             metadata = _schema(reader).metadata or {}
 
-        try:
+        with suppress(KeyError, ValueError, TypeError):
             feature = parse_json(metadata[b"huggingface"])["info"]["features"][self.label_column]
             if feature["_type"] == "ClassLabel":
                 return feature["names"]
 
-            return None
-        except (KeyError, ValueError, TypeError):
-            return None
+        return None
 
     @contextmanager
     def _open(self, file: str) -> Iterator[Any]:
@@ -365,11 +377,7 @@ class HuggingFace(Parquet):
     @cached_property
     def _names(self) -> list[str]:
         """The files of the split, in the data set's order."""
-        found = []
-        for name in self.files.ending(".arrow"):
-            if not name.rpartition("/")[2].startswith("cache-"):
-                found.append(name)
-
+        found = [name for name in self.files.ending(".arrow") if not basename(name).startswith("cache-")]
         folder = ""
         if self.split is not None or "dataset_dict.json" in self.files.states:
             splits = sorted({name.partition("/")[0] for name in found if "/" in name})

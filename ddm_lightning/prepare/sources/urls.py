@@ -76,10 +76,9 @@ class Files:
             inner, mark, query = inner.partition("?")
             self._query = mark + query
 
+        self._root = inner.rpartition("/")[0]
         if self._is_folder:
             self._root = inner.rstrip("/")
-        else:
-            self._root = inner.rpartition("/")[0]
 
     @property
     def is_local(self) -> bool:
@@ -98,11 +97,10 @@ class Files:
         with self.reading():
             if self._pattern:
                 found = filesystem.glob(self._pattern, detail=True).values()
+            elif self._is_folder:
+                found = remote.walk(filesystem, inner)
             else:
-                if self._is_folder:
-                    found = remote.walk(filesystem, inner)
-                else:
-                    found = [filesystem.info(inner)]
+                found = [filesystem.info(inner)]
 
             for path, info in self._targets(found):
                 if info["type"] == "file":
@@ -119,8 +117,7 @@ class Files:
         root = os.path.realpath(self._root)
         for info in infos:
             path = info["name"]
-            parts = self._relative(info["name"]).split("/")
-            if any(part.startswith(".") or part in _NOT_OF_THE_USER for part in parts):
+            if any(map(_is_hidden, self._relative(path).split("/"))):
                 continue
 
             if info.get("islink") or info["type"] == "link":  # SFTP has only the type
@@ -153,11 +150,7 @@ class Files:
         Raises:
             UserError: there is none.
         """
-        names = []
-        for name in self.states:
-            if name.lower().endswith(suffixes):
-                names.append(name)
-
+        names = [name for name in self.states if name.lower().endswith(suffixes)]
         if not names:
             raise UserError(f"{self._key}: no file in {self.shown()} ends in {' or '.join(suffixes)}; change the path")
 
@@ -201,11 +194,9 @@ class Files:
         Raises:
             PermissionError: it leads out of the folder.
         """
-        is_absolute = self.is_local and relative.startswith("/")
-        if is_absolute:
+        path = f"{self._root}/{relative}{self._query}"
+        if self.is_local and relative.startswith("/"):
             path = relative
-        else:
-            path = f"{self._root}/{relative}{self._query}"
 
         resolved = posixpath.normpath if self._follow_links or not self.is_local else os.path.realpath
         if not PurePosixPath(resolved(path)).is_relative_to(resolved(self._root)):
@@ -253,6 +244,10 @@ class Files:
         # Not kept here: fsspec caches it, and must make another one after a fork.
         with self.reading():
             return remote.filesystem(self.path)
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith(".") or name in _NOT_OF_THE_USER
 
 
 def content_or_error(url: str) -> bytes | Exception:

@@ -105,20 +105,16 @@ class WebDataset(TableSource):
         if isinstance(error := cells.get("json"), Exception):
             return BrokenSample(key, "damaged JSON", str(error))
 
-        images = []
-        for name in [self.image_column] if self.image_column else _IMAGES:
-            if name in members:
-                images.append(name)
+        names: tuple[str, ...] = _IMAGES
+        if self.image_column:
+            names = (self.image_column,)
 
+        images = [*filter(members.__contains__, names)]
         if len(images) != 1:
-            if images:
-                cause = "several images"
-            else:
-                cause = "no image"
-
+            cause = "several images" if images else "no image"
             return BrokenSample(key, cause, f"it has: {', '.join(cells)}; set {PARAMS}.image_column")
 
-        row = {column: cells.get(column) for column in self.columns}
+        row = dict.fromkeys(self.columns) | cells
         return self.record({**row, self.image_column: members[images[0]]}, key)
 
 
@@ -148,11 +144,9 @@ def samples_of(files: Files, name: str) -> Iterator[tuple[str, _Members | Broken
         with files.open(name) as file, tarfile.open(fileobj=file, mode="r|", tarinfo=_Member, ignore_zeros=True) as tar:
             for member in tar:
                 folder, _, base = member.name.rpartition("/")
+                target: tarfile.TarInfo | None = member
                 if member.islnk() or member.issym():
                     target = earlier.get(_target_of(member))
-                else:
-                    target = member
-
                 if target is not None:
                     earlier[normpath(member.name)] = target
 
@@ -181,14 +175,11 @@ def samples_of(files: Files, name: str) -> Iterator[tuple[str, _Members | Broken
 
                 if target is member:
                     content = tar.extractfile(member)
-                    if content:
-                        members[extension] = content.read()
-                    else:
-                        members[extension] = b""
+                    assert content is not None  # a regular file
+                    members[extension] = content.read()
                 elif target is None:
-                    members[extension] = FileNotFoundError(
-                        f"link to {member.linkname!r}, of which there is no file before"
-                    )
+                    line = f"link to {member.linkname!r}, of which there is no file before"
+                    members[extension] = FileNotFoundError(line)
                 else:  # the one pass over the tar has left it behind
                     place = file.tell()
                     file.seek(target.offset_data)
@@ -198,10 +189,8 @@ def samples_of(files: Files, name: str) -> Iterator[tuple[str, _Members | Broken
         if members:
             yield key, BrokenSample(key, "damaged tar", "the damage is in or after this sample")
 
-        yield (
-            "",
-            BrokenSample("", "rest of a damaged tar", f"nothing after {key or 'its start'!r} can be read: {error}"),
-        )
+        detail = f"nothing after {key or 'its start'!r} can be read: {error}"
+        yield "", BrokenSample("", "rest of a damaged tar", detail)
         return
 
     if members:
