@@ -28,15 +28,17 @@ def removed(ensemble: EnsembleManifest, name: str) -> EnsembleManifest:
         UserError: there is no such expert, or no other.
     """
     counts = _counts(ensemble)
+    folders = dict(ensemble.folders)
     if name not in ensemble.lost:
         _require(ensemble, name)
-        own = ensemble.places
-        counts = {other: images for other, images in counts.items() if own[other] != own[name]}
+        for other, k in ensemble.places.items():
+            if k == ensemble.places[name]:
+                del counts[other], folders[other]
 
     if not counts:
         raise UserError(f"{name}: is the only expert; an ensemble needs one")
 
-    return _changed(ensemble, {key: path for key, path in ensemble.folders.items() if key in (*counts, ROUTER)}, counts)
+    return _changed(ensemble, folders, counts)
 
 
 def added(ensemble: EnsembleManifest, folder: Path, num_images: int, router: Path | None = None) -> EnsembleManifest:
@@ -55,13 +57,15 @@ def added(ensemble: EnsembleManifest, folder: Path, num_images: int, router: Pat
         UserError: the artifact is damaged, unusable, no expert's or there already, or does not go with the others.
     """
     meta = read_meta(folder)
-    if present := [name for name in ensemble.experts if ensemble.metas.get(name) == meta]:
-        raise UserError(f"{folder}: is already in the ensemble as {present[0]}; add another expert")
+    for present in ensemble.experts:
+        if ensemble.metas[present] == meta:
+            raise UserError(f"{folder}: is already in the ensemble as {present}; add another expert")
 
     name = meta.member
-    num_clusters = max(meta.num_clusters for meta in ensemble.metas.values())
     if meta.partition_sha256 != ensemble.partition_sha256 or name in ensemble.folders:
-        name = expert_name(max(num_clusters, *(expert_number(name) + 1 for name in ensemble.experts)))
+        num_clusters = max(meta.num_clusters for meta in ensemble.metas.values())
+        last = max(map(expert_number, ensemble.experts))
+        name = expert_name(max(num_clusters, last + 1))
 
     return _with_artifact(ensemble, name, folder, num_images, router)
 
@@ -91,33 +95,38 @@ def _with_artifact(
 
     # Refuses weights that no sampling could load.
     load_network(folder, mapped=True, bases=Bases([folder, *ensemble.folders.values()]))
-    own = ensemble.places
-    changed = {name, *(key for key in own if own[key] == own.get(name))}  # experts of one cluster
-    counts = {**_counts(ensemble), **dict.fromkeys(changed, num_images)}
-    order = sorted(counts, key=expert_number)
-    folders = {}
-    for key in order:
-        folders[key] = folder if key == name else ensemble.folders[key]
+    counts = _counts(ensemble)
+    counts[name] = num_images
+    for other, k in ensemble.places.items():
+        if k == ensemble.places.get(name):  # experts of one cluster
+            counts[other] = num_images
 
+    counts = {key: counts[key] for key in sorted(counts, key=expert_number)}
+    artifacts = {**ensemble.folders, name: folder}
+    folders = {key: artifacts[key] for key in counts}
     router = router or ensemble.folders.get(ROUTER)
     if router is not None and knows(read_meta(router), name, meta):
         folders[ROUTER] = router
 
-    return _changed(ensemble, folders, {key: counts[key] for key in order})
+    return _changed(ensemble, folders, counts)
 
 
 def _changed(ensemble: EnsembleManifest, folders: dict[str, Path], counts: dict[str, int]) -> EnsembleManifest:
-    own = ensemble.places
-    images = {own.get(name, name): count for name, count in counts.items()}  # by cluster
+    images: dict[int | str, int] = {}  # of each cluster, by its former place or its new expert
+    places = {}
+    for name, count in counts.items():
+        cluster = ensemble.places.get(name, name)
+        images[cluster] = count
+        places[name] = list(images).index(cluster)
+
     total = sum(images.values())
     about = ensemble.description
     sample = about.sample
     if ROUTER not in folders and STRATEGIES.get(sample.strategy).needs_router:  # type: ignore[attr-defined]
         sample = replace(sample, strategy="bayes", strategy_params={}, solver="ancestral", solver_params={})
 
-    clusters = [[*images].index(own.get(name, name)) for name in counts]
-    priors = [n / total for n in images.values()]
-    manifest = checked(Path(ENSEMBLE_FILE), folders, priors, list(counts), expert_clusters=clusters)
+    priors = [count / total for count in images.values()]
+    manifest = checked(Path(ENSEMBLE_FILE), folders, priors, places, changed=True)
     return replace(manifest, about=replace(about, num_images=total, sample=sample))
 
 

@@ -36,29 +36,27 @@ def load_ensemble(
     bases = Bases(manifest.folders.values(), "cpu" if takes_turns else device)
     networks = []
     for name in names:
-        networks.append(load_network(manifest.folders[name], mapped=takes_turns, bases=bases)[1])
+        _, network = load_network(manifest.folders[name], mapped=takes_turns, bases=bases)
+        networks.append(network if takes_turns else network.to(device))
 
     router: nn.Module | None = None
     of_router: dict[str, Any] = {}
     if ROUTER in manifest.folders:
         meta, router = load_network(manifest.folders[ROUTER])
         router.to(device)
-        of_router = {
-            "router_conditional": meta.condition.kind != "none",
-            "temperatures": temperatures_of(meta),
-        }
+        of_router["router_conditional"] = meta.condition.kind != "none"
+        of_router["temperatures"] = temperatures_of(meta)
 
+    metas = [manifest.metas[name] for name in names]
     return Ensemble(
-        ResidentExperts(networks, torch.device(device), num_resident)
-        if takes_turns
-        else [network.to(device) for network in networks],
+        ResidentExperts(networks, torch.device(device), num_resident) if takes_turns else networks,
         router,
         manifest.priors,
         names=names,
-        expert_clusters=manifest.expert_clusters,
+        expert_clusters=list(manifest.places.values()),
         clusters=manifest.logits,
-        intervals=[(low, high) for low, high in (manifest.metas[name].interval for name in names)],
+        intervals=[meta.interval for meta in metas],
         class_counts=manifest.class_counts,
-        paths=[manifest.metas[name].path for name in names],
+        paths=[meta.path for meta in metas],
         **of_router,
     )

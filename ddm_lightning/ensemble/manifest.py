@@ -97,10 +97,12 @@ class EnsembleManifest:
     """Whether experts were added, removed or replaced. They may then be of any partition, if the router knows them."""
     about: About | None = None
     """Part of a saved ensemble; a run folder holds its experiment instead."""
-    lost: Mapping[str, float] = field(default_factory=dict)
-    """Listed members without an artifact, and their priors (a router's is 0); ``priors`` leaves them out."""
-    expert_clusters: tuple[int, ...] = (0,)
-    """Place of each expert's cluster in ``priors``, [M]; experts of one cluster differ in their intervals."""
+    lost: tuple[str, ...] = ()
+    """Listed members without an artifact. Clusters of which any expert is lost are left out of all other fields."""
+    share: float = 1.0
+    """Share of the data in the clusters that are left."""
+    places: dict[str, int] = field(default_factory=dict)
+    """Place of each expert's cluster in ``priors``, M entries; experts of one cluster differ in their intervals."""
 
     @property
     def description(self) -> About:
@@ -110,13 +112,8 @@ class EnsembleManifest:
 
     @property
     def experts(self) -> list[str]:
-        """Names of the experts, in the order of ``expert_clusters``."""
-        return [name for name in self.folders if name != ROUTER]
-
-    @property
-    def places(self) -> dict[str, int]:
-        """Place of each expert's cluster in ``priors``."""
-        return dict(zip(self.experts, self.expert_clusters, strict=True))
+        """Names of the experts."""
+        return list(self.places)
 
     @property
     def shares(self) -> dict[str, float]:
@@ -126,8 +123,11 @@ class EnsembleManifest:
     @property
     def one_per_cluster(self) -> list[str]:
         """Name of one expert of each cluster, [K]."""
-        of_cluster = {k: name for name, k in self.places.items()}
-        return [of_cluster[k] for k in sorted(of_cluster)]
+        names = [""] * len(self.priors)
+        for name, k in self.places.items():
+            names[k] = name
+
+        return names
 
     @property
     def logits(self) -> list[int]:
@@ -160,7 +160,8 @@ def single(folder: Path) -> EnsembleManifest:
     if checks.uncovered([meta.interval]):
         raise UserError(f"{folder / MEMBER_FILE}: knows only t in {meta.interval}; sample from the whole ensemble")
 
-    return EnsembleManifest((1.0,), meta.partition_sha256, {meta.member: folder}, {meta.member: meta})
+    name = meta.member
+    return EnsembleManifest((1.0,), meta.partition_sha256, {name: folder}, {name: meta}, places={name: 0})
 
 
 def write_ensemble(
@@ -183,38 +184,42 @@ def write_ensemble(
     Raises:
         UserError: a ``member.json`` is bad, an expert is missing, or members do not belong together.
     """
+    path = run_dir / ENSEMBLE_FILE
     present = {read_meta(folder).member: folder for folder in folders}
-    clusters = tuple(range(len(priors)) if expert_clusters is None else expert_clusters)
-    manifest = checked(
-        run_dir / ENSEMBLE_FILE,
-        present,
-        priors,
-        lost=_of_partition(clusters) - {*present} if partial else (),
-        expert_clusters=clusters,
-    )
-    write_manifest(run_dir, replace(manifest, priors=tuple(priors), expert_clusters=clusters))
+    places = _of_partition(range(len(priors)) if expert_clusters is None else expert_clusters)
+    lost = _missing(places, present) if partial else ()
+    manifest = checked(path, present, priors, places, lost=lost)
+    write_manifest(run_dir, replace(manifest, priors=tuple(priors), places=places))
     return manifest
 
 
-def _of_partition(expert_clusters: Sequence[int]) -> set[str]:
-    """Names of the members of an ensemble whose experts have not been changed."""
-    return {*map(expert_name, range(len(expert_clusters))), *([ROUTER] if max(expert_clusters) else [])}
+def _of_partition(expert_clusters: Sequence[int]) -> dict[str, int]:
+    """Cluster of each expert of an ensemble whose experts have not been changed."""
+    return {expert_name(number): cluster for number, cluster in enumerate(expert_clusters)}
+
+
+def _missing(places: Mapping[str, int], present: Collection[str]) -> set[str]:
+    """Members of an ensemble whose experts have not been changed, but for those that are present."""
+    missing = places.keys() - present
+    if max(places.values()) and ROUTER not in present:
+        missing.add(ROUTER)
+
+    return missing
 
 
 def write_manifest(root: Path, manifest: EnsembleManifest) -> None:
     """Write ``root/ensemble.json``, unchecked; the artifacts must be inside ``root``."""
     members = []
     for name, folder in manifest.folders.items():
-        members.append(
-            _Entry(name, folder.absolute().relative_to(root.absolute()).as_posix(), sha256_file(folder / MEMBER_FILE))
-        )
+        relative = folder.absolute().relative_to(root.absolute())
+        members.append(_Entry(name, relative.as_posix(), sha256_file(folder / MEMBER_FILE)))
 
     document = Document(
         num_clusters=len(manifest.priors),
         priors=manifest.priors,
         partition_sha256=manifest.partition_sha256,
         members=members,
-        expert_clusters=list(manifest.expert_clusters),
+        expert_clusters=list(manifest.places.values()),
         changed=manifest.changed,
         about=manifest.about,
     )
@@ -243,28 +248,27 @@ def read_ensemble(path: Path, *, partial: bool = False) -> EnsembleManifest:
     """
     document = read_document(path)
     priors = document.priors
-    clusters = document.expert_clusters or [*range(len(priors))]
-    folders = {entry.member: _artifact_folder(entry, path, is_run=document.about is None) for entry in document.members}
-    order = None
-    if document.changed:
-        order = [name for name in folders if name != ROUTER]
+    clusters = document.expert_clusters or range(len(priors))
+    folders = {}
+    for entry in document.members:
+        folders[entry.member] = _artifact_folder(entry, path, is_run=document.about is None)
 
     present = folders
-    lost = set[str]()
     if partial:
-        present = {}
-        for name, folder in folders.items():
-            if (folder / MEMBER_FILE).exists():
-                present[name] = folder
+        present = {name: folder for name, folder in folders.items() if (folder / MEMBER_FILE).exists()}
 
-        if order:
-            all_names = {*folders}
-        else:
-            all_names = _of_partition(clusters)
+    if document.changed:
+        experts = [name for name in folders if name != ROUTER]
+        if len(experts) != len(clusters):
+            raise UserError(f"{path}: key 'expert_clusters' is not of {', '.join(experts)}; {_REMEDY}")
 
-        lost = all_names - {*present}
+        places = dict(zip(experts, clusters, strict=True))
+        lost = folders.keys() - present
+    else:
+        places = _of_partition(clusters)
+        lost = _missing(places, present) if partial else set()
 
-    manifest = checked(path, present, priors, order, lost, clusters)
+    manifest = checked(path, present, priors, places, lost=lost, changed=document.changed)
     for entry in document.members:
         file = folders[entry.member] / MEMBER_FILE
         if entry.member in present and sha256_file(file) != entry.member_json_sha256:
@@ -291,9 +295,10 @@ def checked(
     path: Path,
     folders: Mapping[str, Path],
     priors: Sequence[float],
-    order: list[str] | None = None,
+    places: Mapping[str, int],
+    *,
     lost: Collection[str] = (),
-    expert_clusters: Sequence[int] | None = None,
+    changed: bool = False,
 ) -> EnsembleManifest:
     """Check that artifacts belong together. Error lines name the manifest ``path``.
 
@@ -303,94 +308,104 @@ def checked(
         path: the manifest.
         folders: artifact folder of each member, by its name in the ensemble.
         priors: of all clusters, lost ones included.
-        order: names of the experts of a changed ensemble; None for those of one partition.
+        places: place of each expert's cluster in ``priors``, lost ones included.
         lost: names without an artifact.
-        expert_clusters: place of each expert's cluster in ``priors``, lost ones included; None if each has its own.
+        changed: whether experts were added, removed or replaced.
 
     Raises:
         UserError: an artifact is damaged, an expert is missing, or members do not belong together.
     """
-    clusters = range(len(priors)) if expert_clusters is None else expert_clusters
-    changed = order is not None
-    experts = order or [expert_name(number) for number in range(len(clusters))]
-    if (
-        {*folders, *lost} - {ROUTER} != {*experts}
-        or len(experts) != len(clusters)
-        or {*clusters} != {*range(len(priors))}
-    ):
-        listed = ", ".join(sorted({*folders, *lost}))
-        raise UserError(f"{path}: {len(priors)} priors of {', '.join(experts)}, but lists {listed}; {_REMEDY}")
+    given = {*folders, *lost}
+    if given - {ROUTER} != places.keys() or {*places.values()} != {*range(len(priors))}:
+        listed = ", ".join(sorted(given))
+        raise UserError(f"{path}: {len(priors)} priors of {', '.join(places)}, but lists {listed}; {_REMEDY}")
 
-    of_expert = dict(zip(experts, clusters, strict=True))
-    incomplete = {k for name, k in of_expert.items() if name not in folders}
-    kept = {name: k for name, k in of_expert.items() if k not in incomplete}
-    shares = {k: priors[k] for k in sorted({*kept.values()})}
-    if not shares:
+    incomplete = {k for name, k in places.items() if name not in folders}
+    kept = {name: k for name, k in places.items() if k not in incomplete}
+    if not kept:
         raise UserError(f"{path}: every expert is missing; fetch their artifact folders")
 
-    names = [*kept, *([ROUTER] if ROUTER in folders else [])]
+    names = list(kept)
+    if ROUTER in folders:
+        names.append(ROUTER)
+
     metas = {name: read_meta(folders[name]) for name in names}
-    first = metas[names[0]]
-    router = metas.get(ROUTER)
-    for name, meta in metas.items():
-        file = folders[name] / MEMBER_FILE
-        is_own = changed or (meta.member == name and meta.cluster == kept.get(name))
-        if changed and name != ROUTER:
-            is_own = knows(router, name, meta)
-        if meta.role != role_of(name).name or not is_own:
-            raise UserError(f"{file}: is not the {name} that {path} lists; {REMEDY}")
+    _check_members(path, folders, metas, kept, changed)
+    _check_adapters(folders, metas)
+    num_clusters = metas[names[0]].num_clusters
+    if not changed and num_clusters != len(priors):
+        raise UserError(f"{path}: {len(priors)} priors, but the members know {num_clusters} clusters; {_REMEDY}")
 
-        shared = _SHARED_BY_ALL if name == ROUTER else (*_SHARED_BY_ALL, *_SHARED_BY_EXPERTS)
-        for key in shared if changed else (*_SHARED_BY_PARTITION, *shared):
-            if getattr(meta, key) != getattr(first, key):
-                raise UserError(
-                    f"{file}: was trained on another {key} than {folders[names[0]] / MEMBER_FILE}; "
-                    "take members of one run, or fit one of the two again"
-                )
+    clusters = sorted({*kept.values()})
+    for k in clusters:
+        _check_experts(path, {name: metas[name] for name in kept if kept[name] == k}, changed)
 
-    adapters = {name: meta.base_sha256 for name, meta in metas.items() if meta.base_sha256 is not None}
-    for name, base in adapters.items():
-        if base != next(iter(adapters.values())):
-            raise UserError(
-                f"{folders[name] / MEMBER_FILE}: is an adapter for another base than that of {next(iter(adapters))}; "
-                "take adapters of one base"
-            )
-
-    if not changed and first.num_clusters != len(priors):
-        raise UserError(f"{path}: {len(priors)} priors, but the members know {first.num_clusters} clusters; {_REMEDY}")
-
-    for k in shares:
-        own = [name for name in kept if kept[name] == k]
-        problem = checks.uncovered([metas[name].interval for name in own])
-        if len({cluster_of(metas[name]) for name in own}) > 1:
-            problem = "experts of several clusters"
-
-        if problem:
-            if changed:
-                remedy = "give an expert of their cluster for these noise levels"
-            else:
-                remedy = _REMEDY
-
-            raise UserError(f"{path}: {', '.join(own)}: {problem}; {remedy}")
-
-    if lost:
-        total = sum(shares.values())
-    else:
-        total = 1
-
-    missing = [of_expert[name] for name in lost if name in of_expert]
+    share = sum(priors[k] for k in clusters) if lost else 1.0
     return EnsembleManifest(
-        priors=tuple(share / total for share in shares.values()),
-        partition_sha256=first.partition_sha256,
+        priors=tuple(priors[k] / share for k in clusters),
+        partition_sha256=metas[names[0]].partition_sha256,
         folders={name: folders[name] for name in names},
         metas=metas,
         changed=changed,
-        lost={
-            name: priors[of_expert[name]] / missing.count(of_expert[name]) if name in of_expert else 0.0
-            for name in sorted(lost)
-        },
-        expert_clusters=tuple(list(shares).index(k) for k in kept.values()),
+        lost=tuple(sorted(lost)),
+        share=share,
+        places={name: clusters.index(k) for name, k in kept.items()},
     )
+
+
+def _check_members(
+    path: Path,
+    folders: Mapping[str, Path],
+    metas: Mapping[str, ArtifactMeta],
+    places: Mapping[str, int],
+    changed: bool,
+) -> None:
+    """Refuse an artifact of another member, or of another partition, data or condition than the first expert's."""
+    first, *_ = metas
+    for name, meta in metas.items():
+        file = folders[name] / MEMBER_FILE
+        is_own = meta.role == role_of(name).name
+        if not changed:
+            is_own = is_own and meta.member == name and meta.cluster == places.get(name)
+        elif name != ROUTER:
+            is_own = is_own and knows(metas.get(ROUTER), name, meta)
+
+        if not is_own:
+            raise UserError(f"{file}: is not the {name} that {path} lists; {REMEDY}")
+
+        shared = list(_SHARED_BY_ALL)
+        if not changed:
+            shared += _SHARED_BY_PARTITION
+        if name != ROUTER:
+            shared += _SHARED_BY_EXPERTS
+
+        for key in shared:
+            if getattr(meta, key) != getattr(metas[first], key):
+                raise UserError(
+                    f"{file}: was trained on another {key} than {folders[first] / MEMBER_FILE}; "
+                    "take members of one run, or fit one of the two again"
+                )
+
+
+def _check_adapters(folders: Mapping[str, Path], metas: Mapping[str, ArtifactMeta]) -> None:
+    adapters = [name for name, meta in metas.items() if meta.lora is not None]
+    for name in adapters:
+        if metas[name].base_sha256 != metas[adapters[0]].base_sha256:
+            raise UserError(
+                f"{folders[name] / MEMBER_FILE}: is an adapter for another base than that of {adapters[0]}; "
+                "take adapters of one base"
+            )
+
+
+def _check_experts(path: Path, metas: Mapping[str, ArtifactMeta], changed: bool) -> None:
+    """Refuse experts that stand for one cluster, but are of several, or whose intervals leave a gap or overlap."""
+    problem = checks.uncovered([meta.interval for meta in metas.values()])
+    if len(set(map(cluster_of, metas.values()))) > 1:
+        problem = "experts of several clusters"
+
+    if problem:
+        remedy = "give an expert of their cluster for these noise levels" if changed else _REMEDY
+        raise UserError(f"{path}: {', '.join(metas)}: {problem}; {remedy}")
 
 
 def cluster_of(expert: ArtifactMeta) -> str:
@@ -400,12 +415,20 @@ def cluster_of(expert: ArtifactMeta) -> str:
 
 def known_clusters(router: ArtifactMeta) -> list[str]:
     """Cluster that each of a router's logits stands for."""
-    return router.clusters or [f"{router.partition_sha256}/{expert_name(k)}" for k in range(router.num_clusters)]
+    if router.clusters:
+        return router.clusters
+
+    return [f"{router.partition_sha256}/{expert_name(k)}" for k in range(router.num_clusters)]
 
 
 def knows(router: ArtifactMeta | None, name: str, expert: ArtifactMeta) -> bool:
     """Whether the router's logit for ``name`` stands for the expert's cluster; True without a router."""
-    return router is None or dict(enumerate(known_clusters(router))).get(logit_of(name, expert)) == cluster_of(expert)
+    if router is None:
+        return True
+
+    known = known_clusters(router)
+    logit = logit_of(name, expert)
+    return logit < len(known) and known[logit] == cluster_of(expert)
 
 
 def logit_of(name: str, expert: ArtifactMeta) -> int:
@@ -431,24 +454,26 @@ def assemble(run: Run, *, partial: bool = False) -> bool:
         UserError: artifacts are damaged or do not belong together, or a signature is refused.
     """
     check_manifest(run.experiment, manifest_path(run.folder.root))
-    folders = {name: run.folder.artifact(name) for name in run.names if not partial or run.is_finished(name)}
-    for name, folder in folders.items():
-        accept(name, folder, run)
+    folders = []
+    for name in run.names:
+        if not partial or run.is_finished(name):
+            folder = run.folder.artifact(name)
+            accept(name, folder, run)
+            folders.append(folder)
 
     try:
         listed = read_ensemble(run.folder.ensemble, partial=partial).metas
     except UserError:  # none yet, or its artifacts have changed
         listed = {}
 
-    for folder in folders.values():
+    for folder in folders:
         meta = read_meta(folder)
         if listed.get(meta.member) != meta:  # hash only new weights: they are gigabytes
             check_recorded(folder / WEIGHTS_FILE, meta.model_sha256, REMEDY)
         if meta.base_sha256 is not None:
             Bases([folder]).file(meta, str(folder / MEMBER_FILE))
 
-    clusters = expert_clusters(run.experiment)
-    all_folders = [*folders.values()]
-    root = run.folder.root
     priors = run.manifest.priors
-    return write_ensemble(root, all_folders, priors, partial=partial, expert_clusters=clusters).metas != listed
+    clusters = expert_clusters(run.experiment)
+    written = write_ensemble(run.folder.root, folders, priors, partial=partial, expert_clusters=clusters)
+    return written.metas != listed

@@ -13,7 +13,7 @@ from torch import Tensor
 from ddm_lightning.config.experiment import SampleConfig
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import STRATEGIES
-from ddm_lightning.ensemble.velocity import Ensemble, Route, both_branches, finite
+from ddm_lightning.ensemble.velocity import Ensemble, Route, Weights, both_branches, finite
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.path import Samples, Times, VelocityField, guided, time_rows, x_0_from_velocity
 from ddm_lightning.flow.randomness import keyed_generator
@@ -21,6 +21,12 @@ from ddm_lightning.flow.solvers import Solver
 
 Key: TypeAlias = tuple[int | str, ...]
 """Key of a sample's noise, such as ``("red apple", 0)``."""
+Images: TypeAlias = Float[Tensor, "b c h w"]
+"""Samples as images or latents."""
+BranchWeights: TypeAlias = Float[Tensor, "r K"]
+"""``Weights`` of all ``Batch.num_branches``; r is b or 2b."""
+BranchVelocities: TypeAlias = Float[Tensor, "r K *shape"]
+"""Velocities of each cluster's expert on all branches."""
 
 
 class Trace:
@@ -53,25 +59,27 @@ class Trace:
         shown = [row for row, key in enumerate(keys) if key in self._images]
         self._rows = torch.tensor(shown, dtype=torch.long, device=device)
 
-    def add(self, x_t: Samples, t: Times, weights: Float[Tensor, "b K"], velocity: Samples) -> None:
+    def add(self, x_t: Samples, t: Times, weights: Weights, velocity: Samples) -> None:
         """Keep one evaluation of the batch."""
         x_t = x_t[self._rows]
         velocity = velocity[self._rows]
         self._evaluations.append((t, weights, x_t, x_0_from_velocity(x_t, velocity, t[self._rows])))
 
-    def end(self, times: Float[Tensor, " num_times"], x_0: Float[Tensor, "b c h w"]) -> None:
+    def end(self, times: Float[Tensor, " num_times"], x_0: Images) -> None:
         """Find the evaluation at each of ``times``; that at the last one is the finished ``x_0``."""
         if not self._evaluations:
             return
 
-        t, weights, x_t, estimates = (torch.stack(parts) for parts in zip(*self._evaluations, strict=True))
+        t, weights, x_t, estimates = map(torch.stack, zip(*self._evaluations, strict=True))
         # Solvers also evaluate between steps, and some choose their own steps. Take the closest; of equals, the last.
         distances = (t.flip(0) - times[:-1, None, None].to(t)).abs()
         nearest = len(t) - 1 - distances.argmin(1)
-        weights = weights[nearest, torch.arange(len(self._batch), device=t.device)].float().cpu()
+        rows = torch.arange(len(self._batch), device=t.device)
+        weights = weights[nearest, rows].float().cpu()
         steps = nearest[:, self._rows]
-        columns = torch.arange(len(self._rows), device=t.device)
-        x_t, estimates = (part[steps, columns].float().cpu() for part in (x_t, estimates))
+        columns = rows[: len(self._rows)]
+        x_t = x_t[steps, columns].float().cpu()
+        estimates = estimates[steps, columns].float().cpu()
         self.times = times.cpu()
         for row, key in enumerate(self._batch):
             if self._keys is None or key in self._keys:
@@ -112,16 +120,14 @@ class Batch:
             self.condition = self.condition.to(self.ensemble.device)
 
         self._is_guided = self.condition is not None and self.settings.guidance_scale != 1
+        self.num_branches = 1
+        """2 if the mixture is guided: rows with the condition, then as many without. Otherwise 1."""
         if self._is_guided and self.settings.guidance == "mixture":
             self.num_branches = 2
-        else:
-            self.num_branches = 1
-
-        """2 if the mixture is guided: rows with the condition, then as many without. Otherwise 1."""
         if self.trace is not None:
             self.trace.begin(self.keys, self.ensemble.device)
 
-        self.x_1 = self._normal("x_1")
+        self.x_1 = self._drawn(torch.randn, self.x_shape, "x_1")
 
     def guidance_scale(self, t: Times) -> float | Times:
         """Scale of each row's guidance: 1 is none, as outside ``guidance_interval``."""
@@ -131,28 +137,22 @@ class Batch:
         low, high = self.settings.guidance_interval
         return torch.where((t >= low) & (t <= high), self.settings.guidance_scale, 1.0).to(t)
 
-    def noise(self, step: int) -> Float[Tensor, "b c h w"]:
+    def noise(self, step: int) -> Images:
         """Standard normal numbers of one step."""
-        return self._normal("noise", step)
+        return self._drawn(torch.randn, self.x_shape, "noise", step)
 
     def uniform(self, step: int) -> Float[Tensor, " b"]:
         """Uniform numbers in [0, 1) of one step."""
-        drawn = []
-        for own in self.keys:
-            drawn.append(torch.rand((), generator=keyed_generator(self.seed, "expert", step, *own)))
+        return self._drawn(torch.rand, (), "expert", step)
 
-        return torch.stack(drawn).to(self.ensemble.device, non_blocking=True)
-
-    def branches(
-        self, x_t: Samples, t: Times
-    ) -> tuple[Float[Tensor, "r *shape"], Float[Tensor, " r"], Condition | None]:
+    def branches(self, x_t: Samples, t: Times) -> tuple[Tensor, Tensor, Condition | None]:
         """``x_t``, ``t`` and conditions of all ``num_branches``."""
         if self.condition is None or self.num_branches == 1:
             return x_t, t, self.condition
 
         return both_branches(x_t, t, self.condition)
 
-    def probabilities(self, x_t: Samples, t: Times) -> Float[Tensor, "r K"]:
+    def probabilities(self, x_t: Samples, t: Times) -> BranchWeights:
         """The router's p(k | x_t, t, condition) of all ``num_branches``.
 
         Raises:
@@ -161,7 +161,7 @@ class Batch:
         x_t, t, condition = self.branches(x_t, t)
         return self.ensemble.probabilities(x_t, t, condition, self.settings.router_temperature)
 
-    def initial_weights(self, *, use_router: bool = True) -> Float[Tensor, "r K"]:
+    def initial_weights(self, *, use_router: bool = True) -> BranchWeights:
         """Compute p(k | x_1, t = 1, condition) of all ``num_branches``: the router's, or ``Ensemble.prior_weights``.
 
         Raises:
@@ -174,7 +174,7 @@ class Batch:
         x_1, _, condition = self.branches(self.x_1, ones)
         return self.ensemble.prior_weights(condition, len(x_1))
 
-    def field(self, *, route: Route | None = None, weights: Float[Tensor, "b K"] | None = None) -> VelocityField:
+    def field(self, *, route: Route | None = None, weights: Weights | None = None) -> VelocityField:
         """The ensemble's guided velocity for these samples, with routed or given weights of the experts."""
 
         def velocity(x_t: Samples, t: Times) -> Samples:
@@ -196,12 +196,12 @@ class Batch:
 
         return velocity
 
-    def record(self, x_t: Samples, t: Times, weights: Float[Tensor, "b K"] | None, velocity: Samples) -> None:
+    def record(self, x_t: Samples, t: Times, weights: Weights | None, velocity: Samples) -> None:
         """Add the weights and the velocity at ``x_t`` and ``t`` to the trace, if there is one."""
         if self.trace is not None and weights is not None:
             self.trace.add(x_t, t, weights, velocity)
 
-    def mixed(self, t: Times, weights: Float[Tensor, "r K"], found: Float[Tensor, "r K *shape"]) -> Samples:
+    def mixed(self, t: Times, weights: BranchWeights, found: BranchVelocities) -> Samples:
         """Sum the experts' velocities ``found`` on all ``num_branches``, and guide the mixture."""
         sums = torch.einsum("rk,rk...->r...", weights.to(found), found).split(len(t))
         if self.num_branches == 2:
@@ -209,7 +209,7 @@ class Batch:
 
         return sums[0]
 
-    def expert_velocities(self, x_t: Samples, t: Times, active: Bool[Tensor, "r K"]) -> Float[Tensor, "r K *shape"]:
+    def expert_velocities(self, x_t: Samples, t: Times, active: Bool[Tensor, "r K"]) -> BranchVelocities:
         """The active experts' velocities on all ``num_branches``; 0 for the others.
 
         Guided if guidance happens inside each expert.
@@ -230,13 +230,14 @@ class Batch:
         conditional, unconditional = both.chunk(2)
         return guided(conditional, unconditional, scale)
 
-    def _normal(self, *key: str | int) -> Float[Tensor, "b c h w"]:
+    def _drawn(self, draw: Callable[..., Tensor], shape: tuple[int, ...], *key: str | int) -> Samples:
         # Generated on the CPU, so that every device produces the same images.
-        drawn = []
+        rows = []
         for own in self.keys:
-            drawn.append(torch.randn(self.x_shape, generator=keyed_generator(self.seed, *key, *own)))
+            generator = keyed_generator(self.seed, *key, *own)
+            rows.append(draw(shape, generator=generator))
 
-        return torch.stack(drawn).to(self.ensemble.device, non_blocking=True)
+        return torch.stack(rows).to(self.ensemble.device, non_blocking=True)
 
 
 class Strategy:
@@ -264,7 +265,7 @@ class Strategy:
                 f"add sample.solver={self.solvers[0]}"
             )
 
-    def weights(self, probabilities: Float[Tensor, "b K"]) -> Float[Tensor, "b K"]:
+    def weights(self, probabilities: Weights) -> Weights:
         """Weight the experts of each row.
 
         Args:
@@ -279,7 +280,7 @@ class Strategy:
         """Velocity of the batch; by default the experts' velocities weighted by ``weights``."""
         return batch.field(route=self.weights)
 
-    def generate(self, batch: Batch, times: Float[Tensor, " num_times"], solver: Solver) -> Float[Tensor, "b c h w"]:
+    def generate(self, batch: Batch, times: Float[Tensor, " num_times"], solver: Solver) -> Images:
         """Go from ``batch.x_1`` at ``times[0]`` to x_0 with the velocity of ``field``."""
         return solver.solve(self.field(batch), batch.x_1, times, batch.noise)
 
@@ -301,7 +302,7 @@ def normalised(
     return weights.scatter_(1, experts, shares / shares.sum(dim=1, keepdim=True))
 
 
-def choose(weights: Float[Tensor, "b K"], uniform: Float[Tensor, " b"]) -> Int[Tensor, " b"]:
+def choose(weights: Weights, uniform: Float[Tensor, " b"]) -> Int[Tensor, " b"]:
     """Choose one expert per row by inverting the cumulative ``weights``; never one of weight 0."""
     cumulative = weights.cumsum(dim=1)
     # Scaled by the total: rounding may leave it below a uniform number close to 1.

@@ -73,49 +73,51 @@ def sample(
         ensemble.compile()
 
     times = sampling_times(settings.num_steps, shift)
-    batches: list[Tensor] = [torch.empty(0, *x_shape)]
-    for first in range(0, num, batch_size):
-        indices = range(first, min(first + batch_size, num))
+    done: list[Tensor] = [torch.empty(0, *x_shape)]
+    rows = range(0)
 
-        def advance(t: Tensor, indices: range = indices) -> None:
-            if progress is not None:
-                steps_done = int((times > t.max().cpu()).sum())
-                progress(indices.start + len(indices) * steps_done / settings.num_steps)
-
-        def generate(ensemble: Ensemble, rows: list[int], advance: Callable[[Tensor], object] = advance) -> Tensor:
-            batch = Batch(
-                ensemble,
-                None if condition is None else condition.rows(torch.tensor(rows)),
-                [keys[row] for row in rows],
-                x_shape,
-                seed,
-                settings,
-                on_evaluation=advance,
-                trace=trace,
-                clusters=None if clusters is None else clusters[rows],
-            )
-            x_0 = strategy.generate(batch, times, solver).cpu()
-            if trace is not None:
-                trace.end(times, x_0)
-
-            return x_0
-
-        x_0 = generate(ensemble, list(indices))
-        if not x_0.isfinite().all():  # on the CPU anyway, so that no step costs more
-            x_0 = _without_failed(ensemble, generate, list(indices), x_0)
-
-        batches.append(x_0)
+    def advance(t: Tensor) -> None:
         if progress is not None:
-            progress(indices.stop)
+            steps_done = int((times > t.max().cpu()).sum())
+            progress(rows.start + len(rows) * steps_done / settings.num_steps)
+
+    def generate(ensemble: Ensemble, rows: Sequence[int]) -> Tensor:
+        indices = torch.tensor(rows)
+        batch = Batch(
+            ensemble,
+            condition and condition.rows(indices),
+            [keys[row] for row in rows],
+            x_shape,
+            seed,
+            settings,
+            on_evaluation=advance,
+            trace=trace,
+            clusters=None if clusters is None else clusters[indices],
+        )
+        x_0 = strategy.generate(batch, times, solver).cpu()
+        if trace is not None:
+            trace.end(times, x_0)
+
+        return x_0
+
+    for first in range(0, num, batch_size):
+        rows = range(first, min(first + batch_size, num))
+        x_0 = generate(ensemble, rows)
+        if not x_0.isfinite().all():  # on the CPU anyway, so that no step costs more
+            x_0 = _without_failed(ensemble, generate, rows, x_0)
+
+        done.append(x_0)
+        if progress is not None:
+            progress(rows.stop)
 
     ensemble.work.images += num
-    return torch.cat(batches)
+    return torch.cat(done)
 
 
 def _without_failed(
     ensemble: Ensemble,
-    generate: Callable[[Ensemble, list[int]], Float[Tensor, "r c h w"]],
-    rows: list[int],
+    generate: Callable[[Ensemble, Sequence[int]], Float[Tensor, "r c h w"]],
+    rows: Sequence[int],
     x_0: Float[Tensor, "r c h w"],
 ) -> Float[Tensor, "r c h w"]:
     """Generate samples that are not finite again, with the same noise and without the experts that failed.

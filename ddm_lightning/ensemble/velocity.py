@@ -21,7 +21,11 @@ from ddm_lightning.members.cost import flops_per_sample
 from ddm_lightning.networks.blocks import check_compiler, compile_blocks
 from ddm_lightning.networks.calibration import temperature_at
 
-Route: TypeAlias = Callable[[Float[Tensor, "b K"]], Float[Tensor, "b K"]]
+Weights: TypeAlias = Float[Tensor, "b K"]
+"""Weights of the clusters' experts, or probabilities of the clusters, for each row."""
+Active: TypeAlias = Bool[Tensor, "b K"]
+"""Clusters whose experts are evaluated on each row."""
+Route: TypeAlias = Callable[[Weights], Weights]
 """Weights of the experts from the router's probabilities."""
 
 
@@ -94,10 +98,10 @@ class Ensemble:
         clusters: Sequence[int] = (),
         class_counts: Sequence[Sequence[int]] = (),
     ) -> None:
-        self.experts = experts if isinstance(experts, ResidentExperts) else [expert.eval() for expert in experts]
-        self.router = None
-        if router is not None:
-            self.router = router.eval()
+        self.experts = experts
+        self.router = router
+        for network in self.networks:
+            network.eval()
 
         self.priors = torch.tensor(priors, dtype=torch.float64)
         self.router_conditional = router_conditional
@@ -124,7 +128,15 @@ class Ensemble:
         """What was evaluated so far."""
         self._is_compiled = False
         self._is_watched = False
-        self._log_factors: Tensor | None = None
+        self._log_factors = torch.zeros(self.num_clusters, dtype=torch.float32, device=self.device)
+
+    @property
+    def networks(self) -> list[nn.Module]:
+        """The experts, and the router if there is one."""
+        if self.router is None:
+            return list(self.experts)
+
+        return [*self.experts, self.router]
 
     @property
     def num_clusters(self) -> int:
@@ -134,10 +146,11 @@ class Ensemble:
     @property
     def cluster_names(self) -> list[str]:
         """Names of each cluster's experts, for charts."""
-        return [
-            " + ".join(name for name, own in zip(self.names, self.expert_clusters, strict=True) if own == k)
-            for k in range(self.num_clusters)
-        ]
+        experts: list[list[str]] = [[] for _ in self.priors]
+        for name, k in zip(self.names, self.expert_clusters, strict=True):
+            experts[k].append(name)
+
+        return list(map(" + ".join, experts))
 
     @property
     def device(self) -> torch.device:
@@ -145,11 +158,10 @@ class Ensemble:
         if isinstance(self.experts, ResidentExperts):
             return self.experts.device
 
-        first = next(self.experts[0].parameters(), None)
-        if first is None:
-            return torch.device("cpu")
+        for parameter in self.experts[0].parameters():
+            return parameter.device
 
-        return first.device
+        return torch.device("cpu")
 
     def cost(self, x_shape: tuple[int, int, int], condition: ConditionSpec) -> Cost:
         """Cost per image of the finished samples.
@@ -159,21 +171,14 @@ class Ensemble:
             condition: kind of the experts' condition.
         """
         work = self.work
-        members = []
-        for expert, rows in zip(self.experts, work.expert_rows, strict=True):
-            members.append((expert, rows, condition))
+        num_rows = [*work.expert_rows, work.router_rows]
+        flops = 0.0
+        for network, rows in zip(self.networks, num_rows, strict=False):
+            if network is self.router and not self.router_conditional:
+                condition = ConditionSpec("none", 0)
+            if rows:
+                flops += rows * flops_per_sample(network, x_shape, condition, backward=False)
 
-        if self.router is not None:
-            if self.router_conditional:
-                spec = condition
-            else:
-                spec = ConditionSpec("none", 0)
-
-            members.append((self.router, work.router_rows, spec))
-
-        flops = sum(
-            rows * flops_per_sample(network, x_shape, spec, backward=False) for network, rows, spec in members if rows
-        )
         return Cost(flops / max(1, work.images) / 1e9, work.active / max(1, work.rows))
 
     def reweighted(self, factors: Sequence[float]) -> Ensemble:
@@ -185,19 +190,14 @@ class Ensemble:
         if len(factors) != self.num_clusters or not all(0 <= factor < float("inf") for factor in factors):
             raise UserError(f"factors = {list(factors)}: give {self.num_clusters} numbers from 0 up, one per cluster")
 
-        changed = copy(self)
         own = torch.tensor(factors, dtype=torch.float64)
         kept = self.priors * own
         if not kept.any():
             raise UserError("every expert is switched off; leave one on")
 
+        changed = copy(self)
         changed.priors = kept / kept.sum()
-        log_factors = own.log().to(self.device, torch.float32)
-        if self._log_factors is None:
-            changed._log_factors = log_factors
-        else:
-            changed._log_factors = self._log_factors + log_factors
-
+        changed._log_factors = self._log_factors + own.log().to(self._log_factors)
         return changed
 
     def watched(self, excluded: Collection[int]) -> Ensemble:
@@ -220,7 +220,7 @@ class Ensemble:
 
         if not self._is_compiled:
             check_compiler("sample.compile", self.device, backend)
-            for network in (*self.experts, *(() if self.router is None else (self.router,))):
+            for network in self.networks:
                 compile_blocks(network, backend, any_size=True)
 
         self._is_compiled = True
@@ -228,7 +228,7 @@ class Ensemble:
     @torch.no_grad()
     def probabilities(
         self, x_t: Samples, t: Times, condition: Condition | None = None, temperature: float = 1.0
-    ) -> Float[Tensor, "b K"]:
+    ) -> Weights:
         """Compute the router's p(cluster | x_t, t, condition); ones for a single model.
 
         Args:
@@ -249,14 +249,13 @@ class Ensemble:
 
         self.work.router_rows += len(x_t)
         logits = _output(self.router, self.precision, x_t, t, condition)[:, self._logits]
-        null, conditional = (temperature_at(t, one) if one else torch.ones_like(t) for one in self.temperatures)
-        if condition is None:
-            calibrated = null
-        else:
-            calibrated = torch.where(condition.keep, conditional, null)
+        null, conditional = self.temperatures
+        calibrated = temperature_at(t, null)
+        if condition is not None:
+            calibrated = torch.where(condition.keep, temperature_at(t, conditional), calibrated)
 
         logits = logits / (temperature * calibrated[:, None])
-        probabilities = (logits if self._log_factors is None else logits + self._log_factors).softmax(dim=1)
+        probabilities = (logits + self._log_factors).softmax(dim=1)
         if self._is_watched:
             return finite(probabilities)
 
@@ -278,7 +277,7 @@ class Ensemble:
 
     @torch.no_grad()
     def expert_velocities(
-        self, x_t: Samples, t: Times, condition: Condition | None, active: Bool[Tensor, "b K"]
+        self, x_t: Samples, t: Times, condition: Condition | None, active: Active
     ) -> Float[Tensor, "b K *shape"]:
         """Compute the velocities of the ``active`` clusters of each row; 0 for the others."""
         velocities = x_t.new_zeros(len(x_t), self.num_clusters, *x_t.shape[1:])
@@ -295,8 +294,8 @@ class Ensemble:
         condition: Condition | None = None,
         *,
         route: Route = lambda probabilities: probabilities,
-        weights: Float[Tensor, "b K"] | None = None,
-        null_weights: Float[Tensor, "b K"] | None = None,
+        weights: Weights | None = None,
+        null_weights: Weights | None = None,
         guidance_scale: float | Times = 1.0,
     ) -> Samples:
         """Sum the experts' velocities, weighted by the router; by default the exact mixture.
@@ -322,17 +321,15 @@ class Ensemble:
         if condition is None or (isinstance(guidance_scale, float) and guidance_scale == 1):
             return self._sum(x_t, t, condition, weights)
 
-        if isinstance(guidance_scale, Tensor):
-            scale = guidance_scale
-        else:
-            scale = torch.full_like(t, guidance_scale)
+        scale = torch.ones_like(t) * guidance_scale
+        if null_weights is None:
+            null_weights = weights
 
-        null_weights = (weights if null_weights is None else null_weights) * (scale != 1)[:, None]
-        both = torch.cat([weights, null_weights])
+        both = torch.cat([weights, null_weights * (scale != 1)[:, None]])
         conditional, unconditional = self._sum(*both_branches(x_t, t, condition), both).chunk(2)
         return guided(conditional, unconditional, scale)
 
-    def _sum(self, x_t: Samples, t: Times, condition: Condition | None, weights: Float[Tensor, "b K"]) -> Samples:
+    def _sum(self, x_t: Samples, t: Times, condition: Condition | None, weights: Weights) -> Samples:
         velocity = torch.zeros_like(x_t)
         for k, rows, of_expert in self._of_active(x_t, t, condition, weights != 0):
             share = expand_rows(weights[rows, k], of_expert)
@@ -341,28 +338,32 @@ class Ensemble:
         return velocity
 
     def _of_active(
-        self, x_t: Samples, t: Times, condition: Condition | None, active: Bool[Tensor, "b K"]
+        self, x_t: Samples, t: Times, condition: Condition | None, active: Active
     ) -> Iterator[tuple[int, Int[Tensor, " r"], Float[Tensor, "r *shape"]]]:
         """Yield the cluster, rows and velocity of each expert that has rows."""
         held = active
         if self.expert_clusters != list(range(self.num_clusters)):
             # Half-open, so that each t has one expert of a cluster; the last one has t = 1, too.
-            places = zip(self.expert_clusters, self.intervals, strict=True)
-            held = torch.stack([active[:, k] & (t >= low) & ((t < high) | (high == 1)) for k, (low, high) in places], 1)
+            columns = []
+            for k, (low, high) in zip(self.expert_clusters, self.intervals, strict=True):
+                is_held = (t >= low) & ((t < high) | (high == 1))
+                columns.append(active[:, k] & is_held)
+
+            held = torch.stack(columns, 1)
 
         groups, num_rows = rows_by_expert(held)
         self.work.rows += num_rows
         self.work.active += sum(map(len, groups))
-        used = [number for number, rows in enumerate(groups) if len(rows)]
+        used = {number: rows for number, rows in enumerate(groups) if len(rows)}
         if isinstance(self.experts, ResidentExperts):
-            self.experts.turns = used
+            self.experts.turns = list(used)
 
-        for number in used:
-            rows = groups[number]
+        for number, rows in used.items():
             self.work.expert_rows[number] += len(rows)
             network = partial(_output, self.experts[number], self.precision)
             own = condition and condition.rows(rows)
-            velocity = velocity_of(network, x_t[rows], t[rows], own, self.predictions[number], self.paths[number])
+            kind = (self.predictions[number], self.paths[number])
+            velocity = velocity_of(network, x_t[rows], t[rows], own, *kind)
             if self._is_watched and not velocity.isfinite().all():
                 raise NotFiniteError(self.expert_clusters[number], self.names[number])
 
@@ -379,7 +380,7 @@ def _output(
     return output.to(torch.promote_types(output.dtype, torch.float32))
 
 
-def finite(probabilities: Float[Tensor, "b K"]) -> Float[Tensor, "b K"]:
+def finite(probabilities: Weights) -> Weights:
     """Check the router's probabilities of finite samples; waits for the device.
 
     Raises:
@@ -401,7 +402,7 @@ def both_branches(
     return torch.cat([x_t, x_t]), torch.cat([t, t]), Condition.cat([condition, condition.null()])
 
 
-def rows_by_expert(active: Bool[Tensor, "b K"]) -> tuple[list[Int[Tensor, " _"]], int]:
+def rows_by_expert(active: Active) -> tuple[list[Int[Tensor, " _"]], int]:
     """The rows of each expert, ascending, and the number of rows with any; waits for the device once."""
     *counts, num_rows = torch.cat([active.sum(0), active.any(1).sum()[None]]).tolist()
     order = active.T.flatten().argsort(descending=True, stable=True)[: sum(counts)]

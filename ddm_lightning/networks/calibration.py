@@ -23,8 +23,11 @@ def temperature_at(t: Times, temperatures: Sequence[float]) -> Times:
 
     Args:
         t: times.
-        temperatures: one for each part, in order.
+        temperatures: one for each part, in order; none gives 1.
     """
+    if not temperatures:
+        return torch.ones_like(t)
+
     known = torch.tensor([temperatures[0], *temperatures, temperatures[-1]], dtype=t.dtype)
     known = known.to(t.device, non_blocking=True)  # without waiting for a GPU
     place = (t * len(temperatures) + 0.5).clamp(0, len(temperatures) + 0.999)

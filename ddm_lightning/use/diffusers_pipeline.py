@@ -102,33 +102,31 @@ class DecentralizedPipeline(DiffusionPipeline):  # type: ignore[misc]  # diffuse
         if prompt is not None and class_labels is not None:
             raise UserError("prompt and class_labels: give one of them")
 
-        named = {"num_steps": num_inference_steps, "guidance_scale": guidance_scale, "strategy": strategy}
-        settings |= {key: value for key, value in named.items() if value is not None}
-        settings.setdefault("precision", self._precision)
-        kind, rows = ("classes", class_labels) if prompt is None else ("prompts", prompt)
+        settings = {
+            "num_steps": num_inference_steps,
+            "guidance_scale": guidance_scale,
+            "strategy": strategy,
+            "precision": self._precision,
+            **settings,
+        }
+        kind = "classes" if prompt is None else "prompts"
+        rows = class_labels if prompt is None else prompt
         if generator is None or isinstance(generator, torch.Generator):
             settings = {kind: rows, "num": num_images_per_prompt, "seed": _seed(generator), **settings}
             images: Any = self.ensemble.sample(**settings)
         else:
-            if rows is None:
-                all_rows = []
-            else:
-                all_rows = listed(rows)
-
+            given = [] if rows is None else listed(rows)
             if rows is None and self.ensemble.meta.condition.kind == "none":
-                all_rows = [None]
+                given = [None]
 
-            each = []
-            for row in all_rows:
-                for _ in range(num_images_per_prompt):
-                    each.append(row)
-
-            if len(each) != len(generator):
-                raise UserError(f"generator: {len(generator)} for {len(each)} images; give one, or one per image")
+            num_images = len(given) * num_images_per_prompt
+            if len(generator) != num_images:
+                raise UserError(f"generator: {len(generator)} for {num_images} images; give one, or one per image")
 
             images = []
-            for row, own in zip(each, generator, strict=True):
-                images.append(self.ensemble.sample(**settings | {kind: row, "num": 1, "seed": _seed(own)})[0])
+            for index, own in enumerate(generator):
+                row = given[index // num_images_per_prompt]
+                images += self.ensemble.sample(**settings | {kind: row, "num": 1, "seed": _seed(own)})
 
         if output_type != "pil":
             images = VaeImageProcessor.pil_to_numpy(images)
@@ -142,4 +140,5 @@ class DecentralizedPipeline(DiffusionPipeline):  # type: ignore[misc]  # diffuse
 
 def _seed(generator: torch.Generator | None) -> int:
     device = None if generator is None else generator.device
-    return int(torch.randint(2**63 - 1, (), generator=generator, device=device))
+    drawn = torch.randint(2**63 - 1, (), generator=generator, device=device)
+    return int(drawn)

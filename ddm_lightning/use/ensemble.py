@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
@@ -89,11 +90,44 @@ def text_condition(texts: Sequence[str], experiment: Experiment) -> Condition:
     plugin = experiment.prepare.caption_encoder
     assert plugin is not None, "check_experiment asks for one"
     encoder = built_encoder(CAPTION_ENCODERS, plugin)
-    methods = []
+    encode = {"text": encoder.vectors, "tokens": encoder.tokens}
+    parts = []
     for kind in experiment.condition.kind.split("+"):
-        methods.append({"text": "vectors", "tokens": "tokens"}[kind])
+        parts.append(torch.from_numpy(encode[kind](list(texts))))
 
-    return Condition.of(*(torch.from_numpy(getattr(encoder, method)(list(texts))) for method in methods))
+    return Condition.of(*parts)
+
+
+def _rows_of_prompts(prompts: Sequence[str], experiment: Experiment) -> list[Row]:
+    for prompt in prompts:
+        if not prompt.strip():
+            raise UserError("a prompt is empty; describe an image")
+        if re.search(r"[\udc80-\udcff]", prompt):  # as Python reads other bytes
+            raise UserError("a prompt is not UTF-8; set the terminal's encoding to it")
+
+    condition = text_condition(prompts, experiment)
+    return [(prompt, prompt, condition.rows(torch.tensor([row]))) for row, prompt in enumerate(prompts)]
+
+
+def _rows_of_classes(classes: Sequence[str | int], names: Sequence[Any]) -> list[Row]:
+    numbers = range(len(names))
+    rows = []
+    for given in classes or numbers[:MAX_ROWS]:
+        num_named = names.count(given)
+        if num_named == 1:
+            number = names.index(given)
+        elif num_named == 0 and str(given) in map(str, numbers):
+            number = int(given)
+        else:
+            problem = "several classes have this name" if num_named else "no such class"
+            raise UserError(
+                f"class {given!r}: {problem}; give a number from 0 to {numbers[-1]}, or a name such as "
+                f"{', '.join(names[:5])}"
+            )
+
+        rows.append((names[number], f"class {number}", Condition.of(torch.tensor([number]))))
+
+    return rows
 
 
 class DecentralizedEnsemble:
@@ -143,17 +177,16 @@ class DecentralizedEnsemble:
             UserError: a file is missing, damaged or of other data, or leads out of the folder; torch cannot use the
                 device, ``resident_experts`` below 2, or an encoder's path is not allowed.
         """
-        if device is None:
-            accelerator = "auto"
-        else:
-            accelerator = {"cuda": "gpu"}.get(usable_device(device).type, "cpu")
+        accelerator = "auto"
+        if device is not None:
+            accelerator = "gpu" if usable_device(device).type == "cuda" else "cpu"
 
-        overrides = [
-            "sample.member=null",
-            f"sample.resident_experts={'null' if resident_experts is None else resident_experts}",
-            f"island.accelerator={accelerator}",
-        ]
-        ensemble = cls.open(load_settings(fetched(folder_or_url), overrides, allow_paths=allow_paths), partial=True)
+        overrides = ["sample.member=null", f"island.accelerator={accelerator}", "sample.resident_experts=null"]
+        if resident_experts is not None:
+            overrides[-1] = f"sample.resident_experts={resident_experts}"
+
+        experiment = load_settings(fetched(folder_or_url), overrides, allow_paths=allow_paths)
+        ensemble = cls.open(experiment, partial=True)
         return ensemble.to(device or ensemble.device)
 
     @classmethod
@@ -170,15 +203,13 @@ class DecentralizedEnsemble:
         run = RunFolder.of(experiment)
         member = experiment.sample.member
         manifest = manifest_with_about(run.root, experiment, member=member, partial=partial)
-        if lost := list(manifest.lost):
-            if set(lost) - {ROUTER}:
-                rest = ", and the weights of the other experts are renormalised"
-            else:
-                rest = ""
+        if manifest.lost:
+            names = ", ".join(manifest.lost)
+            line = f"{run.ensemble}: the artifact of {names} is missing; samples are made without it"
+            if names != ROUTER:
+                line += ", and the weights of the other experts are renormalised"
 
-            path = run.sampled_from(member)
-            names = ", ".join(lost)
-            note(f"{path}: the artifact of {names} is missing; samples are made without it{rest}")
+            note(line)
 
         check_devices(experiment.island.accelerator, 1)
         return cls(manifest, experiment, device_of(experiment.island.accelerator))
@@ -241,13 +272,13 @@ class DecentralizedEnsemble:
         Raises:
             UserError: as ``Ensemble.reweighted``.
         """
+        field = self.field
+        if factors is not None:
+            field = field.reweighted(listed(factors))
+
         changed = copy(self)
         changed.experiment = experiment
-        if factors is None:
-            changed.field = self.field
-        else:
-            changed.field = self.field.reweighted(listed(factors))
-
+        changed.field = field
         return changed
 
     def latents(self, condition: Condition | None, num: int, **more: Any) -> Float[Tensor, "num c h w"]:
@@ -277,7 +308,8 @@ class DecentralizedEnsemble:
 
     def decode(self, x_0: Float[Tensor, "n c h w"]) -> UInt8[np.ndarray, "n h w 3"]:
         """Decode samples to images."""
-        return built_encoder(IMAGE_ENCODERS, self.experiment.prepare.image_encoder).decode(x_0)
+        encoder = built_encoder(IMAGE_ENCODERS, self.experiment.prepare.image_encoder)
+        return encoder.decode(x_0)
 
     def rows(self, prompts: Sequence[str] = (), classes: Sequence[str | int] = ()) -> list[Row]:
         """Condition the rows of a grid: one per prompt or class; by default the first classes or one row without.
@@ -291,43 +323,18 @@ class DecentralizedEnsemble:
         """
         kind = self.experiment.condition.kind
         name = self.experiment.name
-        for what, given, kinds in (
-            ("prompts", prompts, ("text", "tokens", "tokens+text")),
-            ("classes", classes, ("class",)),
-        ):
-            if given and kind not in kinds:
-                raise UserError(f"{name} is conditioned on {kind!r}, not on {kinds[0]}; leave {what} out")
-
-        if not all(prompt.strip() for prompt in prompts):
-            raise UserError("a prompt is empty; describe an image")
-        if any("\udc80" <= character <= "\udcff" for character in "".join(prompts)):  # as Python reads other bytes
-            raise UserError("a prompt is not UTF-8; set the terminal's encoding to it")
+        if prompts and kind in ("class", "none"):
+            raise UserError(f"{name} is conditioned on {kind!r}, not on text; leave prompts out")
+        if classes and kind != "class":
+            raise UserError(f"{name} is conditioned on {kind!r}, not on class; leave classes out")
 
         if prompts:
-            condition = text_condition(prompts, self.experiment)
-            return [(prompt, prompt, condition.rows(torch.tensor([i]))) for i, prompt in enumerate(prompts)]
+            return _rows_of_prompts(prompts, self.experiment)
+        if kind == "class":
+            num_classes = self.meta.condition.size
+            return _rows_of_classes(classes, self.about.class_names or [f"class {c}" for c in range(num_classes)])
 
-        if kind != "class":
-            return [("no condition", "no condition", None)]
-
-        all_classes = range(self.meta.condition.size)
-        names: list[Any] = self.about.class_names or [f"class {c}" for c in all_classes]
-        numbers: dict[str | int, int] = {str(c): c for c in all_classes}
-        numbers |= {name: c for c, name in enumerate(names)} | {c: c for c in all_classes}
-        for one in classes:
-            if one not in numbers or names.count(one) > 1:
-                if one in numbers:
-                    problem = "several classes have this name"
-                else:
-                    problem = "no such class"
-
-                raise UserError(
-                    f"class {one!r}: {problem}; give a number from 0 to {len(names) - 1}, or a name such as "
-                    f"{', '.join(names[:5])}"
-                )
-
-        shown = [numbers[one] for one in classes] or all_classes[:MAX_ROWS]
-        return [(names[c], f"class {c}", Condition.of(torch.tensor([c]))) for c in shown]
+        return [("no condition", "no condition", None)]
 
     def images(
         self,
@@ -353,8 +360,11 @@ class DecentralizedEnsemble:
         firsts = first_indices(rows, num)
         for first in range(0, total, BATCH_SIZE):
             places = [divmod(i, num) for i in range(first, min(first + BATCH_SIZE, total))]
+            keys = []
             conditions = []
-            for condition in (rows[row][2] for row, _ in places):
+            for row, index in places:
+                _, key, condition = rows[row]
+                keys.append((key, firsts[row] + index))
                 if condition is not None:
                     conditions.append(condition)
 
@@ -362,7 +372,7 @@ class DecentralizedEnsemble:
                 Condition.cat(conditions) if conditions else None,
                 len(places),
                 batch_size=BATCH_SIZE,
-                keys=[(rows[row][1], firsts[row] + index) for row, index in places],
+                keys=keys,
                 progress=lambda done, first=first: progress(first + done),
                 trace=trace,
             )
@@ -401,24 +411,21 @@ class DecentralizedEnsemble:
         Raises:
             UserError: an empty prompt or list, an unknown class, strategy or setting, or a value out of range.
         """
-        given = None
-        if prompts is not None:
-            given = listed(prompts)
-
-        shown = None
-        if classes is not None:
-            shown = []
-            for one in listed(classes):
-                shown.append(int(one) if isinstance(one, int | np.integer) else str(one))
-
-        if [] in (given, shown) or not all(isinstance(prompt, str) for prompt in given or ()):
+        texts = [] if prompts is None else listed(prompts)
+        shown = [] if classes is None else listed(classes)
+        is_empty = (prompts is not None and not texts) or (classes is not None and not shown)
+        if is_empty or not all(isinstance(text, str) for text in texts):
             raise UserError("sample: give prompts (strings) or classes, or leave both out for the experiment's")
 
         settings = {"num_per_prompt": num, **settings}
-        chosen = self.with_settings(resolve(self.experiment, strategy=strategy, seed=seed, **settings), factors)
-        own = chosen.experiment.sample
-        rows = chosen.rows(given or ([] if shown else own.prompts), shown or [])
-        return [Image.fromarray(image) for _, _, image in chosen.images(rows, own.num_per_prompt, trace=trace)]
+        experiment = resolve(self.experiment, strategy=strategy, seed=seed, **settings)
+        chosen = self.with_settings(experiment, factors)
+        if not texts and not shown:
+            texts = experiment.sample.prompts
+
+        rows = chosen.rows(texts, shown)
+        images = chosen.images(rows, experiment.sample.num_per_prompt, trace=trace)
+        return [Image.fromarray(image) for _, _, image in images]
 
     def save_pretrained(self, folder: str | Path, licence: str | None = None) -> None:
         """Write a folder that ``from_pretrained`` loads: ``ensemble.json``, artifacts and a model card.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -69,13 +70,15 @@ def write_samples(
         num = min(num, MAX_COLUMNS)
 
     in_rows = rows[:MAX_ROWS]
+    num_columns = min(num, MAX_COLUMNS)
+    firsts = first_indices(in_rows, num)
+    in_grid: dict[Key, str] = {}
+    for index in range(num_columns):
+        for (label, key, _), first in zip(in_rows, firsts, strict=True):
+            in_grid[key, first + index] = label
+
     shown: list[tuple[str, list[np.ndarray]]] = [(label, []) for label, _, _ in in_rows]
-    in_grid: dict[Key, str] = {
-        (key, first + index): label
-        for index in range(min(num, MAX_COLUMNS))
-        for (label, key, _), first in zip(in_rows, first_indices(in_rows, num), strict=True)
-    }
-    labels = dict(list(in_grid.items())[:MAX_TRAJECTORIES])
+    labels = dict(itertools.islice(in_grid.items(), MAX_TRAJECTORIES))
     trace = None
     if singles is not None:
         trace = Trace(in_grid, labels)
@@ -83,8 +86,9 @@ def write_samples(
     files: dict[str, Path] = {}
     with atomic_files(path.parent) as folder, Bars(show=show_progress) as progress:
         total = num * len(rows)
+        least = 4096 * total  # a file takes at least a block
         free = shutil.disk_usage(folder).free
-        if singles is not None and (least := 4096 * total) > free:  # a file takes at least a block
+        if singles is not None and least > free:
             raise UserError(
                 f"{path.parent}: {total:,} images take at least {format_bytes(least)}, and {format_bytes(free)} is "
                 "free; lower --num, or give another disk with --out"
@@ -94,24 +98,29 @@ def write_samples(
         images = ensemble.images(rows, num, lambda done: progress.update(task, completed=done), trace)
         for row, index, image in images:
             if singles is not None:
-                words = re.sub(r"\W+", "-", rows[row][0])[:40].strip("-")
-                save_png(folder / singles.name / f"{row:03d}-{words}-{index:04d}.png", Image.fromarray(image))
+                label, _, _ = rows[row]
+                words = re.sub(r"\W+", "-", label)[:40].strip("-")
+                single = folder / singles.name / f"{row:03d}-{words}-{index:04d}.png"
+                save_png(single, Image.fromarray(image))
 
             if row < MAX_ROWS and index < MAX_COLUMNS:
-                shown[row][1].append(image.copy())  # a view would keep the whole batch
+                _, columns = shown[row]
+                columns.append(image.copy())  # a view would keep the whole batch
 
         title = settings_line(settings)
-        if total > sum(len(images) for _, images in shown):
-            title += f"; {len(shown)} of {len(rows)} rows, {min(num, MAX_COLUMNS)} of {num} images each"
+        if total > len(in_rows) * num_columns:
+            title += f"; {len(in_rows)} of {len(rows)} rows, {num_columns} of {num} images each"
 
         grid = folder / path.name
         credit = ensemble.credit_line
-        save_png(grid, labelled_grid(shown, scale_of(shown[0][1][0]), title, footer=credit))
+        _, first_row = shown[0]
+        save_png(grid, labelled_grid(shown, scale_of(first_row[0]), title, footer=credit))
         if trace is not None:
             files = write_trajectory(grid, trace, ensemble.field.cluster_names, labels, ensemble.decode, gif, credit)
 
-        for old in singles.glob("[0-9][0-9][0-9]*-*-*[0-9][0-9][0-9][0-9].png") if singles is not None else ():
-            old.unlink()  # left by an earlier grid of this name
+        if singles is not None:
+            for old in singles.glob("[0-9][0-9][0-9]*-*-*[0-9][0-9][0-9][0-9].png"):
+                old.unlink()  # left by an earlier grid of this name
 
     return {name: path.with_name(file.name) for name, file in files.items()}
 
@@ -164,38 +173,36 @@ def write_trajectory(
     if not trace.weights:
         return {}
 
-    heat, strip = (path.with_name(f"{path.stem}-{name}.png") for name in ("weights", "trajectory"))
+    heat = path.with_name(f"{path.stem}-weights.png")
     mean = torch.stack(list(trace.weights.values())).mean(0)
     title = f"weights of the experts, mean of {len(trace.weights)} image(s)"
     save_png(heat, weights_chart(trace.times, {title: mean}, names))
 
-    def decoded(num: int) -> tuple[list[str], list[list[UInt8[np.ndarray, "h w 3"]]]]:
-        """At most ``num`` times, and for each image a row of x_t and one of x_0."""
+    def decoded(num: int) -> tuple[list[str], list[tuple[str, list[np.ndarray]]]]:
+        """At most ``num`` times, and for each image a labelled row of x_t and one of x_0."""
         picked = torch.linspace(0, len(trace.times) - 1, min(num, len(trace.times))).round().long()
-        states = []
-        for key in labels:
-            for of_key in (trace.x_t, trace.x_0):
-                states.append(of_key[key][picked])
+        rows = []
+        for key, label in labels.items():
+            rows.append((f"{label}: x_t".lstrip(": "), list(decode(trace.x_t[key][picked]))))
+            rows.append(("estimate of x_0", list(decode(trace.x_0[key][picked]))))
 
-        return [f"{t:.2f}" for t in trace.times[picked].tolist()], [list(decode(one)) for one in states]
+        return [f"{t:.2f}" for t in trace.times[picked].tolist()], rows
 
-    headings, images = decoded(_STRIP_COLUMNS)
-    scale = scale_of(images[0][0])
-    names_of_rows = []
-    for label in labels.values():
-        for text in (f"{label}: x_t".lstrip(": "), "estimate of x_0"):
-            names_of_rows.append(text)
-
+    strip = path.with_name(f"{path.stem}-trajectory.png")
+    headings, rows = decoded(_STRIP_COLUMNS)
+    _, first_row = rows[0]
+    scale = scale_of(first_row[0])
     title = "time t of each column: 1 is noise, 0 the image"
-    save_png(strip, labelled_grid(list(zip(names_of_rows, images, strict=True)), scale, title, footer, headings))
+    save_png(strip, labelled_grid(rows, scale, title, footer, headings))
     files = {"weights": heat, "trajectory": strip}
     if gif:
-        headings, images = decoded(_GIF_FRAMES)
+        headings, rows = decoded(_GIF_FRAMES)
         frames = []
-        for time, columns in zip(headings, map(list, zip(*images, strict=True)), strict=True):
-            frames.append(
-                labelled_grid([("x_t", columns[::2]), ("estimate of x_0", columns[1::2])], scale, f"t = {time}", footer)
-            )
+        for column, time in enumerate(headings):
+            images = [row[column] for _, row in rows]
+            x_t = ("x_t", images[::2])
+            x_0 = ("estimate of x_0", images[1::2])
+            frames.append(labelled_grid([x_t, x_0], scale, f"t = {time}", footer))
 
         files["animation"] = path.with_suffix(".gif")
         frames[0].save(files["animation"], save_all=True, append_images=frames[1:], duration=100, loop=0)
@@ -207,9 +214,12 @@ def weights_chart(
     times: Float[Tensor, " num_times"], panels: Mapping[str, Float[Tensor, "steps K"]], names: Sequence[str]
 ) -> Image.Image:
     """Draw the weights of the experts by step, one panel per title."""
-    figure = Figure(figsize=(7, 0.5 + len(panels) * (0.4 + 0.25 * len(names))), layout="constrained")
+    height = 0.4 + 0.25 * len(names)
+    figure = Figure(figsize=(7, 0.5 + len(panels) * height), layout="constrained")
     axes = figure.subplots(len(panels), 1, squeeze=False, sharex=True)[:, 0]
-    steps = np.unique(np.linspace(0, len(times) - 2, min(_MAX_TICKS, len(times) - 1)).round().astype(int))
+    num_steps = len(times) - 1
+    ticks = np.linspace(0, num_steps - 1, min(_MAX_TICKS, num_steps))
+    steps = np.unique(ticks.round().astype(int))
     for axis, (title, weights) in zip(axes, panels.items(), strict=True):
         axis.imshow(weights.T.numpy(), aspect="auto", interpolation="nearest", cmap="viridis", vmin=0, vmax=1)
         axis.set_title(title, fontsize=10)

@@ -190,7 +190,7 @@ def manifest_with_about(
     if meta.condition.kind == "class" and num_names not in (0, num_classes):
         raise UserError(f"{run.ensemble}: {num_names} class_names for {num_classes} classes; fix them")
 
-    num_images = max(1, round(about.num_images * (1 - sum(ensemble.lost.values()))))
+    num_images = max(1, round(about.num_images * ensemble.share))
     return replace(ensemble, about=replace(about, num_images=num_images))
 
 

@@ -96,7 +96,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 def test_a_run_round_trips_and_experts_take_turns(run_dir: Path) -> None:
     manifest = read_ensemble(run_dir / "ensemble.json")
-    assert manifest.experts == [*EDGES] and manifest.expert_clusters == (0, 0, 1, 1) and manifest.logits == [0, 1]
+    assert manifest.experts == [*EDGES] and [*manifest.places.values()] == [0, 0, 1, 1] and manifest.logits == [0, 1]
     assert manifest.shares == {"expert-0": 0.25, "expert-1": 0.25, "expert-2": 0.75, "expert-3": 0.75}
     all_at_once, in_turns = load_ensemble(manifest), load_ensemble(manifest, resident_experts=2)
     assert isinstance(in_turns.experts, ResidentExperts) and all_at_once.intervals == [*EDGES.values()]
@@ -115,12 +115,12 @@ def test_a_cluster_leaves_with_any_of_its_experts(run_dir: Path) -> None:
     (run_dir / "expert-1" / "member.json").unlink()
     refused(lambda: read_ensemble(run_dir / "ensemble.json"), "expert-1", "is missing")
     rest = read_ensemble(run_dir / "ensemble.json", partial=True)
-    assert rest.experts == ["expert-2", "expert-3"] and rest.priors == (1.0,) and rest.lost == {"expert-1": 0.25}
+    assert rest.experts == ["expert-2", "expert-3"] and rest.priors == (1.0,) and rest.lost == ("expert-1",)
     loaded = load_ensemble(rest)
     assert loaded.clusters == [1] and loaded.expert_clusters == [0, 0]
     (run_dir / "expert-0" / "member.json").unlink()
     both = read_ensemble(run_dir / "ensemble.json", partial=True)
-    assert both.priors == (1.0,) and both.lost == {"expert-0": 0.125, "expert-1": 0.125}
+    assert both.priors == (1.0,) and both.lost == ("expert-0", "expert-1") and both.share == 0.75
 
 
 def test_an_expert_is_removed_with_all_others_of_its_cluster(run_dir: Path) -> None:

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from ddm_lightning.core.registry import STRATEGIES
-from ddm_lightning.ensemble.routing import Batch, Strategy, choose
+from ddm_lightning.ensemble.routing import Batch, BranchVelocities, BranchWeights, Images, Strategy, choose
 from ddm_lightning.flow.path import Samples, Times, expand_rows, time_rows
 from ddm_lightning.flow.solvers import Solver
 from ddm_lightning.flow.solvers.built_in import reverse_kernel
@@ -20,7 +20,7 @@ from ddm_lightning.flow.timesteps import intervals
 MIN_WEIGHT = 1e-4
 """An expert whose weight falls below this is dropped from the row for the rest of the chain."""
 
-Velocities: TypeAlias = Callable[[Samples, Times, Bool[Tensor, "r K"]], Float[Tensor, "r K *shape"]]
+Velocities: TypeAlias = Callable[[Samples, Times, Bool[Tensor, "r K"]], BranchVelocities]
 """``velocities(x_t, t, active)``: the active experts' velocities; r is b, or 2b with the unconditional branch."""
 
 
@@ -38,7 +38,7 @@ class Bayes(Strategy):
     solvers = ("ancestral",)
     router_prior: bool = True
 
-    def generate(self, batch: Batch, times: Float[Tensor, " num_times"], solver: Solver) -> Float[Tensor, "b c h w"]:
+    def generate(self, batch: Batch, times: Float[Tensor, " num_times"], solver: Solver) -> Images:
         """Run the filter from ``batch.x_1``."""
 
         def record(x_t: Samples, t: Times, weights: Tensor, velocities: Tensor) -> None:
@@ -64,7 +64,7 @@ def filter_chain(
     x_1: Samples,
     times: Float[Tensor, " num_times"],
     *,
-    initial: Float[Tensor, "r K"],
+    initial: BranchWeights,
     noise: Callable[[int], Samples],
     uniform: Callable[[int], Float[Tensor, " b"]],
     guidance_scale: float = 1.0,
@@ -120,7 +120,7 @@ def filter_chain(
     # Logarithms, because likelihoods of many pixels underflow; float64, because their ratios are small differences.
     log_weights = _pruned(initial.to(x_1.device, torch.float64).log())
     rows = torch.arange(num, device=x_1.device)
-    branches = range(len(initial) // num)
+    num_branches = len(initial) // num
     x_t = x_1
     for i, (t, s) in enumerate(intervals(times)):
         weights = log_weights.exp()
@@ -128,19 +128,19 @@ def filter_chain(
         if t < low:
             active[num:] = False  # no later step needs the unconditional branch
 
-        x = torch.cat([x_t for _ in branches])[:, None]
+        x = torch.cat([x_t] * num_branches)[:, None]
         time = time_rows(t, x_t)
         found = velocities(x_t, time, active)
         on_step(x_t, time, weights, found)
         means, variance = reverse_kernel(x.expand_as(found), x - t * found, t, s)
         x_s = means[rows, choose(weights[:num], uniform(i))]
-        if len(branches) == 2 and low <= t <= high:
+        if num_branches == 2 and low <= t <= high:
             mixed = torch.einsum("rk,rk...->r...", weights.to(means), means)
             x_s = x_s + (guidance_scale - 1) * (mixed[:num] - mixed[num:])
 
         if s > 0:
             x_s = x_s + (variance.sqrt() * noise(i)).to(x_s.dtype)
-            differences = torch.cat([x_s for _ in branches])[:, None] - means
+            differences = torch.cat([x_s] * num_branches)[:, None] - means
             squares = differences.flatten(2).square().sum(dim=2, dtype=torch.float64)
             log_weights = _pruned(log_weights - squares / (2 * variance))
 
@@ -150,7 +150,7 @@ def filter_chain(
     return x_t + expand_rows(0 * log_weights[:num].exp().sum(1), x_t).to(x_t)
 
 
-def _pruned(log_weights: Float[Tensor, "r K"]) -> Float[Tensor, "r K"]:
+def _pruned(log_weights: BranchWeights) -> BranchWeights:
     """Normalise, with weights below ``MIN_WEIGHT`` set to 0 for good (a logarithm of -inf)."""
     log_weights = log_weights.log_softmax(dim=1)
     kept = log_weights.masked_fill(log_weights.exp() < MIN_WEIGHT, -torch.inf)

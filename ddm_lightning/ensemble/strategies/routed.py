@@ -12,7 +12,8 @@ from torch.nn.functional import one_hot
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import STRATEGIES
-from ddm_lightning.ensemble.routing import Batch, Strategy, choose, normalised
+from ddm_lightning.ensemble.routing import Batch, Images, Strategy, choose, normalised
+from ddm_lightning.ensemble.velocity import Weights
 from ddm_lightning.flow.path import VelocityField, time_rows
 from ddm_lightning.flow.solvers import Solver
 
@@ -21,7 +22,7 @@ from ddm_lightning.flow.solvers import Solver
 class Full(Strategy):
     """Evaluate all K experts: the exact mixture (DDM, 2501.05450)."""
 
-    def weights(self, probabilities: Float[Tensor, "b K"]) -> Float[Tensor, "b K"]:
+    def weights(self, probabilities: Weights) -> Weights:
         """Return the probabilities themselves."""
         return probabilities
 
@@ -30,7 +31,7 @@ class Full(Strategy):
 class Top1(Strategy):
     """Evaluate one expert per row and step, the paper's choice (DDM, 2501.05450)."""
 
-    def weights(self, probabilities: Float[Tensor, "b K"]) -> Float[Tensor, "b K"]:
+    def weights(self, probabilities: Weights) -> Weights:
         """Give the most probable expert of each row weight 1."""
         return normalised(*probabilities.topk(1, dim=1), probabilities.shape[1])
 
@@ -46,7 +47,7 @@ class TopK(Strategy):
         if self.top_k < 1:
             raise ValueError(f"top_k = {self.top_k} keeps no expert")
 
-    def weights(self, probabilities: Float[Tensor, "b K"]) -> Float[Tensor, "b K"]:
+    def weights(self, probabilities: Weights) -> Weights:
         """Keep the ``top_k`` largest probabilities of each row and renormalise."""
         num_clusters = probabilities.shape[1]
         shares, experts = probabilities.topk(min(self.top_k, num_clusters), dim=1)
@@ -64,7 +65,7 @@ class TopP(Strategy):
         if not 0 < self.p <= 1:
             raise ValueError(f"p = {self.p} must be above 0 and at most 1")
 
-    def weights(self, probabilities: Float[Tensor, "b K"]) -> Float[Tensor, "b K"]:
+    def weights(self, probabilities: Weights) -> Weights:
         """Keep the smallest set of experts that reaches ``p`` in each row and renormalise."""
         shares, experts = probabilities.sort(dim=1, descending=True)
         before = shares.cumsum(dim=1) - shares
@@ -78,7 +79,7 @@ class Threshold(Strategy):
 
     threshold: float = 0.1
 
-    def weights(self, probabilities: Float[Tensor, "b K"]) -> Float[Tensor, "b K"]:
+    def weights(self, probabilities: Weights) -> Weights:
         """Set smaller probabilities to 0 and renormalise."""
         lowest = probabilities.amax(dim=1, keepdim=True).clamp_max(self.threshold)
         kept = probabilities.where(probabilities >= lowest, 0)
@@ -108,13 +109,14 @@ class Sample1(Strategy):
     needs_router = False
     threshold: float = 0.0
 
-    def generate(self, batch: Batch, times: Float[Tensor, " num_times"], solver: Solver) -> Float[Tensor, "b c h w"]:
+    def generate(self, batch: Batch, times: Float[Tensor, " num_times"], solver: Solver) -> Images:
         """Go from ``batch.x_1`` to x_0 with one expert per sample; with a threshold, solve each step on its own."""
         x_t = batch.x_1
         num_clusters = batch.ensemble.num_clusters
         experts = choose(batch.initial_weights()[: len(x_t)], batch.uniform(0))
         if not self.threshold:
-            return solver.solve(batch.field(weights=one_hot(experts, num_clusters).to(x_t)), x_t, times, batch.noise)
+            velocity = batch.field(weights=one_hot(experts, num_clusters).to(x_t))
+            return solver.solve(velocity, x_t, times, batch.noise)
 
         for step in range(len(times) - 1):
             if step:
@@ -123,7 +125,8 @@ class Sample1(Strategy):
                 experts = torch.where(unsure, choose(weights, batch.uniform(step)), experts)
 
             velocity = batch.field(weights=one_hot(experts, num_clusters).to(x_t))
-            x_t = solver.solve(velocity, x_t, times[step : step + 2], lambda _, step=step: batch.noise(step))  # type: ignore[misc]
+            ends = times[step : step + 2]
+            x_t = solver.solve(velocity, x_t, ends, lambda _, step=step: batch.noise(step))  # type: ignore[misc]
 
         return x_t
 
@@ -147,24 +150,28 @@ class Oracle(Strategy):
         Raises:
             UserError: a cluster has no expert in the ensemble.
         """
-        clusters = batch.clusters
         num = len(batch.x_1)
         if self.cluster is not None:
-            clusters = torch.full((num,), self.cluster)
+            clusters = [self.cluster] * num
+        elif batch.clusters is not None:
+            clusters = batch.clusters.tolist()
+        else:
+            clusters = None
 
         if clusters is None:
             places = choose(batch.initial_weights(use_router=False)[:num], batch.uniform(0))
         else:
-            known = batch.ensemble.clusters
-            if missing := [k for k in clusters.tolist() if k not in known]:
-                numbers = ", ".join(map(str, known))
-                raise UserError(
-                    f"strategy 'oracle': cluster = {missing[0]} has no expert here; choose one of {numbers}"
-                )
-
-            places = torch.tensor([known.index(k) for k in clusters.tolist()]).to(batch.x_1.device)
+            places = torch.tensor([self._place(k, batch) for k in clusters]).to(batch.x_1.device)
 
         return batch.field(weights=one_hot(places, batch.ensemble.num_clusters).to(batch.x_1))
+
+    def _place(self, cluster: int, batch: Batch) -> int:
+        known = batch.ensemble.clusters
+        if cluster not in known:
+            numbers = ", ".join(map(str, known))
+            raise UserError(f"strategy 'oracle': cluster = {cluster} has no expert here; choose one of {numbers}")
+
+        return known.index(cluster)
 
 
 @STRATEGIES.register("sample-each-step")
@@ -181,7 +188,7 @@ class SampleEachStep(Strategy):
         """Velocity of one expert per sample, chosen anew at every evaluation."""
         evaluations = count()
 
-        def weights(probabilities: Float[Tensor, "b K"]) -> Float[Tensor, "b K"]:
+        def weights(probabilities: Weights) -> Weights:
             chosen = choose(probabilities, batch.uniform(next(evaluations)))
             return one_hot(chosen, probabilities.shape[1]) + 0 * probabilities  # NaN stays NaN
 
