@@ -49,9 +49,11 @@ from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import SIGNATURE, RunFolder, refuse_changed
 from ddm_lightning.members.signatures import PREPARE, check_keys, sign_manifest, verify
 from ddm_lightning.shards.manifest import DataSizes, Manifest
+from ddm_lightning.use.download import fetched
 from ddm_lightning.use.ensemble import DecentralizedEnsemble
 from ddm_lightning.use.export import CONDITION_FILE, export_diffusers, export_member, export_peft
-from ddm_lightning.use.saved import fetched, manifest_with_about, resolve, save_ensemble
+from ddm_lightning.use.saved import manifest_with_about, save_ensemble
+from ddm_lightning.use.settings import resolve
 
 
 def _prepare(experiment: Experiment, options: argparse.Namespace) -> None:

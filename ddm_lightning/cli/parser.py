@@ -272,7 +272,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.command in ("config", "prepare", "fit", "launch", "plan"):  # they may make the run
         experiment = load_experiment(options.config, options.overrides)
     else:
-        from ddm_lightning.use.saved import load_settings
+        from ddm_lightning.use.settings import load_settings
 
         experiment = load_settings(
             options.config,

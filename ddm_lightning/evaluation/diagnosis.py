@@ -37,7 +37,8 @@ from ddm_lightning.networks.calibration import calibration_error, is_fitted, rel
 from ddm_lightning.shards.manifest import HELD_OUT, TRAIN
 from ddm_lightning.training.objective import build_objective
 from ddm_lightning.use.ensemble import DecentralizedEnsemble
-from ddm_lightning.use.saved import manifest_with_about, resolve
+from ddm_lightning.use.saved import manifest_with_about
+from ddm_lightning.use.settings import resolve
 
 STRATEGIES_SHOWN = ("full", "top-1", "sample-1", "bayes")
 MAX_HELD_OUT = 2048

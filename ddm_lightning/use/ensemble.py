@@ -31,7 +31,9 @@ from ddm_lightning.flow.condition import Condition
 from ddm_lightning.members.artifact import ArtifactMeta
 from ddm_lightning.members.member import ROUTER
 from ddm_lightning.members.run_folder import RunFolder
-from ddm_lightning.use.saved import experiment_of, fetched, load_settings, manifest_with_about, resolve, save_ensemble
+from ddm_lightning.use.download import fetched
+from ddm_lightning.use.saved import manifest_with_about, save_ensemble
+from ddm_lightning.use.settings import experiment_of, load_settings, resolve
 
 Row: TypeAlias = tuple[str, str, Condition | None]
 """Label, noise key and condition of a row of images."""

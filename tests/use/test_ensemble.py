@@ -39,7 +39,7 @@ from ddm_lightning.ensemble.routing import Trace
 from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.members.artifact import read_meta
 from ddm_lightning.use.export import export_diffusers
-from ddm_lightning.use.saved import resolve
+from ddm_lightning.use.settings import resolve
 
 
 @pytest.fixture

@@ -1,0 +1,172 @@
+"""Settings of sampling: of a run, a saved ensemble or a URL of one, and of one call.
+
+Defaults < experiment file or record < overrides < arguments.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from omegaconf import OmegaConf
+
+from ddm_lightning.config.experiment import (
+    ConditionConfig,
+    Experiment,
+    ExpertConfig,
+    PartitionConfig,
+    PrepareConfig,
+    SampleConfig,
+)
+from ddm_lightning.config.load import read_override
+from ddm_lightning.config.merge import changed
+from ddm_lightning.config.validate import check_experiment
+from ddm_lightning.core import checks, remote
+from ddm_lightning.core.errors import DOWNLOADS, UserError
+from ddm_lightning.ensemble.manifest import EnsembleManifest
+from ddm_lightning.ensemble.routing import strategy_of
+from ddm_lightning.members.preflight import check_strategy
+from ddm_lightning.members.run_folder import MEMBER_FILE, RunFolder, load_run, refuse_changed
+from ddm_lightning.use.download import fetched
+from ddm_lightning.use.saved import manifest_with_about
+
+# Sections that may be overridden for a saved ensemble.
+_FREE = ("island", "sample", "evaluate")
+
+
+def load_settings(place: str | Path, overrides: Sequence[str] = (), *, allow_paths: bool = False) -> Experiment:
+    """Load the experiment of a file, a run folder, a saved ensemble, or a URL of one of the last two, for sampling.
+
+    A URL is downloaded. For a saved ensemble, or a run at a URL, the experiment holds only what sampling needs.
+
+    Args:
+        place: where it is.
+        overrides: ``key=value`` pairs.
+        allow_paths: whether to skip ``refuse_paths``.
+
+    Raises:
+        UserError: as ``load_run``, ``refuse_changed`` or ``fetched``; or, for a saved ensemble, a key outside of
+            ``island``, ``sample`` and ``evaluate``, ``sample.member``, or as ``refuse_paths``.
+    """
+    is_file = not remote.is_url(place) and not Path(place).is_dir()
+    record = RunFolder(Path(place)).experiment
+    if is_file or (record.exists() and str(place) not in DOWNLOADS):
+        experiment = load_run(place if is_file else record, overrides)
+        refuse_changed(experiment)
+        return experiment
+
+    folder = fetched(place)
+    manifest = manifest_with_about(folder, partial=True)
+    if not allow_paths:
+        refuse_paths(manifest)
+
+    experiment = experiment_of(manifest)
+    experiment.run_dir = str(folder)
+    for text in overrides:
+        source = f"{place} with {text!r}"
+        change = read_override(text, str(place))
+        (section,) = change
+        if section not in _FREE:
+            raise UserError(f"{source}: a saved ensemble takes only {', '.join(_FREE)}; leave it out")
+
+        checks.check(OmegaConf.to_container(change), Experiment, "", source, references=False)
+        setattr(experiment, section, changed(getattr(experiment, section), change[section]))
+
+    if experiment.sample.member is not None:
+        raise UserError(f"{place}: key 'sample.member': a saved ensemble is sampled as a whole; leave it out")
+
+    check_experiment(experiment, place, overrides, sampling_only=True)
+    return experiment
+
+
+def experiment_of(manifest: EnsembleManifest) -> Experiment:
+    """Build the part of an experiment that sampling from an ensemble needs."""
+    about = manifest.description
+    meta = manifest.meta
+    return Experiment(
+        name=about.name,
+        seed=about.seed,
+        sample=replace(about.sample, member=None),
+        condition=ConditionConfig(kind=meta.condition.kind),
+        prepare=PrepareConfig(
+            image_encoder=meta.image_encoder,
+            caption_encoder=meta.caption_encoder,
+            partition=PartitionConfig(num_clusters=len(manifest.priors)),
+        ),
+        expert=ExpertConfig(num_experts=len(manifest.experts)),
+    )
+
+
+def refuse_paths(manifest: EnsembleManifest) -> None:
+    """Refuse encoders that load a local path or hub model named by the artifacts, perhaps a stranger's.
+
+    Raises:
+        UserError: an encoder's params name a path or a model of the hub.
+    """
+    name, meta = next(iter(manifest.metas.items()))
+    for encoder in filter(None, (meta.image_encoder, meta.caption_encoder)):
+        params = json.dumps(encoder.params, ensure_ascii=False)
+        if re.search(r'[/\\]|"path":', params):
+            raise UserError(
+                f"{manifest.folders[name] / MEMBER_FILE}: the encoder {encoder.name!r} would load what {params} "
+                "names; if you trust the author, add --allow-paths or allow_paths=True"
+            )
+
+
+def resolve(
+    experiment: Experiment, overrides: Sequence[str] = (), source: str = "sample", **arguments: Any
+) -> Experiment:
+    """Give an experiment the arguments of one call, and check its settings of sampling.
+
+    Another strategy keeps only the params that an override names, and gets its own solver if none is given; another
+    solver keeps no params.
+
+    Args:
+        experiment: from ``load_settings``, overrides included.
+        overrides: those of the experiment.
+        source: begins error lines.
+        arguments: ``seed`` and keys of the section ``sample``; None is the experiment's.
+
+    Returns:
+        A changed copy.
+
+    Raises:
+        UserError: an unknown key, a value out of range, or settings that do not go together.
+    """
+    given = {}
+    for key, value in arguments.items():
+        if value is not None:
+            given[key] = value.item() if isinstance(value, np.generic) else value
+
+    seed = given.pop("seed", experiment.seed)
+    before = experiment.sample
+    known = [field.name for field in fields(SampleConfig) if field.name != "member"]
+    for key in given:
+        if key not in known:
+            raise UserError(f"{source}: no setting {key!r}; known: {', '.join(known)}")
+
+    sample = replace(before, **given)
+    overridden = [text.partition("=")[0] for text in overrides]
+    if sample.strategy != before.strategy and "strategy_params" not in given:
+        sample.strategy_params = {}
+        for key, value in before.strategy_params.items():
+            if f"sample.strategy_params.{key}" in overridden:
+                sample.strategy_params[key] = value
+
+    if sample.solver != before.solver and "solver_params" not in given:
+        sample.solver_params = {}
+
+    resolved = replace(experiment, sample=sample, seed=seed)
+    check_experiment(resolved, source, overrides, sampling_only=True)
+    if "strategy" in given and "solver" not in given and "sample.solver" not in overridden:
+        solvers = strategy_of(sample).solvers
+        if solvers and sample.solver not in solvers:
+            resolved.sample = replace(sample, solver=solvers[0], solver_params={})
+
+    check_strategy(resolved, source, overrides)
+    return resolved
