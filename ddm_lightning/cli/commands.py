@@ -353,7 +353,8 @@ def _diagnose(experiment: Experiment, options: argparse.Namespace) -> None:
     check_devices(experiment.island.accelerator, 1)
     run = Run.open(experiment)
 
-    from ddm_lightning.evaluation.diagnosis import diagnose, diagnosis_lines, diagnosis_table
+    from ddm_lightning.evaluation.diagnosis import diagnose
+    from ddm_lightning.evaluation.diagnosis_report import diagnosis_lines, diagnosis_table
 
     figures = diagnose(run, options.strategy, options.num, options.overrides, show_progress=True)
     Console().print(diagnosis_table(figures))

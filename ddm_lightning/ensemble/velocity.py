@@ -158,7 +158,7 @@ class Ensemble:
         if isinstance(self.experts, ResidentExperts):
             return self.experts.device
 
-        for parameter in self.experts[0].parameters():
+        for parameter in self.networks[0].parameters():
             return parameter.device
 
         return torch.device("cpu")

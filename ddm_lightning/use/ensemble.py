@@ -113,7 +113,7 @@ def _rows_of_prompts(prompts: Sequence[str], experiment: Experiment) -> list[Row
 
 def _rows_of_classes(classes: Sequence[str | int], names: Sequence[Any]) -> list[Row]:
     numbers = range(len(names))
-    rows = []
+    rows: list[Row] = []
     for given in classes or numbers[:MAX_ROWS]:
         num_named = names.count(given)
         if num_named == 1:

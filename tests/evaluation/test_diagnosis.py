@@ -14,7 +14,8 @@ from torch import nn
 from ddm_lightning.cli.parser import main
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.evaluation import diagnosis
-from ddm_lightning.evaluation.diagnosis import Samples, diagnosis_lines, expert_figures, router_figures
+from ddm_lightning.evaluation.diagnosis import Samples, expert_figures, router_figures
+from ddm_lightning.evaluation.diagnosis_report import diagnosis_lines
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.members.member import Member
