@@ -74,13 +74,14 @@ class Evaluation:
 
         self.generated: ImageSet = FileImages(images) if images else Generated(run, manifest, encoder)
         wanted = self.settings.reference
-        is_side = self.settings.reference in (HELD_OUT, TRAIN)
+        is_side = wanted in (HELD_OUT, TRAIN)
         self.reference: ImageSet = of_shards(wanted) if is_side else FileImages(Path(wanted).expanduser())
         if self.generated.shape != self.reference.shape:
-            sizes = " and ".join("{} × {}".format(*one.shape) for one in (self.reference, self.generated))
+            height, width, _ = self.reference.shape
+            own_height, own_width, _ = self.generated.shape
             raise UserError(
-                f"key 'evaluate.reference' = {wanted!r}: its images and the generated ones have {sizes} pixels; "
-                "give a reference of the generated images' size"
+                f"key 'evaluate.reference' = {wanted!r}: its images and the generated ones have {height} × {width} "
+                f"and {own_height} × {own_width} pixels; give a reference of the generated images' size"
             )
 
         for name, metric in self.metrics:
@@ -104,28 +105,27 @@ class Evaluation:
         """Find the results folder, refuse one with other settings, and write the settings into it."""
         generated = self.generated
         sample = self.experiment.sample
+        self.origin = {"version": version("ddm_lightning"), "commit": _commit(), "code_sha256": _code_sha256()}
         if isinstance(generated, Generated):
-            own = generated.settings
-        else:
-            own = {"images_sha256": generated.sha256}
-
-        root = Path(__file__).parents[1]
-        code = sha256_json({str(path.relative_to(root)): sha256_file(path) for path in root.rglob("*.py")})
-        self.origin = {"version": version("ddm_lightning"), "commit": _commit(), "code_sha256": code, **own}
-        if isinstance(generated, Generated):
+            self.origin |= generated.settings
             name = sample.member or sample.strategy
         else:
+            self.origin["images_sha256"] = generated.sha256
             name = "images"
 
         folder = out or self.run.folder.root / "evaluation" / f"{name}-{sha256_json(self.origin)[:8]}"
         path = folder / SETTINGS_FILE
         remedy = "give another folder with --out"
         if path.exists():
-            found = read_json(path, "the settings of these results", remedy)
-            found, ours = (dict(leaves(one, lists=False)) for one in (found, self.origin))
-            if changed := [key for key in {**found, **ours} if found.get(key) != ours.get(key)]:
-                was = ", ".join(f"{key} (was {found.get(key)!r})" for key in changed)
-                raise UserError(f"{path}: results of other settings: {was}; {remedy}")
+            found = dict(leaves(read_json(path, "the settings of these results", remedy), lists=False))
+            ours = dict(leaves(self.origin, lists=False))
+            changed = []
+            for key in {**found, **ours}:
+                if found.get(key) != ours.get(key):
+                    changed.append(f"{key} (was {found.get(key)!r})")
+
+            if changed:
+                raise UserError(f"{path}: results of other settings: {', '.join(changed)}; {remedy}")
         elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise UserError(f"--out {folder}: is not empty and holds no {SETTINGS_FILE}; {remedy}")
 
@@ -149,53 +149,55 @@ class Evaluation:
 
     def all_features(self, metric: FeatureMetric, images: ImageSet) -> Float[Tensor, "n d"]:
         """Return the features of all images."""
-        return torch.from_numpy(np.concatenate([self.features(metric, images, rows) for rows in parts(images)]))
+        found = [self.features(metric, images, rows) for rows in parts(images)]
+        return torch.from_numpy(np.concatenate(found))
 
     def compute_parts(self, rank: int, world: int, show_progress: bool) -> None:
         """Generate this rank's parts of the samples, and compute the features of its parts of all sets."""
         sets: list[ImageSet] = [self.generated, self.reference, *self.known]
         with Bars(show=show_progress) as bars:
             for images in sets:
+                metrics = self.by_features
+                if images in self.known:
+                    metrics = metrics[:1]
+
                 for rows in bars.track(parts(images)[rank::world], description=f"{images.name}, {images.num} images"):
                     images.images(rows)
-                    for metric in self.by_features[:1] if images in self.known else self.by_features:
+                    for metric in metrics:
                         self.features(metric, images, rows)
 
     def scores(self) -> dict[str, Score]:
         """Compute all metrics from the finished parts; a metric's params follow a name that another one has."""
         found: dict[str, Score] = {}
-        sides: list[tuple[ImageSet, bool]] = [(self.reference, True), (self.generated, False)]
         for plugin, (name, metric) in zip(self.settings.metrics, self.metrics, strict=True):
             values: Any
             if isinstance(metric, FeatureMetric):
-                both = (self.all_features(metric, one).to(metric.device) for one in (self.generated, self.reference))
-                values = metric.scores(*both)
+                generated = self.all_features(metric, self.generated).to(metric.device)
+                real = self.all_features(metric, self.reference).to(metric.device)
+                values = metric.scores(generated, real)
             else:
-                for images, real in sides:
-                    for rows in parts(images):
-                        more = {}
-                        if hasattr(metric, "captioned") and isinstance(images, Generated):
-                            more["captions"] = images.given(rows, "caption")
+                self._update(metric, self.reference, real=True)
+                self._update(metric, self.generated, real=False)
+                values = metric.scores() if hasattr(metric, "scores") else metric.compute()
 
-                        metric.update(images.images(rows), **more, real=real)
+            if not isinstance(values, dict):
+                values = {name: values}
 
-                if hasattr(metric, "scores"):
-                    values = metric.scores()
-                else:
-                    values = metric.compute()
-
-            for key, one in (values if isinstance(values, dict) else {name: values}).items():
+            for key, value in values.items():
                 if key in found:
-                    own = f"{key} {json.dumps(plugin.params)}"
-                else:
-                    own = key
+                    key = f"{key} {json.dumps(plugin.params)}"
 
-                if isinstance(one, Score):
-                    found[own] = one
-                else:
-                    found[own] = Score(float(one))
+                found[key] = value if isinstance(value, Score) else Score(float(value))
 
         return found
+
+    def _update(self, metric: Any, images: ImageSet, *, real: bool) -> None:
+        for rows in parts(images):
+            more = {}
+            if hasattr(metric, "captioned") and isinstance(images, Generated):
+                more["captions"] = images.given(rows, "caption")
+
+            metric.update(images.images(rows), **more, real=real)
 
     def memorisation(self) -> dict[str, Any] | None:
         """Find the training images nearest to each sample; write a grid of the closest samples beside those images.
@@ -209,28 +211,31 @@ class Evaluation:
             return None
 
         metric = self.by_features[0]
-        (train_images, held_out) = self.known
+        train_images, held_out = self.known
         train = self.all_features(metric, train_images)
         distances, neighbours = nearest(self.all_features(metric, self.generated), train, NUM_NEIGHBOURS)
-        of_held_out = nearest(self.all_features(metric, held_out), train, 1)[0][:, 0]
         closest = distances[:, 0]
+        distances, _ = nearest(self.all_features(metric, held_out), train, 1)
+        of_held_out = distances[:, 0]
         grid = []
         for row in closest.argsort()[:NUM_SUSPECTS].tolist():
-            grid.append(
-                (
-                    f"sample {row}: {float(closest[row]):.3g}",
-                    [_image(self.generated, row), *(_image(train_images, other) for other in neighbours[row].tolist())],
-                )
-            )
+            images = [_image(self.generated, row)]
+            for other in neighbours[row].tolist():
+                images.append(_image(train_images, other))
+
+            grid.append((f"sample {row}: {float(closest[row]):.3g}", images))
 
         title = "Closest samples, each beside its nearest training images"
-        footer = f"Trained on: {credit}" if (credit := self.run.manifest.attribution) else ""
-        save_png(self.folder / "neighbours.png", labelled_grid(grid, scale_of(grid[0][1][0]), title, footer=footer))
+        credit = self.run.manifest.attribution
+        footer = f"Trained on: {credit}" if credit else ""
+        scale = scale_of(_image(self.generated, 0))
+        save_png(self.folder / "neighbours.png", labelled_grid(grid, scale, title, footer=footer))
+        is_near = closest < of_held_out.quantile(NEAR_QUANTILE)
         return {
             "features": metric.features,
             "num_train": train_images.num,
             "num_held_out": held_out.num,
-            "share_nearer": float((closest < of_held_out.quantile(NEAR_QUANTILE)).double().mean()),
+            "share_nearer": float(is_near.double().mean()),
             "expected_share": NEAR_QUANTILE,
             "median_distance": float(closest.median()),
             "median_distance_of_held_out": float(of_held_out.median()),
@@ -255,10 +260,10 @@ class Evaluation:
         }
         path = self.folder / RESULT_FILE
         if path.exists():  # of the same images; other metrics or another reference get a file of their own
-            compared = ("metrics", "reference")
             before = read_json(path, "earlier scores", "delete it")
-            if any(before.get(key) != document[key] for key in compared):
-                path = path.with_stem(f"{path.stem}-{sha256_json([document[key] for key in compared])[:8]}")
+            compared = [document["metrics"], document["reference"]]
+            if [before.get("metrics"), before.get("reference")] != compared:
+                path = path.with_stem(f"{path.stem}-{sha256_json(compared)[:8]}")
 
         atomic_write_json(path, document)
         return path, _table(f"{generated.num:,} images against {real.num:,} of {real.name}", scores, memorised)
@@ -272,7 +277,8 @@ def _image(images: ImageSet, row: int) -> image_sets.Images:
 def _table(title: str, scores: Mapping[str, Score], memorised: Mapping[str, Any] | None) -> Table:
     rows = []
     for name, score in scores.items():
-        rows.append((name, f"{score.value:.4g}", "" if score.low is None else f"{score.low:.4g} to {score.high:.4g}"))
+        interval = "" if score.low is None else f"{score.low:.4g} to {score.high:.4g}"
+        rows.append((name, f"{score.value:.4g}", interval))
 
     if memorised is not None:
         expected = f"held-out images: {memorised['expected_share']:.0%}"
@@ -289,6 +295,11 @@ def _commit() -> str:
 
     told = subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     return told.stdout.strip() or "unknown"
+
+
+def _code_sha256() -> str:
+    root = Path(__file__).parents[1]
+    return sha256_json({str(path.relative_to(root)): sha256_file(path) for path in root.rglob("*.py")})
 
 
 def evaluate(
@@ -317,7 +328,4 @@ def evaluate(
         distributed.destroy_process_group()
 
     # After leaving the group: within it, metrics would synchronise with the other ranks.
-    if not mine.rank:
-        return evaluation.write()
-
-    return None
+    return None if mine.rank else evaluation.write()

@@ -69,14 +69,17 @@ class ShardImages:
 
     def column(self, rows: Sequence[int], name: str) -> list[Any]:
         """Return a column of some samples, such as ``caption`` or ``label``."""
-        if any(name == column.name for column in self._shards.layout.texts):
-            return self._shards.texts(self._places(rows), name)
+        places = self._places(rows)
+        for text in self._shards.layout.texts:
+            if text.name == name:
+                return self._shards.texts(places, name)
 
-        return self._shards.take(self._places(rows), (name,))[name].tolist()
+        return self._shards.take(places, (name,))[name].tolist()
 
     def images(self, rows: range) -> Images:
         """Decode one part."""
-        return self._encoder.decode(self._stored.mean(self._shards.take(self._places(rows), ("x_0",))["x_0"]))
+        stored = self._shards.take(self._places(rows), ("x_0",))["x_0"]
+        return self._encoder.decode(self._stored.mean(stored))
 
     def _places(self, rows: Sequence[int]) -> Int[np.ndarray, "m"]:
         return np.asarray(rows, np.int64) * len(self._shards) // self.num
@@ -88,31 +91,26 @@ def open_side(shards: Path, manifest: Manifest | None, side: str) -> tuple[Shard
     Raises:
         UserError: a shard is missing or damaged, or this side has no samples.
     """
+    folders = []
+    hashes = []
     if manifest is not None:
-        clusters = manifest.clusters
-    else:
-        clusters = ()
+        for k, cluster in enumerate(manifest.clusters):
+            num_samples = cluster.held_out if side == HELD_OUT else cluster.train
+            if num_samples:
+                name = shard_name(k, side)
+                folders.append(shards / name)
+                hashes.append(manifest.index_sha256[name])
 
-    counts = []
-    for cluster in clusters:
-        counts.append(cluster.held_out if side == HELD_OUT else cluster.train)
-
-    names = []
-    for k, count in enumerate(counts):
-        if count:
-            names.append(shard_name(k, side))
-
-    if manifest is None or not names:
+    if not folders:
         raise UserError(
             f"{shards}: no {side} samples here; "
             "copy or prepare some (prepare.held_out_fraction); evaluate.reference=FOLDER compares with other images"
         )
 
-    hashes = [manifest.index_sha256[name] for name in names]
-    for name, index_sha256 in zip(names, hashes, strict=True):
-        verify_shards(shards / name, hashes=side == HELD_OUT, index_sha256=index_sha256)
+    for folder, index_sha256 in zip(folders, hashes, strict=True):
+        verify_shards(folder, hashes=side == HELD_OUT, index_sha256=index_sha256)
 
-    return open_shards([shards / name for name in names]), hashes
+    return open_shards(folders), hashes
 
 
 def decoded_shape(encoder: ImageEncoder, x_shape: tuple[int, int, int]) -> tuple[int, ...]:
@@ -147,10 +145,8 @@ class FileImages:
         if self._files is None:
             self.sha256 = sha256_file(path)
         else:
-            hashes = {}
-            for name, data in self._contents(self._files.images):
-                hashes[name] = hashlib.sha256(data).hexdigest()
-
+            contents = self._contents(self._files.images)
+            hashes = {name: hashlib.sha256(data).hexdigest() for name, data in contents}
             # With the decoder's, because features are kept under this hash.
             self.sha256 = sha256_json([sha256_file(Path(decode.__file__)), hashes])
 
@@ -196,7 +192,8 @@ def _read_npz(path: Path) -> Images:
     try:
         # Opened here, because NumPy leaves a damaged file open.
         with path.open("rb") as stream, np.load(stream, allow_pickle=False) as stored:
-            array = stored["images" if "images" in stored.files else stored.files[0]]
+            name = "images" if "images" in stored.files else stored.files[0]
+            array = stored[name]
 
         if array.dtype != np.uint8 or array.ndim != 4 or array.shape[3] != 3:
             raise ValueError(f"holds {array.dtype} {list(array.shape)}, not uint8 [n, h, w, 3]")
@@ -235,31 +232,34 @@ class Generated:
         self.num = experiment.evaluate.num_images
         self.shape = decoded_shape(encoder, self._ensemble.meta.x_shape)
         self._given: ShardImages | None = None
-        self._own = experiment.sample.prompts
+        self._own: Sequence[Any] = experiment.sample.prompts
         if self._kind == "class":
-            self._own = [*range(self._ensemble.meta.condition.size)]
+            self._own = range(self._ensemble.meta.condition.size)
 
         if self._kind != "none" and manifest is not None:
-            if any(cluster.held_out for cluster in manifest.clusters):
-                side = HELD_OUT
-            else:
-                side = TRAIN
-
+            side = HELD_OUT if any(cluster.held_out for cluster in manifest.clusters) else TRAIN
             self._given = ShardImages(run.folder.shards, manifest, encoder, side)
         elif self._kind != "none" and not self._own:
             raise UserError(
                 f"{run.folder.shards}: no shards with captions; copy them to this folder, or set sample.prompts"
             )
 
-        settings = asdict(experiment.sample)
-        settings["precision"] = resolve_precision(settings["precision"], self._ensemble.device)
+        sample = asdict(experiment.sample)
+        sample["precision"] = resolve_precision(experiment.sample.precision, self._ensemble.device)
+        del sample["prompts"], sample["num_per_prompt"]
+        conditions: Any = self._own or None
+        if self._given is not None:
+            conditions = {"of": self._given.name, "sha256": self._given.sha256}
+
         self.settings = {
             "experiment": experiment.name,
             "weights_sha256": sha256_file(run.folder.sampled_from(experiment.sample.member)),
             "seed": experiment.seed,
-            "sample": {key: settings[key] for key in settings if key not in ("prompts", "num_per_prompt")},
-            **{key: getattr(experiment.evaluate, key) for key in ("num_images", "batch_size", "image_format")},
-            "conditions": {"of": self._given.name, "sha256": self._given.sha256} if self._given else self._own or None,
+            "sample": sample,
+            "num_images": experiment.evaluate.num_images,
+            "batch_size": experiment.evaluate.batch_size,
+            "image_format": experiment.evaluate.image_format,
+            "conditions": conditions,
         }
 
     def given(self, rows: range, column: str) -> list[Any]:
@@ -267,8 +267,10 @@ class Generated:
         if self._given is None:
             return [self._own[row % len(self._own)] for row in rows]
 
-        order = torch.randperm(self._given.num, generator=keyed_generator(self._ensemble.experiment.seed, "conditions"))
-        return self._given.column(order[torch.tensor(rows) % len(order)].tolist(), column)
+        generator = keyed_generator(self._ensemble.experiment.seed, "conditions")
+        order = torch.randperm(self._given.num, generator=generator)
+        chosen = order[torch.tensor(rows) % len(order)]
+        return self._given.column(chosen.tolist(), column)
 
     def _condition(self, rows: range) -> Condition | None:
         if self._kind == "none":
@@ -284,14 +286,16 @@ class Generated:
         experiment = self._ensemble.experiment
         settings = experiment.evaluate
         if not path.exists():
-            # A member alone makes the images of all clusters.
-            knows_clusters = self._given is not None and experiment.sample.member is None
+            clusters = None
+            if self._given is not None and experiment.sample.member is None:  # one alone makes images of all clusters
+                clusters = torch.tensor(self.given(rows, "cluster"))
+
             x_0 = self._ensemble.latents(
                 self._condition(rows),
                 len(rows),
                 batch_size=settings.batch_size,
                 keys=[("evaluate", row) for row in rows],
-                clusters=torch.tensor(self.given(rows, "cluster")) if knows_clusters else None,
+                clusters=clusters,
             )
             images = self._ensemble.decode(x_0)
             if settings.image_format == "png":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -41,15 +40,16 @@ class ClusterShares:
     ) -> None:
         self._mean = train.mean(0)
         self._std = train.std(0).clamp(min=1e-6)
-        fits = [self._fit(train, clusters, num_clusters, decay) for decay in WEIGHT_DECAYS]
-        losses = []
-        for fit in fits:
-            losses.append(float(F.cross_entropy(self._inputs(held_out) @ fit, held_out_clusters)))
 
-        self._weights = fits[int(np.argmin(losses))]
+        def loss(weights: Tensor) -> float:
+            return float(F.cross_entropy(self._inputs(held_out) @ weights, held_out_clusters))
+
+        fits = [self._fit(train, clusters, num_clusters, decay) for decay in WEIGHT_DECAYS]
+        self._weights = min(fits, key=loss)
         self._held_out = self._probabilities(held_out)
         self._clusters = held_out_clusters
-        self.accuracy = float((self._held_out.argmax(1) == held_out_clusters).float().mean())
+        is_right = self._held_out.argmax(1) == held_out_clusters
+        self.accuracy = float(is_right.float().mean())
         """On held-out samples."""
 
     def shares(self, features: Float[Tensor, "n d"]) -> Float[Tensor, " K"]:
@@ -82,7 +82,8 @@ class ClusterShares:
 
         def closure() -> float:
             optimizer.zero_grad()
-            loss = F.cross_entropy(inputs @ weights, clusters) + decay / 2 * weights.square().sum()
+            penalty = decay / 2 * weights.square().sum()
+            loss = F.cross_entropy(inputs @ weights, clusters) + penalty
             loss.backward()
             return float(loss.detach())
 
@@ -101,8 +102,10 @@ def _solved(
     probabilities: Float[Tensor, "n K"], known: Float[Tensor, "m K"], clusters: Int[Tensor, " m"]
 ) -> Float[Tensor, " K"]:
     """Shares that imply the mean of ``probabilities``, given those of images of ``known`` clusters."""
-    confusion = torch.stack([known[clusters == k].mean(0) for k in range(known.shape[1])]).nan_to_num(0.0)
-    shares = torch.linalg.lstsq(confusion.T, probabilities.mean(0)[:, None]).solution[:, 0].clamp(min=0)
+    means = [known[clusters == k].mean(0) for k in range(known.shape[1])]
+    confusion = torch.stack(means).nan_to_num(0.0)
+    found = torch.linalg.lstsq(confusion.T, probabilities.mean(0)[:, None])
+    shares = found.solution[:, 0].clamp(min=0)
     return shares / shares.sum()
 
 

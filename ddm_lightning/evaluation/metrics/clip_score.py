@@ -64,19 +64,23 @@ class ClipScore(CLIPScore):
         self, images: UInt8[np.ndarray, "n h w 3"], captions: Sequence[str] = (), *, real: bool = False
     ) -> None:
         """Add generated images with their captions."""
-        for start in range(0, 0 if real else len(images), _IMAGES_AT_ONCE):
-            chunk = torch.from_numpy(np.array(images[start : start + _IMAGES_AT_ONCE])).permute(0, 3, 1, 2)
+        if real:
+            return
+
+        for start in range(0, len(images), _IMAGES_AT_ONCE):
+            chosen = slice(start, start + _IMAGES_AT_ONCE)
+            chunk = torch.from_numpy(np.array(images[chosen])).permute(0, 3, 1, 2)
             before = self.score.clone()
-            super().update(chunk.to(self.device), list(captions[start : start + _IMAGES_AT_ONCE]))
-            self.means.append((self.score - before)[None] / len(chunk))
+            super().update(chunk.to(self.device), list(captions[chosen]))
+            added = self.score - before
+            self.means.append(added[None] / len(chunk))
 
     def scores(self) -> dict[str, Score]:
         """Return the mean, with an interval from the scatter of means over eight images each."""
         means = dim_zero_cat(self.means)
+        score = Score(float(self.compute()))
         if len(means) > 1:
             error = float(means.std()) / len(means) ** 0.5
-        else:
-            error = float("nan")
+            score = Score.of(score.value, error)
 
-        value = float(self.compute())
-        return {"CLIP score": Score.of(value, error) if error == error else Score(value)}
+        return {"CLIP score": score}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -18,6 +18,10 @@ from ddm_lightning.flow.randomness import keyed_generator
 
 DEFAULT = "efficientnet-lite0"
 """Feature network."""
+Rows: TypeAlias = Float[Tensor, "n d"]
+"""Features of n images."""
+Others: TypeAlias = Float[Tensor, "m d"]
+"""Features of m other images."""
 NUM_HALVES = 200
 _ROWS_AT_ONCE = 1024
 _BLOCK = 1 << 25
@@ -63,12 +67,11 @@ class FeatureMetric:
         Raises:
             UserError: its weights are missing.
         """
+        params = dict(self.features_params)
         if "device" in parameters_of(FEATURES.get(self.features)):
-            own = {"device": str(self.device)}
-        else:
-            own = {}
+            params.setdefault("device", str(self.device))
 
-        return FEATURES.build(self.features, {**own, **self.features_params})
+        return FEATURES.build(self.features, params)
 
     @cached_property
     def provenance(self) -> dict[str, Any]:
@@ -80,7 +83,7 @@ class FeatureMetric:
         self.device = device
         return self
 
-    def scores(self, generated: Float[Tensor, "n d"], real: Float[Tensor, "m d"]) -> dict[str, Score]:
+    def scores(self, generated: Rows, real: Others) -> dict[str, Score]:
         """Return the values by their reported names, which include that of the features."""
         raise NotImplementedError
 
@@ -115,9 +118,7 @@ class KernelDistance(NamedTuple):
         return float(self.halves.std())
 
 
-def kernel_distance(
-    generated: Float[Tensor, "n d"], real: Float[Tensor, "m d"], num_halves: int = NUM_HALVES
-) -> KernelDistance:
+def kernel_distance(generated: Rows, real: Others, num_halves: int = NUM_HALVES) -> KernelDistance:
     """Squared maximum mean discrepancy with the kernel (x·y/d + 1)³; all pairs, unbiased, float64.
 
     Equation 4 of 1801.01401. The published protocol averages it over subsets of 1,000 images; a few hundred held-out
@@ -133,25 +134,30 @@ def kernel_distance(
     real = real.double().cpu()
     rows = _all_and_halves(len(generated), num_halves, keyed_generator(0, "halves of generated"))
     real_rows = _all_and_halves(len(real), num_halves, keyed_generator(0, "halves of real"))
-    across = _sum_of_pairs(generated, real, rows, real_rows) / (rows.sum(1) * real_rows.sum(1))
+    num_pairs = rows.sum(1) * real_rows.sum(1)
+    across = _sum_of_pairs(generated, real, rows, real_rows) / num_pairs
     found = _mean_of_pairs(generated, rows) + _mean_of_pairs(real, real_rows) - 2 * across
     return KernelDistance(float(found[0]), found[1:])
 
 
-def _kernel(x: Float[Tensor, "n d"], y: Float[Tensor, "m d"]) -> Float[Tensor, "n m"]:
+def _kernel(x: Rows, y: Others) -> Float[Tensor, "n m"]:
     return (x @ y.T / x.shape[1] + 1) ** 3
 
 
 def _sum_of_pairs(
-    x: Float[Tensor, "n d"], y: Float[Tensor, "m d"], rows: Float[Tensor, "r n"], other_rows: Float[Tensor, "r m"]
+    x: Rows, y: Others, rows: Float[Tensor, "r n"], other_rows: Float[Tensor, "r m"]
 ) -> Float[Tensor, " r"]:
     """Sum of the kernel over all pairs of chosen images, for each two rows of 0s and 1s; in blocks of 256 MB."""
     size = max(1, _BLOCK // len(y))
-    parts = zip(x.split(size), rows.split(size, 1), strict=True)
-    return torch.stack([((own @ _kernel(part, y)) * other_rows).sum(1) for part, own in parts]).sum(0)
+    sums = []
+    for part, own in zip(x.split(size), rows.split(size, 1), strict=True):
+        products = own @ _kernel(part, y)
+        sums.append((products * other_rows).sum(1))
+
+    return torch.stack(sums).sum(0)
 
 
-def _mean_of_pairs(x: Float[Tensor, "n d"], rows: Float[Tensor, "r n"]) -> Float[Tensor, " r"]:
+def _mean_of_pairs(x: Rows, rows: Float[Tensor, "r n"]) -> Float[Tensor, " r"]:
     """Mean of the kernel over ordered pairs of different chosen images, for each row of 0s and 1s."""
     chosen = rows.sum(1)
     own = (x.square().sum(1) / x.shape[1] + 1) ** 3
@@ -161,22 +167,26 @@ def _mean_of_pairs(x: Float[Tensor, "n d"], rows: Float[Tensor, "r n"]) -> Float
 def _all_and_halves(num: int, num_halves: int, generator: torch.Generator) -> Float[Tensor, "r n"]:
     """A row of 1s, and rows with 1s at a random half of the places."""
     order = torch.rand(num_halves, num, generator=generator).argsort(1)
-    halves = torch.zeros(num_halves, num, dtype=torch.float64).scatter_(1, order[:, : num // 2], 1.0)
-    return torch.cat([torch.ones(1, num, dtype=torch.float64), halves])
+    rows = torch.zeros(1 + num_halves, num, dtype=torch.float64)
+    rows[0] = 1.0
+    rows[1:].scatter_(1, order[:, : num // 2], 1.0)
+    return rows
 
 
-def mean_over_subsets(
-    generated: Float[Tensor, "n d"], real: Float[Tensor, "m d"], num_subsets: int, max_size: int = 1000
-) -> float:
+def mean_over_subsets(generated: Rows, real: Others, num_subsets: int, max_size: int = 1000) -> float:
     """Average the distance over random subsets, as published (clean-fid: 100 subsets of at most 1,000 images)."""
     size = min(len(generated), len(real), max_size)
 
-    def subset(name: str, features: Float[Tensor, "n d"], number: int) -> Float[Tensor, "size d"]:
-        generator = keyed_generator(0, "subset", name, number)
-        return features[torch.randperm(len(features), generator=generator)[:size]]
+    def subset(name: str, features: Tensor, number: int) -> Tensor:
+        order = torch.randperm(len(features), generator=keyed_generator(0, "subset", name, number))
+        return features[order[:size]]
 
-    pairs = ((subset("generated", generated, number), subset("real", real, number)) for number in range(num_subsets))
-    return sum(kernel_distance(*pair, num_halves=0).value for pair in pairs) / num_subsets
+    total = 0.0
+    for number in range(num_subsets):
+        chosen = subset("generated", generated, number)
+        total += kernel_distance(chosen, subset("real", real, number), num_halves=0).value
+
+    return total / num_subsets
 
 
 @METRICS.register("kid")
@@ -194,17 +204,19 @@ class KernelInceptionDistance(FeatureMetric):
 
     num_subsets: int | None = None
 
-    def scores(self, generated: Float[Tensor, "n d"], real: Float[Tensor, "m d"]) -> dict[str, Score]:
+    def scores(self, generated: Rows, real: Others) -> dict[str, Score]:
         """Return the distance under its name."""
         found = kernel_distance(generated, real)
-        if not self.num_subsets:
-            return {f"KID ({self.features})": Score.of(found.value, found.spread)}
+        name = self.features
+        value = found.value
+        if self.num_subsets:
+            name += f", {self.num_subsets} subsets"
+            value = mean_over_subsets(generated, real, self.num_subsets)
 
-        mean = mean_over_subsets(generated, real, self.num_subsets)
-        return {f"KID ({self.features}, {self.num_subsets} subsets)": Score.of(mean, found.spread)}
+        return {f"KID ({name})": Score.of(value, found.spread)}
 
 
-def _sums(features: Float[Tensor, "n d"]) -> Float[Tensor, "d1 d1"]:
+def _sums(features: Rows) -> Float[Tensor, "d1 d1"]:
     """``XᵀX`` in float64, X with a column of ones: sums of products, of features and of ones; parts add up."""
     rows = F.pad(features, (0, 1), value=1.0).double()
     return rows.T @ rows
@@ -213,8 +225,9 @@ def _sums(features: Float[Tensor, "n d"]) -> Float[Tensor, "d1 d1"]:
 def _gaussian(sums: Float[Tensor, "d1 d1"]) -> tuple[Float[Tensor, " d"], Float[Tensor, "d d"]]:
     """Mean and unbiased covariance."""
     num = sums[-1, -1]
-    mean = sums[-1, :-1] / sums[-1, -1]
-    return mean, (sums[:-1, :-1] - num * torch.outer(mean, mean)) / (num - 1)
+    mean = sums[-1, :-1] / num
+    scatter = sums[:-1, :-1] - num * torch.outer(mean, mean)
+    return mean, scatter / (num - 1)
 
 
 def _frechet_distance(generated: Float[Tensor, "d1 d1"], real: Float[Tensor, "d1 d1"]) -> float:
@@ -223,12 +236,13 @@ def _frechet_distance(generated: Float[Tensor, "d1 d1"], real: Float[Tensor, "d1
     Of the ``_sums`` of two sets. The last trace is the sum of the square roots of a symmetric matrix's eigenvalues,
     clipped at 0. So it is finite for covariances of any rank.
     """
-    (mean, covariance) = _gaussian(generated)
-    (real_mean, real_covariance) = _gaussian(real)
+    mean, covariance = _gaussian(generated)
+    real_mean, real_covariance = _gaussian(real)
     values, vectors = torch.linalg.eigh(real_covariance)
     root = vectors * values.clamp_min(0).sqrt()  # root · rootᵀ = S_r; any such root gives the same eigenvalues
-    shared = torch.linalg.eigvalsh(root.T @ covariance @ root).clamp_min(0).sqrt().sum()
-    return float((mean - real_mean).square().sum() + covariance.trace() + real_covariance.trace() - 2 * shared)
+    shared = torch.linalg.eigvalsh(root.T @ covariance @ root).clamp_min(0)
+    distance = (mean - real_mean).square().sum()
+    return float(distance + covariance.trace() + real_covariance.trace() - 2 * shared.sqrt().sum())
 
 
 @METRICS.register("fid")
@@ -251,34 +265,37 @@ class FrechetDistance(FeatureMetric):
     min_images: int = 2000
     remedy = f"use kid, which is unbiased, {FeatureMetric.remedy}, or lower the metric's min_images"
 
-    def scores(self, generated: Float[Tensor, "n d"], real: Float[Tensor, "m d"]) -> dict[str, Score]:
+    def scores(self, generated: Rows, real: Others) -> dict[str, Score]:
         """Return the distance under its name."""
-        pairs = [(_sums(features), features) for features in (generated, real)]
-        value = _frechet_distance(*(whole for whole, _ in pairs))
+        sums = _sums(generated)
+        real_sums = _sums(real)
+        score = Score(_frechet_distance(sums, real_sums))
         num = self.num_groups
-        name = f"{'FID' if self.features == 'inception' else 'FD'} ({self.features})"
-        if not num:
-            return {name: Score(value)}
+        if num:
+            # A group is every num-th image, because images of a cluster follow one another.
+            left_out = []
+            for j in range(num):
+                rest = sums - _sums(generated[j::num])
+                left_out.append(_frechet_distance(rest, real_sums - _sums(real[j::num])))
 
-        # A group is every num-th image, because images of a cluster follow one another.
-        left_out = []
-        for j in range(num):
-            left_out.append(_frechet_distance(*(whole - _sums(rows[j::num]) for whole, rows in pairs)))
+            variance = (num - 1) * torch.tensor(left_out).var(correction=0)
+            score = Score.of(score.value, float(variance.sqrt()))
 
-        return {name: Score.of(value, float(((num - 1) * torch.tensor(left_out).var(correction=0)).sqrt()))}
+        name = "FID" if self.features == "inception" else "FD"
+        return {f"{name} ({self.features})": score}
 
 
-def precision_recall(
-    generated: Float[Tensor, "n d"], real: Float[Tensor, "m d"], num_neighbours: int = 3
-) -> dict[str, Score]:
+def precision_recall(generated: Rows, real: Others, num_neighbours: int = 3) -> dict[str, Score]:
     """Share of generated images among the real ones (``precision``), and of real among generated ones (``recall``).
 
     Equations 1 and 2 of 1904.06991. A point is among a set if it is no farther from some point of the set than that
     point's k-th nearest neighbour there. Intervals treat the judged images as drawn at random and the other set as
     fixed.
     """
-    within_real = covered(generated, real, nearest(real, real, num_neighbours + 1)[0][:, -1])  # itself is the nearest
-    within_generated = covered(real, generated, nearest(generated, generated, num_neighbours + 1)[0][:, -1])
+    radii, _ = nearest(real, real, num_neighbours + 1)  # itself is the nearest
+    own_radii, _ = nearest(generated, generated, num_neighbours + 1)
+    within_real = covered(generated, real, radii[:, -1])
+    within_generated = covered(real, generated, own_radii[:, -1])
     return {"precision": _share(within_real), "recall": _share(within_generated)}
 
 
@@ -309,27 +326,30 @@ class PrecisionRecallMetric(FeatureMetric):
         super().__post_init__()
         self.min_images = self.num_neighbours + 1
 
-    def scores(self, generated: Float[Tensor, "n d"], real: Float[Tensor, "m d"]) -> dict[str, Score]:
+    def scores(self, generated: Rows, real: Others) -> dict[str, Score]:
         """Return both shares under their names."""
         found = precision_recall(generated, real, self.num_neighbours)
         return {f"{name} ({self.features})": score for name, score in found.items()}
 
 
-def nearest(
-    rows: Float[Tensor, "n d"], others: Float[Tensor, "m d"], num: int
-) -> tuple[Float[Tensor, "n num"], Int[Tensor, "n num"]]:
+def nearest(rows: Rows, others: Others, num: int) -> tuple[Float[Tensor, "n num"], Int[Tensor, "n num"]]:
     """Return the ascending distances (float64) to the ``num`` nearest of ``others``, or to all, and their indices."""
     num = min(num, len(others))
+    distances = []
+    indices = []
+    for part in rows.double().split(_ROWS_AT_ONCE):
+        found = torch.cdist(part, others.double()).topk(num, largest=False)
+        distances.append(found.values)
+        indices.append(found.indices)
+
+    return torch.cat(distances), torch.cat(indices)
+
+
+def covered(rows: Rows, centres: Others, radii: Float[Tensor, " m"]) -> Bool[Tensor, " n"]:
+    """Whether each row lies within the ball of any centre."""
     found = []
     for part in rows.double().split(_ROWS_AT_ONCE):
-        found.append(torch.cdist(part, others.double()).topk(num, largest=False))
+        is_within = torch.cdist(part, centres.double()) <= radii
+        found.append(is_within.any(1))
 
-    return torch.cat([values for values, _ in found]), torch.cat([indices for _, indices in found])
-
-
-def covered(
-    rows: Float[Tensor, "n d"], centres: Float[Tensor, "m d"], radii: Float[Tensor, " m"]
-) -> Bool[Tensor, " n"]:
-    """Whether each row lies within the ball of any centre."""
-    parts = rows.double().split(_ROWS_AT_ONCE)
-    return torch.cat([(torch.cdist(part, centres.double()) <= radii).any(1) for part in parts])
+    return torch.cat(found)
