@@ -27,11 +27,9 @@ def diagnosis_table(figures: Mapping[str, Any]) -> Table:
     num = len(experts["loss"])
     rows = []
     for k, losses in enumerate(experts["loss"]):
-        row = [f"{loss:.4f}" for loss in (*losses, experts["in_cluster"][k], experts["out_of_cluster"][k])]
-        if num == 1:
-            row[-1] = "–"
-
-        rows.append([experts["names"][k], *row])
+        row = [f"{loss:.4f}" for loss in losses]
+        others = f"{experts['out_of_cluster'][k]:.4f}" if num > 1 else "–"
+        rows.append([experts["names"][k], *row, f"{experts['in_cluster'][k]:.4f}", others])
 
     return table(["", *map(str, range(num)), "own", "others"], rows, "held-out loss by cluster")
 

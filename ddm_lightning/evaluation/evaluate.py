@@ -64,8 +64,11 @@ class Evaluation:
         manifest = run.manifest if run.folder.shards.exists() else None
         device = device_of(experiment.island.accelerator)
         encoder: ImageEncoder = built_encoder(IMAGE_ENCODERS, experiment.prepare.image_encoder)
+        self.metrics = []
         try:
-            self.metrics = [(one.name, METRICS.build(one.name, one.params).to(device)) for one in self.settings.metrics]
+            for plugin in self.settings.metrics:
+                metric = METRICS.build(plugin.name, plugin.params)
+                self.metrics.append((plugin.name, metric.to(device)))
         except UserError as error:
             raise UserError(f"key 'evaluate.metrics': {error}") from None
 
@@ -84,14 +87,15 @@ class Evaluation:
                 f"and {own_height} × {own_width} pixels; give a reference of the generated images' size"
             )
 
+        self.by_features: list[FeatureMetric] = []
         for name, metric in self.metrics:
             if isinstance(metric, FeatureMetric):
                 metric.check_nums(name, self.generated.num, self.reference.num)
                 _ = metric.provenance  # looks for the weights
+                self.by_features.append(metric)
             elif hasattr(metric, "captioned") and (images or experiment.condition.kind in ("class", "none")):
                 raise UserError(f"metric {name!r} needs captions, and these images have none; use kid")
 
-        self.by_features = [metric for _, metric in self.metrics if isinstance(metric, FeatureMetric)]
         self.known: list[ShardImages] = []
         """Training and held-out images, for the check of memorised samples."""
         if self.by_features and self.settings.max_train_images and manifest is not None:

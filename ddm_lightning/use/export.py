@@ -38,14 +38,17 @@ def export_peft(manifest: EnsembleManifest, out: Path) -> list[str]:
     Raises:
         UserError: ``out`` exists, an artifact is damaged, or no expert is an adapter.
     """
-    adapters = {name: meta.lora for name, meta in manifest.metas.items() if meta.lora is not None}
-    if not adapters:
+    if all(meta.lora is None for meta in manifest.metas.values()):
         raise UserError("--to peft: no expert is an adapter (expert.network.lora); export with --to ensemble")
 
     kept: dict[str, None] = {}
     with atomic_folder(out, is_new=True) as temporary:
-        for name, lora in adapters.items():
-            meta, state = read_artifact(manifest.folders[name])
+        for name, folder in manifest.folders.items():
+            lora = manifest.metas[name].lora
+            if lora is None:
+                continue
+
+            meta, state = read_artifact(folder)
             (temporary / name).mkdir()
             inner = getattr(EXPERTS.get(meta.network), "wraps", "")
             write_peft(temporary / name, lora, state, inner)
@@ -88,6 +91,8 @@ def export_member(manifest: EnsembleManifest, out: Path, licence: str | None = N
     ((name, folder),) = manifest.folders.items()
     meta = manifest.meta
     about = manifest.description
+    if licence is not None:
+        about = replace(about, licence=licence)
     if meta.network != "diffusers":
         raise UserError(
             f"{folder / MEMBER_FILE}: the network of {name} is {meta.network!r}, for which diffusers has no class; "
@@ -98,21 +103,18 @@ def export_member(manifest: EnsembleManifest, out: Path, licence: str | None = N
     if meta.lora is not None:
         network = build_network(replace(meta, lora=None), merged(network))
 
-    others = {}
-    for key, value in network.state_dict().items():
-        if not key.startswith("model."):
-            others[key] = value
-
+    others = {key: value for key, value in network.state_dict().items() if not key.startswith("model.")}
     with atomic_folder(out, is_new=True) as temporary:
         network.model.save_pretrained(temporary)
         if others:
             save_weights(temporary / CONDITION_FILE, others, str(out))
 
-        card = TEMPLATES.get_template("member_card.md.j2").render(
+        template = TEMPLATES.get_template("member_card.md.j2")
+        card = template.render(
             kind=type(network.model).__name__,
             name=name,
             meta=meta,
-            about=about if licence is None else replace(about, licence=licence),
+            about=about,
             others=others,
             file=CONDITION_FILE,
         )

@@ -154,14 +154,14 @@ def page(ensemble: DecentralizedEnsemble, captions: Sequence[str] = ()) -> gr.Bl
         start = time.perf_counter()
         rows = field.work.rows
         active = field.work.active
-        described: dict[str, Any] = {"class": {"classes": [prompt]}, "none": {}}.get(kind, {"prompts": [prompt]})
         check(prompt)
         try:
             if None in (num, num_steps, guidance, seed):
                 raise UserError("a number is empty; fill it in")
 
             images = ensemble.sample(
-                **described,
+                [prompt] if kind not in ("class", "none") else None,
+                classes=[prompt] if kind == "class" else None,
                 strategy=strategy,
                 num=num,
                 num_steps=num_steps,
@@ -176,8 +176,9 @@ def page(ensemble: DecentralizedEnsemble, captions: Sequence[str] = ()) -> gr.Bl
 
             raise gr.Error(line, print_exception=False) from None
 
+        seconds = time.perf_counter() - start
         experts = (field.work.active - active) / max(1, field.work.rows - rows)
-        cost = f"{time.perf_counter() - start:.1f} s, {experts:.2f} active experts on average"
+        cost = f"{seconds:.1f} s, {experts:.2f} active experts on average"
         scale = max(1, _CELL_SIZE // images[0].height)
         larger = [ImageOps.scale(image, scale, Image.Resampling.LANCZOS) for image in images]
         return larger, cost, _weights(trace, field.cluster_names)
@@ -245,16 +246,15 @@ def _side(name: str, strategy: str) -> list[Any]:
 
 def _weights(trace: Trace, names: list[str]) -> Image.Image | None:
     """Heat map of the mean weights and of each image's; None for a strategy that records none."""
-    every = {}
-    for i, weights in enumerate(trace.weights.values()):
-        every[f"weights for image {i + 1}"] = weights
+    if not trace.weights:
+        return None
 
-    if len(every) > 1:
-        mean = {"mean weights": torch.stack(list(every.values())).mean(0)}
-    else:
-        mean = {}
+    images = list(trace.weights.values())
+    panels = {}
+    if len(images) > 1:
+        panels["mean weights"] = torch.stack(images).mean(0)
 
-    if every:
-        return weights_chart(trace.times, mean | every, names)
+    for number, weights in enumerate(images, 1):
+        panels[f"weights for image {number}"] = weights
 
-    return None
+    return weights_chart(trace.times, panels, names)

@@ -180,7 +180,8 @@ def write_trajectory(
 
     def decoded(num: int) -> tuple[list[str], list[tuple[str, list[np.ndarray]]]]:
         """At most ``num`` times, and for each image a labelled row of x_t and one of x_0."""
-        picked = torch.linspace(0, len(trace.times) - 1, min(num, len(trace.times))).round().long()
+        num_times = len(trace.times)
+        picked = torch.linspace(0, num_times - 1, min(num, num_times)).round().long()
         rows = []
         for key, label in labels.items():
             rows.append((f"{label}: x_t".lstrip(": "), list(decode(trace.x_t[key][picked]))))

@@ -18,8 +18,6 @@ from omegaconf import OmegaConf
 from ddm_lightning.config.experiment import (
     ConditionConfig,
     Experiment,
-    ExpertConfig,
-    PartitionConfig,
     PrepareConfig,
     SampleConfig,
 )
@@ -93,12 +91,7 @@ def experiment_of(manifest: EnsembleManifest) -> Experiment:
         seed=about.seed,
         sample=replace(about.sample, member=None),
         condition=ConditionConfig(kind=meta.condition.kind),
-        prepare=PrepareConfig(
-            image_encoder=meta.image_encoder,
-            caption_encoder=meta.caption_encoder,
-            partition=PartitionConfig(num_clusters=len(manifest.priors)),
-        ),
-        expert=ExpertConfig(num_experts=len(manifest.experts)),
+        prepare=PrepareConfig(image_encoder=meta.image_encoder, caption_encoder=meta.caption_encoder),
     )
 
 

@@ -108,7 +108,7 @@ def test_a_saved_ensemble_moves_and_keeps_its_images(three: Path, tmp_path: Path
     card = (tmp_path / "copy" / "README.md").read_text()
     for name in ("expert-0", "expert-1", "expert-2", "router"):
         assert read_meta(tmp_path / "copy" / name).model_sha256 in card
-    for words in ("Some painters", "MIT", "ab" * 32, "| 0.3000 |", "velocity, cosine"):
+    for words in ("Some painters", "MIT", "ab" * 32, "| 0.3000 |", "velocity, cosine |"):
         assert words in card
     front = yaml.safe_load(card.split("---")[1])  # what a model hub reads
     assert front["pipeline_tag"] == "text-to-image" and front["library_name"] == "ddm_lightning"
