@@ -38,7 +38,7 @@ _REMEDY = "fit the missing members, which writes it, or fetch it again"
 
 @dataclass(frozen=True, kw_only=True)
 class About:
-    """What sampling needs besides artifacts."""
+    """Description of an ensemble, and defaults of sampling."""
 
     name: checks.Text
     """Name of the experiment."""
@@ -98,7 +98,7 @@ class EnsembleManifest:
     about: About | None = None
     """Part of a saved ensemble; a run folder holds its experiment instead."""
     lost: tuple[str, ...] = ()
-    """Listed members without an artifact. Clusters of which any expert is lost are left out of all other fields."""
+    """Listed members without an artifact. The other fields skip clusters that have lost an expert."""
     share: float = 1.0
     """Share of the data in the clusters that are left."""
     places: dict[str, int] = field(default_factory=dict)
@@ -131,7 +131,7 @@ class EnsembleManifest:
 
     @property
     def logits(self) -> list[int]:
-        """Which of the router's logits stands for each cluster, [K]; empty for a single monolith or student."""
+        """Index of each cluster's logit in the router's output, [K]; empty for a single monolith or student."""
         if self.meta.role != EXPERT:
             return []
 
@@ -302,7 +302,7 @@ def checked(
 ) -> EnsembleManifest:
     """Check that artifacts belong together. Error lines name the manifest ``path``.
 
-    A cluster of which any expert is lost is left out.
+    A cluster is skipped if any of its experts is lost.
 
     Args:
         path: the manifest.
@@ -432,7 +432,7 @@ def knows(router: ArtifactMeta | None, name: str, expert: ArtifactMeta) -> bool:
 
 
 def logit_of(name: str, expert: ArtifactMeta) -> int:
-    """Which of a router's logits stands for the expert's cluster; that of other data has the number of ``name``."""
+    """Index of a router's logit for the expert's cluster; an expert of other data has the number of ``name``."""
     assert expert.cluster is not None
     if expert.member == name:
         return expert.cluster

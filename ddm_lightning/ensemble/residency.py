@@ -33,20 +33,26 @@ class ResidentExperts(Sequence[Any]):
         self._hosts = list(experts)
         self.device = device
         self._num_resident = num_resident
-        tensors = [tensor for host in self._hosts for tensor in (*host.parameters(), *host.buffers())]
-        if device.type == "cuda" and sum(tensor.nbytes for tensor in tensors) < free_bytes() / 2:
-            for tensor in tensors:
-                tensor.data = tensor.data.pin_memory()
-
         self._stream = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
+            self._pin()
 
         self._loader = ThreadPoolExecutor(1, "load-expert")
         # Least recently used first.
         self._resident: OrderedDict[int, Future[dict[str, Tensor]]] = OrderedDict()
         self.turns: Sequence[int] = range(len(self._hosts))
         """Experts in the order of use; the first follows the last."""
+
+    def _pin(self) -> None:
+        """Pin the weights if they fill at most half of the free memory."""
+        tensors: list[Tensor] = []
+        for host in self._hosts:
+            tensors += [*host.parameters(), *host.buffers()]
+
+        if sum(tensor.nbytes for tensor in tensors) < free_bytes() / 2:
+            for tensor in tensors:
+                tensor.data = tensor.data.pin_memory()
 
     def __len__(self) -> int:
         return len(self._hosts)
@@ -60,7 +66,8 @@ class ResidentExperts(Sequence[Any]):
         if self._stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(self._stream)
 
-        self._request(next((later for later in self.turns if later > k), self.turns[0]))
+        later = [turn for turn in self.turns if turn > k]
+        self._request(later[0] if later else self.turns[0])
         return lambda *inputs: functional_call(self._hosts[k], weights, inputs)
 
     def _request(self, k: int) -> None:

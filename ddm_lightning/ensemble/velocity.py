@@ -121,11 +121,11 @@ class Ensemble:
 
         self.names = list(names) or [f"expert-{k}" for k in range(len(experts))]
         self.precision = "auto"
-        """As ``sample.precision``: what the networks compute in; times, weights and velocities stay float32."""
+        """Precision of the networks, as ``sample.precision``; times, weights and velocities stay float32."""
         self.failed: set[int] = set()
         """Experts that returned NaN or an infinity so far; see ``failures``."""
         self.work = Work([0] * len(experts))
-        """What was evaluated so far."""
+        """Rows evaluated so far."""
         self._is_compiled = False
         self._is_watched = False
         self._log_factors = torch.zeros(self.num_clusters, dtype=torch.float32, device=self.device)
@@ -205,7 +205,8 @@ class Ensemble:
 
         Raises ``NotFiniteError`` for an expert and ``UserError`` for the router. No cluster changes its number.
         """
-        changed = self.reweighted([float(k not in excluded) for k in range(self.num_clusters)])
+        factors = [float(k not in excluded) for k in range(self.num_clusters)]
+        changed = self.reweighted(factors)
         changed._is_watched = True
         return changed
 
@@ -273,7 +274,8 @@ class Ensemble:
 
         weights = priors * self._class_shares[condition.values]
         known = condition.keep & weights.any(1)
-        return torch.where(known[:, None], weights / weights.sum(1, keepdim=True), priors)
+        weights = weights / weights.sum(1, keepdim=True)
+        return torch.where(known[:, None], weights, priors)
 
     @torch.no_grad()
     def expert_velocities(

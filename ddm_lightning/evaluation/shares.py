@@ -12,7 +12,7 @@ from ddm_lightning.flow.randomness import keyed_generator
 WEIGHT_DECAYS = (1e-3, 1e-2, 1e-1)
 """Weight decays that the classifier tries."""
 ROUNDS = 200
-"""Of ``ClusterShares.by_chance``."""
+"""Draws of ``ClusterShares.by_chance``."""
 
 
 class ClusterShares:
@@ -50,7 +50,7 @@ class ClusterShares:
         self._clusters = held_out_clusters
         is_right = self._held_out.argmax(1) == held_out_clusters
         self.accuracy = float(is_right.float().mean())
-        """On held-out samples."""
+        """Accuracy of the classifier on held-out samples."""
 
     def shares(self, features: Float[Tensor, "n d"]) -> Float[Tensor, " K"]:
         """Estimate the clusters' shares among images by their features; they sum to 1."""

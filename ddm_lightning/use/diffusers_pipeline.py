@@ -39,7 +39,7 @@ class DecentralizedPipeline(DiffusionPipeline):  # type: ignore[misc]  # diffuse
 
         Args:
             places: a device, a dtype or both; float32 and bfloat16 are as in ``sample.precision``.
-            named: ``device``, ``dtype`` and ``silence_dtype_warnings``, of which there are none.
+            named: ``device`` and ``dtype``; ``silence_dtype_warnings`` has no effect.
 
         Raises:
             UserError: torch cannot use the device, or another dtype.

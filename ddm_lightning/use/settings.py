@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 from ddm_lightning.config.experiment import (
     ConditionConfig,
     Experiment,
+    PartitionConfig,
     PrepareConfig,
     SampleConfig,
 )
@@ -91,7 +92,11 @@ def experiment_of(manifest: EnsembleManifest) -> Experiment:
         seed=about.seed,
         sample=replace(about.sample, member=None),
         condition=ConditionConfig(kind=meta.condition.kind),
-        prepare=PrepareConfig(image_encoder=meta.image_encoder, caption_encoder=meta.caption_encoder),
+        prepare=PrepareConfig(
+            image_encoder=meta.image_encoder,
+            caption_encoder=meta.caption_encoder,
+            partition=PartitionConfig(num_clusters=len(manifest.priors)),
+        ),
     )
 
 

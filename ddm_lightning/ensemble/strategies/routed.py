@@ -120,7 +120,8 @@ class Sample1(Strategy):
 
         for step in range(len(times) - 1):
             if step:
-                weights = batch.probabilities(x_t, time_rows(float(times[step]), x_t))[: len(x_t)]
+                t = time_rows(float(times[step]), x_t)
+                weights = batch.probabilities(x_t, t)[: len(x_t)]
                 unsure = weights.amax(1) < self.threshold
                 experts = torch.where(unsure, choose(weights, batch.uniform(step)), experts)
 

@@ -55,7 +55,7 @@ class FeatureMetric:
     min_images = 4
     """Fewest images of each set."""
     remedy = "enlarge evaluate.num_images or the reference (evaluate.reference=train)"
-    """What to do if there are fewer."""
+    """Advice if there are fewer."""
 
     def __post_init__(self) -> None:
         FEATURES.check(self.features, self.features_params)
@@ -75,7 +75,7 @@ class FeatureMetric:
 
     @cached_property
     def provenance(self) -> dict[str, Any]:
-        """Everything that shapes the features."""
+        """Name, parameters and files that determine the features."""
         return {"name": self.features, "params": self.features_params, **self.network.provenance()}
 
     def to(self, device: torch.device) -> FeatureMetric:
@@ -194,7 +194,7 @@ def mean_over_subsets(generated: Rows, real: Others, num_subsets: int, max_size:
 class KernelInceptionDistance(FeatureMetric):
     """``kernel_distance`` (KID, 1801.01401).
 
-    Store KIDs use Inception features. Compare values only on the same features.
+    Published KIDs use Inception features. Compare values only on the same features.
 
     Args:
         features: see ``FeatureMetric``.
