@@ -81,12 +81,12 @@ def sample(
             steps_done = int((times > t.max().cpu()).sum())
             progress(rows.start + len(rows) * steps_done / settings.num_steps)
 
-    def generate(ensemble: Ensemble, rows: Sequence[int]) -> Tensor:
-        indices = torch.tensor(rows)
+    def generate(ensemble: Ensemble, chosen: Sequence[int]) -> Tensor:
+        indices = torch.tensor(chosen)
         batch = Batch(
             ensemble,
             condition and condition.rows(indices),
-            [keys[row] for row in rows],
+            [keys[row] for row in chosen],
             x_shape,
             seed,
             settings,
