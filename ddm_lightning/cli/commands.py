@@ -366,7 +366,7 @@ def _replay(experiment: Experiment, options: argparse.Namespace) -> None:
     member = _one_member(experiment, options)
     run = Run.open(experiment)
 
-    from ddm_lightning.training.replay import replay_step, replay_table
+    from ddm_lightning.evaluation.replay import replay_step, replay_table
 
     skipped, weights, samples = replay_step(member, run, options.step, options.rank)
     print(f"step {skipped.step} of {member}, rank {skipped.rank}, with {weights}")
@@ -386,7 +386,7 @@ def _ema(experiment: Experiment, options: argparse.Namespace) -> None:
 
     run = Run.open(experiment)
 
-    from ddm_lightning.training.ema_choice import EmaWidths, widths_table
+    from ddm_lightning.evaluation.ema_choice import EmaWidths, widths_table
 
     widths = EmaWidths(member, run)
     if options.use is None:

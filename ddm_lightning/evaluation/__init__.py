@@ -1,1 +1,1 @@
-"""Score generated images, ensembles and routers."""
+"""Score images, ensembles and routers; look closer at a training that has ended: other averages, skipped steps."""

@@ -99,13 +99,12 @@ class MemberModule(L.LightningModule):
     def on_train_start(self) -> None:
         self.speed.start(self.global_step)
 
-    def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self.speed.end_wait()
-        self.objective.seed_network(self.position(batch_idx), self.device)
-
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Return the mean loss of a batch. With micro batches: accumulate gradients, return the last one's loss."""
-        noisy = self.objective.noisy_batch(batch, self.position(batch_idx))
+        self.speed.end_wait()
+        position = self.position(batch_idx)
+        self.objective.seed_network(position, self.device)
+        noisy = self.objective.noisy_batch(batch, position)
         micro_batches = self._micro_batches(len(noisy.t))
         if len(micro_batches) == 1:
             losses = self.objective.compute_losses(noisy, batch)

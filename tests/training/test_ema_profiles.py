@@ -3,8 +3,8 @@ import pytest
 from scipy.integrate import quad
 
 from ddm_lightning.core.errors import UserError
+from ddm_lightning.evaluation.ema_choice import mixture
 from ddm_lightning.training.ema import Snapshot, exponent_of, power_decay
-from ddm_lightning.training.ema_choice import mixture
 
 
 @pytest.mark.parametrize("exponent", [0.0, 0.5, 3.0, 6.94, 16.97, 60.0])

@@ -14,6 +14,7 @@ from training.short_fits import SHORT, member
 from ddm_lightning.cli.parser import main
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.errors import UserError
+from ddm_lightning.evaluation.replay import replay_step
 from ddm_lightning.members.load import load_network
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import lock_member
@@ -22,7 +23,6 @@ from ddm_lightning.training.fit import build_data
 from ddm_lightning.training.guard import SkippedStep
 from ddm_lightning.training.module import MemberModule
 from ddm_lightning.training.objective import Position, build_objective
-from ddm_lightning.training.replay import replay_step
 
 pytestmark = WARNINGS
 

@@ -16,9 +16,9 @@ from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.files import sha256_file
 from ddm_lightning.ensemble.load import load_ensemble
 from ddm_lightning.ensemble.manifest import read_ensemble
+from ddm_lightning.evaluation import ema_choice
 from ddm_lightning.members.artifact import read_artifact
 from ddm_lightning.members.run import Run
-from ddm_lightning.training import ema_choice
 from ddm_lightning.training.ema import snapshot_steps
 
 pytestmark = WARNINGS
