@@ -217,6 +217,7 @@ class Trials:
             pull_artifact(name, second)
             record["artifacts_lost"].append(f"{name}: nobody noticed the damage")
         except UserError:
+            remote.remove(f"{url}/members/{name}/artifact")  # a member sends an artifact again that is gone
             island.repeat()
             pull_artifact(name, second)
 
