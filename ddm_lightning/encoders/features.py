@@ -7,19 +7,20 @@ see the whole image, stretched to their input size (antialiased) and never cropp
 from __future__ import annotations
 
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from jaxtyping import Float, UInt8
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import sha256_file
 from ddm_lightning.core.registry import FEATURES
-from ddm_lightning.encoders.interfaces import Provenance
+from ddm_lightning.encoders.interfaces import Images, Provenance, TextVectors, Vectors
 from ddm_lightning.encoders.pretrained import Pretrained, encode_in_batches
 from ddm_lightning.flow.randomness import keyed_generator
 
@@ -44,11 +45,7 @@ class _ImageModel(Pretrained):
 
     def __init__(self, path: str, **params: Any) -> None:
         super().__init__(path, **params)
-        found = []
-        for name, shape in self.shapes.items():
-            if name.endswith(self.first_size_of):
-                found.append(shape)
-
+        found = [shape for name, shape in self.shapes.items() if name.endswith(self.first_size_of)]
         if not found:
             raise UserError(
                 f"{self.folder}: has no {self.first_size_of!r}, needed by {self.place}; "
@@ -59,7 +56,7 @@ class _ImageModel(Pretrained):
         self.size = found[0][0]
 
     @torch.inference_mode()
-    def encode(self, images: UInt8[np.ndarray, "n h w 3"]) -> Float[np.ndarray, "n size"]:
+    def encode(self, images: Images) -> Vectors:
         """Encode images to features, float32.
 
         Raises:
@@ -69,14 +66,16 @@ class _ImageModel(Pretrained):
         network = self._network(device)
         dtype = self.dtype_on(device)
         size = (self.resolution or network.config.image_size,) * 2
-        mean, std = (torch.tensor(values, device=device).view(1, 3, 1, 1) for values in (self.mean, self.std))
+        mean = torch.tensor(self.mean, device=device).view(3, 1, 1)
+        std = torch.tensor(self.std, device=device).view(3, 1, 1)
 
         def encode(pixels: Tensor) -> Tensor:
             pixels = pixels / 255
             if pixels.shape[2:] != size:
                 pixels = functional.interpolate(pixels, size, mode="bicubic", antialias=True, align_corners=False)
 
-            return network(pixel_values=((pixels.clamp(0, 1) - mean) / std).to(dtype))[self.output]
+            normalised = (pixels.clamp(0, 1) - mean) / std
+            return network(pixel_values=normalised.to(dtype))[self.output]
 
         return encode_in_batches(images, encode, (self.size,), device)
 
@@ -177,15 +176,16 @@ class Inception:
         return InceptionV3W(str(self.path.parent), download=False).eval().to(self.device)
 
     @torch.inference_mode()
-    def encode(self, images: UInt8[np.ndarray, "n h w 3"]) -> Float[np.ndarray, "n 2048"]:
+    def encode(self, images: Images) -> Float[np.ndarray, "n 2048"]:
         """Resize each image by Pillow without rounding, then encode it; float32."""
         from cleanfid.resize import build_resizer
 
         resize = build_resizer("clean")
 
         def encode(pixels: Tensor) -> Tensor:
-            resized = np.stack([resize(image) for image in pixels.byte().permute(0, 2, 3, 1).cpu().numpy()])
-            return self._network(torch.from_numpy(resized).permute(0, 3, 1, 2).to(self.device))
+            whole = pixels.byte().permute(0, 2, 3, 1).cpu().numpy()
+            resized = torch.from_numpy(np.stack([resize(image) for image in whole]))
+            return self._network(resized.permute(0, 3, 1, 2).to(self.device))
 
         return encode_in_batches(images, encode, (self.size,), self.device)
 
@@ -205,7 +205,7 @@ class PooledPixels(Provenance):
         self.grid = grid
         self.size = 3 * grid * grid
 
-    def encode(self, images: UInt8[np.ndarray, "n h w 3"]) -> Float[np.ndarray, "n size"]:
+    def encode(self, images: Images) -> Vectors:
         pixels = torch.from_numpy(np.array(images)).permute(0, 3, 1, 2).float() / 255
         return functional.adaptive_avg_pool2d(pixels, self.grid).flatten(1).numpy()
 
@@ -236,16 +236,16 @@ class RandomConvolutions(Provenance):
         self.resolution = resolution
         generator = keyed_generator(0, "random-convolutions")
         # Uniform numbers, because normal ones depend on the processor's logarithm; He's variance, 2 / fan-in.
-        self._kernels = [
-            (torch.rand(outputs, inputs, 3, 3, generator=generator) * 2 - 1) * (6 / (9 * inputs)) ** 0.5
-            for inputs, outputs in zip(self._CHANNELS, self._CHANNELS[1:], strict=False)
-        ]
+        self._kernels = []
+        for inputs, outputs in pairwise(self._CHANNELS):
+            uniform = torch.rand(outputs, inputs, 3, 3, generator=generator) * 2 - 1
+            self._kernels.append(uniform * (6 / (9 * inputs)) ** 0.5)
 
     @torch.inference_mode()
-    def encode(self, images: UInt8[np.ndarray, "n h w 3"]) -> Float[np.ndarray, "n size"]:
+    def encode(self, images: Images) -> Vectors:
         return encode_in_batches(images, self._statistics, (self.size,), torch.device("cpu"))
 
-    def _statistics(self, pixels: Float[Tensor, "n 3 h w"]) -> Float[Tensor, "n size"]:
+    def _statistics(self, pixels: Float[Tensor, "n 3 h w"]) -> TextVectors:
         size = (self.resolution, self.resolution)
         x = functional.interpolate(pixels / 127.5 - 1, size, mode="bilinear", antialias=True)
         found = []

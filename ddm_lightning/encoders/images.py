@@ -14,7 +14,7 @@ from torch import Tensor
 from ddm_lightning.core import checks
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import IMAGE_ENCODERS
-from ddm_lightning.encoders.interfaces import Provenance
+from ddm_lightning.encoders.interfaces import Images, Provenance
 from ddm_lightning.encoders.pretrained import Pretrained, encode_in_batches
 
 _SCALE = 1 / 127.5
@@ -56,14 +56,16 @@ class Pixels(Provenance):
         size = self.image_size or image_size
         return (3, size, size)
 
-    def encode(self, images: UInt8[np.ndarray, "n h w 3"]) -> UInt8[np.ndarray, "n 3 h w"]:
+    def encode(self, images: Images) -> UInt8[np.ndarray, "n 3 h w"]:
         """Scale images and move the channels first."""
-        if self.image_size and images.shape[1:3] != (size := (self.image_size, self.image_size)):
-            images = np.stack([np.asarray(Image.fromarray(i).resize(size, Image.Resampling.LANCZOS)) for i in images])
+        side = self.image_size
+        if side and images.shape[1:3] != (side, side):
+            scaled = [Image.fromarray(image).resize((side, side), Image.Resampling.LANCZOS) for image in images]
+            images = np.stack([np.asarray(image) for image in scaled])
 
         return np.ascontiguousarray(images.transpose(0, 3, 1, 2))
 
-    def decode(self, x_0: Float[Tensor, "n 3 h w"]) -> UInt8[np.ndarray, "n h w 3"]:
+    def decode(self, x_0: Float[Tensor, "n 3 h w"]) -> Images:
         """Decode to images, rounded to the nearest pixel value; values outside -1 to 1 are clamped."""
         return _as_images(x_0.detach().float().cpu() / _SCALE + _SHIFT)
 
@@ -107,12 +109,9 @@ class DiffusersVAE(Pretrained):
         self.stores = stores
         self.dtype = dtype
         super().__init__(path, **params)
-        config = checks.record(
-            checks.kept(self.config, _Config),
-            _Config,
-            str(self.folder / "config.json"),
-            "use an image autoencoder with its pipeline's config.json",
-        )
+        read_here = checks.kept(self.config, _Config)
+        remedy = "use an image autoencoder with its pipeline's config.json"
+        config = checks.record(read_here, _Config, str(self.folder / "config.json"), remedy)
         if self.compute_dtype == torch.float16 and self.config.get("force_upcast"):
             raise ValueError("compute_dtype = 'float16' overflows: the model's config.json says force_upcast")
 
@@ -121,10 +120,8 @@ class DiffusersVAE(Pretrained):
         scale = config.scaling_factor
         self.normalisation: dict[str, float | list[float]] = {"scale": scale, "shift": config.shift_factor or 0.0}
         if config.latents_mean and config.latents_std:
-            self.normalisation = {
-                "scale": [scale / std for std in config.latents_std],
-                "shift": config.latents_mean,
-            }
+            self.normalisation["scale"] = [scale / std for std in config.latents_std]
+            self.normalisation["shift"] = config.latents_mean
 
     def x_shape(self, image_size: int) -> tuple[int, int, int]:
         """Return channels, height and width of ``x_0`` for square images of ``image_size`` pixels.
@@ -144,53 +141,51 @@ class DiffusersVAE(Pretrained):
         return super()._load(torch_dtype=settings["dtype"], low_cpu_mem_usage=False)
 
     @torch.inference_mode()
-    def encode(self, images: UInt8[np.ndarray, "n h w 3"]) -> Float[np.ndarray, "n c height width"]:
+    def encode(self, images: Images) -> Float[np.ndarray, "n c height width"]:
         """Encode images to the mean of their latents, or to mean and standard deviation, stacked in channels.
 
         Raises:
             UserError: height or width is not a multiple of ``factor``, or the device is missing.
         """
         device = self._found_device()
-        height, width = (self.x_shape(extent)[1] for extent in images.shape[1:3])
+        height, width = images.shape[1:3]
+        row_shape = [self.num_channels, self.x_shape(height)[1], self.x_shape(width)[1]]
         if self.stores == "posterior":
-            stacked = 2
-        else:
-            stacked = 1
+            row_shape[0] *= 2
 
         network = self._network(device)
         dtype = self.dtype_on(device)
 
         def encode(pixels: Tensor) -> Tensor:
             rounded = network.encode((pixels / 127.5 - 1).to(dtype)).latent_dist
-            # Diffusers clamps the standard deviation to 3e-7 … 2.2e4, which float16 holds.
             posterior = type(rounded)(rounded.parameters.float())
-            return torch.cat([posterior.mean, posterior.std][:stacked], dim=1)
+            if self.stores == "x_0":
+                return posterior.mean
 
-        return encode_in_batches(
-            images,
-            encode,
-            (stacked * self.num_channels, height, width),
-            device,
-            _batch_size(images.shape[1] * images.shape[2], device),
-            self.dtype,
-        )
+            # Diffusers clamps the standard deviation to 3e-7 … 2.2e4, which float16 holds.
+            return torch.cat([posterior.mean, posterior.std], dim=1)
+
+        batch_size = _batch_size(height * width, device)
+        return encode_in_batches(images, encode, row_shape, device, batch_size, self.dtype)
 
     @torch.inference_mode()
-    def decode(self, x_0: Float[Tensor, "n c height width"]) -> UInt8[np.ndarray, "n h w 3"]:
+    def decode(self, x_0: Float[Tensor, "n c height width"]) -> Images:
         """Decode to images, rounded to the nearest pixel value; on the CPU if the machine lacks the device."""
         device = self._found_device(or_cpu=True)
         dtype = self.compute_dtype or torch.float32
         network = self._network(device, dtype)
-        scale, shift = (
-            torch.as_tensor(self.normalisation[key], dtype=torch.float32, device=device).view(1, -1, 1, 1)
-            for key in ("scale", "shift")
-        )
+        scale = torch.tensor(self.normalisation["scale"], device=device).view(-1, 1, 1)
+        shift = torch.tensor(self.normalisation["shift"], device=device).view(-1, 1, 1)
         latents = (x_0.detach().to(device).float() / scale + shift).to(dtype)
-        batches = latents.split(_batch_size(x_0.shape[2] * x_0.shape[3] * self.factor**2, device))
-        return np.concatenate([_as_images((network.decode(batch).sample.float() + 1) * 127.5) for batch in batches])
+        images = []
+        for batch in latents.split(_batch_size(x_0.shape[2] * x_0.shape[3] * self.factor**2, device)):
+            pixels = network.decode(batch).sample.float()
+            images.append(_as_images((pixels + 1) * 127.5))
+
+        return np.concatenate(images)
 
 
-def _as_images(pixels: Float[Tensor, "n 3 h w"]) -> UInt8[np.ndarray, "n h w 3"]:
+def _as_images(pixels: Float[Tensor, "n 3 h w"]) -> Images:
     return np.ascontiguousarray(pixels.round().clamp(0, 255).byte().permute(0, 2, 3, 1).cpu().numpy())
 
 

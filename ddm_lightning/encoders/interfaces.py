@@ -12,12 +12,21 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from math import prod
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import torch
 from jaxtyping import Float, Shaped, UInt8
 from torch import Tensor
+
+from ddm_lightning.flow.path import expand_rows
+
+Images: TypeAlias = UInt8[np.ndarray, "n h w 3"]
+Vectors: TypeAlias = Float[np.ndarray, "n size"]
+TokenVectors: TypeAlias = Float[np.ndarray, "n m width"]
+TextVectors: TypeAlias = Float[Tensor, "n size"]
+"""The same as tensors, which training reads from the shards."""
+TextTokens: TypeAlias = Float[Tensor, "n m width"]
 
 
 class Provenance(Protocol):
@@ -49,10 +58,10 @@ class ImageEncoder(Provenance, Protocol):
     def x_shape(self, image_size: int) -> tuple[int, int, int]:
         """Return channels, height and width of ``x_0`` for square images of ``image_size`` pixels."""
 
-    def encode(self, images: UInt8[np.ndarray, "n h w 3"]) -> Shaped[np.ndarray, "n c height width"]:
+    def encode(self, images: Images) -> Shaped[np.ndarray, "n c height width"]:
         """Encode images to stored tensors."""
 
-    def decode(self, x_0: Float[Tensor, "n c height width"]) -> UInt8[np.ndarray, "n h w 3"]:
+    def decode(self, x_0: Float[Tensor, "n c height width"]) -> Images:
         """Decode ``x_0`` to images."""
 
 
@@ -69,11 +78,13 @@ class StoredForm:
 
     def __init__(self, stores: str, normalisation: Mapping[str, float | list[float]]) -> None:
         self.stores = stores
-        self._scale, self._shift = (tuple(np.ravel(normalisation[name]).tolist()) for name in ("scale", "shift"))
+        self._scale = tuple(np.ravel(normalisation["scale"]).tolist())
+        self._shift = tuple(np.ravel(normalisation["shift"]).tolist())
 
     def mean(self, stored: Shaped[Tensor, "b s h w"], dtype: torch.dtype = torch.float32) -> Float[Tensor, "b c h w"]:
         """Return ``x_0`` or its mean."""
-        shift, scale = (_per_channel(values, stored.device, dtype) for values in (self._shift, self._scale))
+        shift = _per_channel(self._shift, stored.device, dtype)
+        scale = _per_channel(self._scale, stored.device, dtype)
         if self.stores == "posterior":
             stored = stored[:, : stored.shape[1] // 2]
 
@@ -125,14 +136,15 @@ def draw_caption(
         weights: share of the steps of each caption, over the sum of those that an image has.
         uniform: random numbers in [0, 1).
     """
-    ends = torch.stack([batch["has_caption"][:, number] * weight for number, weight in enumerate(weights)], 1).cumsum(1)
+    shares = [batch["has_caption"][:, number] * weight for number, weight in enumerate(weights)]
+    ends = torch.stack(shares, 1).cumsum(1)
     chosen = (ends <= uniform[:, None] * ends[:, -1:]).sum(1)
     drawn = dict(batch)
     for number in range(1, len(weights)):
         for name in batch:
-            if name.startswith("text") and (other := batch.get(numbered(name, number))) is not None:
-                is_chosen = (chosen == number).view(-1, *(1 for _ in other.shape[1:]))
-                drawn[name] = torch.where(is_chosen, other, drawn[name])
+            other = batch.get(numbered(name, number))
+            if name.startswith("text") and other is not None:
+                drawn[name] = torch.where(expand_rows(chosen == number, other), other, drawn[name])
 
     return drawn
 
@@ -155,16 +167,16 @@ class CaptionEncoder(Provenance, Protocol):
     def encode(self, captions: Sequence[str]) -> dict[str, np.ndarray]:
         """Encode captions of any length and script to one row per column and caption."""
 
-    def vectors(self, captions: Sequence[str]) -> Float[np.ndarray, "n size"]:
+    def vectors(self, captions: Sequence[str]) -> Vectors:
         """Encode captions or prompts to vectors, float32."""
 
-    def vectors_of_stored(self, stored: Mapping[str, Tensor]) -> Float[Tensor, "n size"]:
+    def vectors_of_stored(self, stored: Mapping[str, Tensor]) -> TextVectors:
         """Turn stored columns, on any device, into vectors there, float32; ``stored["text"]`` if it is stored."""
 
-    def tokens(self, captions: Sequence[str]) -> Float[np.ndarray, "n m width"]:
+    def tokens(self, captions: Sequence[str]) -> TokenVectors:
         """Encode captions to one vector per token, float32, zero after the end; needs a ``token_shape``."""
 
-    def tokens_of_stored(self, stored: Mapping[str, Tensor]) -> Float[Tensor, "n m width"]:
+    def tokens_of_stored(self, stored: Mapping[str, Tensor]) -> TextTokens:
         """Turn stored columns, on any device, into ``tokens`` there; needs a ``token_shape``."""
 
 
@@ -174,7 +186,7 @@ class Features(Provenance, Protocol):
 
     size: int
 
-    def encode(self, images: UInt8[np.ndarray, "n h w 3"]) -> Float[np.ndarray, "n size"]:
+    def encode(self, images: Images) -> Vectors:
         """Encode images to vectors, float32."""
 
 
@@ -198,7 +210,10 @@ def parse_encoding(encoding: str) -> tuple[np.dtype, tuple[int, ...]]:
         raise ValueError(f"{encoding!r} has no fixed size, or does not hold numbers")
 
     array, shape, scalar = found.groups()
-    return np.dtype(array or scalar), tuple(map(int, shape.split(","))) if shape else ()
+    if scalar:
+        return np.dtype(scalar), ()
+
+    return np.dtype(array), tuple(map(int, shape.split(",")))
 
 
 def bytes_per_sample(columns: Mapping[str, str]) -> int:
@@ -207,4 +222,9 @@ def bytes_per_sample(columns: Mapping[str, str]) -> int:
     Raises:
         ValueError: an encoding without a fixed size.
     """
-    return sum(dtype.itemsize * prod(shape) for dtype, shape in map(parse_encoding, columns.values()))
+    num_bytes = 0
+    for encoding in columns.values():
+        dtype, shape = parse_encoding(encoding)
+        num_bytes += dtype.itemsize * prod(shape)
+
+    return num_bytes

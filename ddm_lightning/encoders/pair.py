@@ -6,13 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float
 from torch import Tensor
 
 from ddm_lightning.config.experiment import PluginConfig
 from ddm_lightning.core import checks
 from ddm_lightning.core.registry import CAPTION_ENCODERS
-from ddm_lightning.encoders.interfaces import CaptionEncoder
+from ddm_lightning.encoders.interfaces import CaptionEncoder, TextTokens, TextVectors, TokenVectors, Vectors
 
 
 @CAPTION_ENCODERS.register("pair")
@@ -40,31 +39,40 @@ class Pair:
         self.token_shape = self.of_tokens.token_shape
         self.packages = tuple(dict.fromkeys((*self.of_vector.packages, *self.of_tokens.packages)))
         own = self.of_vector.columns
+        stored = ["text"] if "text" in own else own
         # Both may store ids, which differ.
-        self._column_of = {name: name.replace("text_", "text_vector_") for name in (["text"] if "text" in own else own)}
+        self._column_of = {name: name.replace("text_", "text_vector_") for name in stored}
         """Column of the shards for each column of the first encoder."""
         self.columns = {column: own[name] for name, column in self._column_of.items()}
-        self.columns |= {name: encoding for name, encoding in self.of_tokens.columns.items() if name != "text"}
+        for name, encoding in self.of_tokens.columns.items():
+            if name != "text":
+                self.columns[name] = encoding
 
     def provenance(self) -> dict[str, str]:
-        found = {"vector": self.of_vector.provenance(), "tokens": self.of_tokens.provenance()}
-        return {f"{side}_{name}": text for side, facts in found.items() for name, text in facts.items()}
+        facts = {f"vector_{name}": text for name, text in self.of_vector.provenance().items()}
+        for name, text in self.of_tokens.provenance().items():
+            facts[f"tokens_{name}"] = text
+
+        return facts
 
     def encode(self, captions: Sequence[str]) -> dict[str, np.ndarray]:
-        rows = self.of_vector.encode(captions)
-        both = self.of_tokens.encode(captions) | {column: rows[name] for name, column in self._column_of.items()}
-        return {column: both[column] for column in self.columns}
+        vectors = self.of_vector.encode(captions)
+        rows = self.of_tokens.encode(captions)
+        for name, column in self._column_of.items():
+            rows[column] = vectors[name]
 
-    def vectors(self, captions: Sequence[str]) -> Float[np.ndarray, "n size"]:
+        return {column: rows[column] for column in self.columns}
+
+    def vectors(self, captions: Sequence[str]) -> Vectors:
         return self.of_vector.vectors(captions)
 
-    def vectors_of_stored(self, stored: Mapping[str, Tensor]) -> Float[Tensor, "n size"]:
+    def vectors_of_stored(self, stored: Mapping[str, Tensor]) -> TextVectors:
         return self.of_vector.vectors_of_stored({name: stored[column] for name, column in self._column_of.items()})
 
-    def tokens(self, captions: Sequence[str]) -> Float[np.ndarray, "n m width"]:
+    def tokens(self, captions: Sequence[str]) -> TokenVectors:
         return self.of_tokens.tokens(captions)
 
-    def tokens_of_stored(self, stored: Mapping[str, Tensor]) -> Float[Tensor, "n m width"]:
+    def tokens_of_stored(self, stored: Mapping[str, Tensor]) -> TextTokens:
         return self.of_tokens.tokens_of_stored(stored)
 
 

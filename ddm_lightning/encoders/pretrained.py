@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from jaxtyping import Float, UInt8
+from jaxtyping import Float
 from torch import Tensor
 
 from ddm_lightning.core.checks import option
@@ -25,6 +25,7 @@ from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.files import inside, read_json, sha256_file, sha256_json
 from ddm_lightning.core.registry import require
 from ddm_lightning.core.weights import read_header
+from ddm_lightning.encoders.interfaces import Images
 
 EXTRA = "latents"  # the extra of setup.py that installs the libraries
 
@@ -94,8 +95,9 @@ class Pretrained:
         require(self.place, *self.packages, extra=EXTRA)
         self._path = path
         self._revision = given.revision
-        endings = (".safetensors", ".safetensors.index.json", "-*-of-*.safetensors")
-        self.folder = self._find(given.subfolder, ["config.json", *(self.stem + end for end in endings)], self._read)
+        stem = self.stem
+        names = ["config.json", f"{stem}.safetensors", f"{stem}.safetensors.index.json", f"{stem}-*-of-*.safetensors"]
+        self.folder = self._find(given.subfolder, names, self._read)
         kind = self.config.get(self.kind_key)
         if str(kind) not in self.kinds:
             raise UserError(
@@ -111,20 +113,19 @@ class Pretrained:
 
         A single file of weights has its own SHA-256, as shown on the hub.
         """
-        hashes = {path.name: sha256_file(path) for path in self.weights}
-        if len(hashes) == 1:
-            weights = next(iter(hashes.values()))
+        if len(self.weights) == 1:
+            weights = sha256_file(self.weights[0])
         else:
-            weights = sha256_json(hashes)
+            weights = sha256_json({path.name: sha256_file(path) for path in self.weights})
 
         config = {path.name: sha256_file(path) for path in self._config_files()}
+        facts = {"weights_sha256": weights, "config_sha256": sha256_json(config)}
         # The hub's cache has one folder per commit.
         commit = re.search(r"/snapshots/([0-9a-f]{40})(?:/|$)", self.folder.as_posix())
-        return {
-            "weights_sha256": weights,
-            "config_sha256": sha256_json(config),
-            **({"revision": commit[1]} if commit else {}),
-        }
+        if commit:
+            facts["revision"] = commit[1]
+
+        return facts
 
     def _config_files(self) -> list[Path]:
         return [self.folder / "config.json"]
@@ -137,37 +138,28 @@ class Pretrained:
             names: files to download from that folder; ``*`` is a wildcard.
             check: raises ``UserError`` when files are missing.
         """
+
+        def checked(root: Path) -> Path:
+            folder = inside(root, subfolder, root) if subfolder else root
+            check(folder)
+            return folder
+
         local = Path(self._path).expanduser()
-        on_hub = not local.exists() and _HUB_NAME.fullmatch(self._path) is not None
-        if not on_hub and not local.is_dir():
+        if local.is_dir():
+            return checked(local)
+        if local.exists() or not _HUB_NAME.fullmatch(self._path):
             raise UserError(f"{self._path}: is no folder, needed by {self.place}; set its parameter 'path'")
 
-        for only_cached in (True, False) if on_hub else (False,):
-            with suppress(UserError) if only_cached else nullcontext():
-                if on_hub:
-                    root = self._snapshot(subfolder, names, only_cached)
-                else:
-                    root = local
+        with suppress(UserError):
+            return checked(self._snapshot(subfolder, names, only_cached=True))
 
-                if subfolder:
-                    folder = inside(root, subfolder, root)
-                else:
-                    folder = root
-
-                check(folder)
-                return folder
-
-        raise AssertionError("the last attempt returns or raises")
+        return checked(self._snapshot(subfolder, names, only_cached=False))
 
     def _snapshot(self, subfolder: str | None, names: Sequence[str], only_cached: bool) -> Path:
         from huggingface_hub import errors, snapshot_download
 
-        if subfolder:
-            prefix = f"{subfolder.strip('/')}/"
-        else:
-            prefix = ""
-
         name = self._path
+        prefix = f"{subfolder.strip('/')}/" if subfolder else ""
         try:
             found = snapshot_download(
                 name,
@@ -190,11 +182,10 @@ class Pretrained:
             folder / "config.json", "the model's configuration", "set 'path' to a model's folder", link=True
         )
         self.weights = _weight_files(folder, self.stem)
-        self.shapes = {
-            key: tuple(weight.shape)
-            for file in self.weights
-            for key, weight in read_header(file, _REMEDY, link=True).items()
-        }
+        self.shapes = {}
+        for file in self.weights:
+            for name, weight in read_header(file, _REMEDY, link=True).items():
+                self.shapes[name] = tuple(weight.shape)
 
     def _load(self, **settings: Any) -> Any:
         """Load the model from the folder: safetensors only, no network, no weight missing, no progress bar."""
@@ -204,53 +195,54 @@ class Pretrained:
             network, info = getattr(classes, self.model_class).from_pretrained(
                 self.folder, use_safetensors=True, local_files_only=True, output_loading_info=True, **settings
             )
-            if missing := info["missing_keys"]:  # libraries fill them with random numbers
+            missing = info["missing_keys"]
+            if missing:  # libraries fill them with random numbers
                 raise ValueError(f"{len(missing)} weights are missing, among them {min(missing)}")
 
         return network.eval().requires_grad_(False)
 
     def _network(self, device: torch.device, dtype: torch.dtype | None = None) -> Any:
         """Return the model on a device, loaded once for each type of its numbers (None: ``dtype_on``)."""
-        place = (device, dtype or self.dtype_on(device))
-        if place not in self._networks:
-            self._networks[place] = on_device(self._load(dtype=place[1]), device)
+        dtype = dtype or self.dtype_on(device)
+        if (device, dtype) not in self._networks:
+            self._networks[device, dtype] = on_device(self._load(dtype=dtype), device)
 
-        return self._networks[place]
+        return self._networks[device, dtype]
 
     def dtype_on(self, device: torch.device) -> torch.dtype:
         """Return the given ``compute_dtype``; else bfloat16 where it is safe and the GPU has it, or float32."""
         if self.compute_dtype is not None:
             return self.compute_dtype
 
-        is_fast = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)  # from Ampere on
-        if is_fast and self.is_safe_in_bfloat16:
-            return torch.bfloat16
+        if self.is_safe_in_bfloat16 and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
+            return torch.bfloat16  # which GPUs have from Ampere on
 
         return torch.float32
 
     def _found_device(self, or_cpu: bool = False) -> torch.device:
         """Return the device; if the machine lacks it, return the CPU or raise ``UserError``."""
-        is_missing = self.device.type == "cuda" and (self.device.index or 0) >= torch.cuda.device_count()
-        if is_missing and not or_cpu:
-            raise UserError(f"{self.place}: this machine has no {str(self.device)!r}; set its parameter 'device'")
-        if is_missing:
+        if self.device.type != "cuda" or (self.device.index or 0) < torch.cuda.device_count():
+            return self.device
+        if or_cpu:
             return torch.device("cpu")
 
-        return self.device
+        raise UserError(f"{self.place}: this machine has no {str(self.device)!r}; set its parameter 'device'")
 
 
 def on_device(network: Any, device: torch.device) -> Any:
     """Move an image network to a device; on a GPU in channels-last format, which tensor cores prefer."""
-    return network.to(device, memory_format=torch.channels_last if device.type == "cuda" else torch.preserve_format)
+    if device.type == "cuda":
+        return network.to(device, memory_format=torch.channels_last)
+
+    return network.to(device)
 
 
 def _weight_files(folder: Path, stem: str) -> list[Path]:
     paths = [folder / f"{stem}.safetensors"]
-    if not paths[0].is_file() and (parts := sorted(folder.glob(f"{stem}-*-of-?????.safetensors"))):
+    parts = sorted(folder.glob(f"{stem}-*-of-?????.safetensors"))
+    if parts and not paths[0].is_file():
         num_parts = int(parts[0].stem[-5:])
-        paths = []
-        for number in range(1, num_parts + 1):
-            paths.append(folder / f"{stem}-{number:05}-of-{num_parts:05}.safetensors")
+        paths = [folder / f"{stem}-{number:05}-of-{num_parts:05}.safetensors" for number in range(1, num_parts + 1)]
 
     for path in paths:
         if not path.is_file():
@@ -280,7 +272,7 @@ def loading(folder: Path, place: str) -> Iterator[None]:
 
 
 def encode_in_batches(
-    images: UInt8[np.ndarray, "n h w 3"],
+    images: Images,
     encode: Callable[[Float[Tensor, "m 3 h w"]], Tensor],
     row_shape: Sequence[int],
     device: torch.device,

@@ -228,8 +228,8 @@ def test_without_a_type_gpus_that_have_bfloat16_use_it(saved, monkeypatch, param
     ("kind", "params", "complaint"),
     [
         ("projected", {"store": "all"}, "store = 'all' must be pooled, tokens or ids"),
-        ("projected", {"max_tokens": 21}, "max_tokens = 21 must be at least 2 and at most 20, the model"),
-        ("projected", {"max_tokens": 1}, "max_tokens = 1 must be at least 2 and at most 20"),
+        ("projected", {"max_tokens": 21}, "max_tokens = 21 must be at most 20, the model"),
+        ("projected", {"max_tokens": 1}, "max_tokens = 1 must be at least 2; change them"),
         ("t5", {"max_tokens": 0}, "max_tokens = 0 must be at least 2; change them"),
         ("t5", {"tokenizer": "tokenizer"}, "tokenizer: no tokenizer .tokenizer.json, or spiece.model., needed by"),
     ],
