@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cached_property
 from importlib.metadata import version
+from itertools import product
 
 import numpy as np
 from jaxtyping import Int, UInt8
@@ -79,22 +80,18 @@ class EarthTiles:
         return block_parts(len(self._corners), f"{versions}; {self.size} by {self.stride}")
 
     def read(self, part: Part) -> Iterator[Record]:
-        if self.map == "bmng":
-            name = "earth"
-        else:
-            name = self.map
-
-        for y, x in self._corners[block_of(part).start : block_of(part).stop].tolist():
+        name = "earth" if self.map == "bmng" else self.map
+        block = block_of(part)
+        for y, x in self._corners[block.start : block.stop].tolist():
             climate = self._climate[self._on_raster(y, x)]
             zone = int(np.bincount(climate[climate != _OCEAN]).argmax()) - 1
-            is_coast = (climate == _OCEAN).mean() >= _COAST
-            if is_coast:
-                caption = f"coast, {_PHRASES[zone]}"
-            else:
-                caption = _PHRASES[zone]
+            caption = _PHRASES[zone]
+            if (climate == _OCEAN).mean() >= _COAST:
+                caption = f"coast, {caption}"
 
             image = self._map[y : y + self.size, x : x + self.size]
-            yield Record(f"{name}-{y:04}-{x:04}", image, caption, zone, f"{y // self._region},{x // self._region}")
+            region = f"{y // self._region},{x // self._region}"
+            yield Record(f"{name}-{y:04}-{x:04}", image, caption, zone, region)
 
     @cached_property
     def _map(self) -> UInt8[np.ndarray, "h w 3"]:
@@ -115,19 +112,20 @@ class EarthTiles:
     def _corners(self) -> Int[np.ndarray, "n 2"]:
         """Upper left corners (y, x) of the tiles with enough land."""
         starts = np.arange(0, self._region - self.size + 1, self.stride)
-        y = (self._region * np.array(_ROWS)[:, None] + starts).ravel()
-        x = (self._region * np.arange(360 // _REGION_DEGREES)[:, None] + starts).ravel()
-        tiles = []
-        for top in y.tolist():
-            for left in x.tolist():
-                tiles.append((top, left))
+        rows = (self._region * np.array(_ROWS)[:, None] + starts).ravel()
+        columns = (self._region * np.arange(360 // _REGION_DEGREES)[:, None] + starts).ravel()
+        corners = []
+        for y, x in product(rows.tolist(), columns.tolist()):
+            is_land = self._climate[self._on_raster(y, x)] != _OCEAN
+            if is_land.mean() >= _LAND:
+                corners.append((y, x))
 
-        return np.array([tile for tile in tiles if (self._climate[self._on_raster(*tile)] != _OCEAN).mean() >= _LAND])
+        return np.array(corners)
 
     def _on_raster(self, y: int, x: int) -> tuple[slice, slice]:
         """Return the tile's slices of the climate raster, which is finer than the map."""
-        rows, columns = (
-            slice(start * fine // coarse, (start + self.size) * fine // coarse)
-            for start, fine, coarse in zip((y, x), self._climate.shape, self._map.shape[:2], strict=True)
-        )
+        height, width, _ = self._map.shape
+        fine_height, fine_width = self._climate.shape
+        rows = slice(y * fine_height // height, (y + self.size) * fine_height // height)
+        columns = slice(x * fine_width // width, (x + self.size) * fine_width // width)
         return rows, columns

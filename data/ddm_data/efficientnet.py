@@ -71,10 +71,9 @@ class _InvertedResidual(nn.Module):
         self._bn2 = _norm(outputs)
 
     def forward(self, x: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c2 h2 w2"]:
+        y = x
         if self.has_expansion:
             y = functional.relu6(self._bn0(self._expand_conv(x)))
-        else:
-            y = x
 
         y = functional.relu6(self._bn1(self._depthwise_conv(y)))
         y = self._bn2(self._project_conv(y))
@@ -94,8 +93,8 @@ class EfficientNetLite0(nn.Module):
         blocks = []
         channels = _STEM_CHANNELS
         for repeats, kernel, stride, expansion, outputs in _STAGES:
-            for repeat in range(repeats):
-                blocks.append(_InvertedResidual(channels, outputs, kernel, stride if repeat == 0 else 1, expansion))
+            for number in range(repeats):
+                blocks.append(_InvertedResidual(channels, outputs, kernel, 1 if number else stride, expansion))
                 channels = outputs
 
         self._blocks = nn.ModuleList(blocks)
@@ -130,11 +129,7 @@ class EfficientNetFeatures:
         require("feature network 'efficientnet-lite0'", *self.packages)
         self.resolution = resolution
         self.device = torch.device(device)
-        if path:
-            self.path = Path(path)
-        else:
-            self.path = file_of(_PACKAGE, _WEIGHTS)
-
+        self.path = Path(path) if path else file_of(_PACKAGE, _WEIGHTS)
         if not self.path.is_file():
             raise UserError(f"{self.path}: the weights of 'efficientnet-lite0' are missing; set its parameter 'path'")
 

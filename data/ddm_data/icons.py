@@ -78,35 +78,39 @@ class Icons:
                 f"iconify-json-*.tgz -C {path} --strip-components=1"
             ) from None
 
+        wanted = set(sets or ())
         allowed = {}
         for name, about in collections.items():
-            if (
-                (about.get("palette") or name in (sets or ()))
-                and about["license"].get("spdx") in licenses
-                and about.get("category") not in skip_categories
-            ):
+            is_free = about["license"].get("spdx") in licenses
+            has_colours = about.get("palette") or name in wanted
+            if is_free and has_colours and about.get("category") not in skip_categories:
                 allowed[name] = about
 
-        if unknown := sorted(set(sets or ()) - set(allowed)):
+        unknown = sorted(wanted - set(allowed))
+        if unknown:
             raise ValueError(
                 f"sets: {unknown[0]!r} is unknown or does not pass the filter; known: {', '.join(sorted(allowed))}"
             )
 
-        self.sets: dict[str, Any] = {name: about for name, about in allowed.items() if sets is None or name in sets}
+        self.sets: dict[str, Any] = {name: about for name, about in allowed.items() if sets is None or name in wanted}
 
     @cached_property
     def attribution(self) -> str:
         """The icon sets with their authors and licences."""
-        credits = (f"{one['name']} by {one['author']['name']} ({one['license']['spdx']})" for one in self.sets.values())
+        credits = []
+        for one in self.sets.values():
+            credits.append(f"{one['name']} by {one['author']['name']} ({one['license']['spdx']})")
+
         return f"Icons: {', '.join(credits)}"
 
     def parts(self) -> list[Part]:
         """List blocks of the icons of each set."""
-        return [
-            part
-            for name in self.sets
-            for part in block_parts(len(_icons(self.path, name)[0]), self.version, name, set=name)
-        ]
+        parts: list[Part] = []
+        for name in self.sets:
+            names, _ = _icons(self.path, name)
+            parts += block_parts(len(names), self.version, name, set=name)
+
+        return parts
 
     def read(self, part: Part) -> Iterator[Record | BrokenSample]:
         """Render the icons of the block."""
@@ -139,11 +143,7 @@ def _icons(path: Path, name: str) -> tuple[list[str], dict[str, Any]]:
     """Return the names of the icons to use, and the icon set."""
     icons = json.loads((path / "json" / f"{name}.json").read_text(encoding="utf-8"))
     categories = icons.get("categories", {})
-    brands = set()
-    for category in categories.keys() & {"Brand", "Logos"}:
-        for icon in categories[category]:
-            brands.add(icon)
-
+    brands = {*categories.get("Brand", ()), *categories.get("Logos", ())}
     used = []
     for icon, about in icons["icons"].items():
         if not (about.get("hidden") or icon in brands or _TRADEMARK.search(icon) or _SKIN_TONE.search(icon)):

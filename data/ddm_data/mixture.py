@@ -56,18 +56,15 @@ class Mixture:
         times = Counter[str]()
         names = set[str]()
         for number, given in enumerate(sources):
-            checks.check(given, _Entry, place := f"{PARAMS}.sources[{number}]", "source 'mixture'")
+            place = f"{PARAMS}.sources[{number}]"
+            checks.check(given, _Entry, place, "source 'mixture'")
             if "name" not in given:
                 raise UserError(f"key {place!r}: needs the name of a source; write {{name: …, params: …}}")
 
             entry = _Entry(**given)
             label = entry.prefix or entry.name
             times[label] += 1
-            if times[label] == 1:
-                unique = label
-            else:
-                unique = f"{label}-{times[label]}"
-
+            unique = label if times[label] == 1 else f"{label}-{times[label]}"
             if unique in names or (entry.prefix and times[label] > 1):
                 raise UserError(f"key '{place}': another source is called {label!r}; give each a prefix of its own")
 
@@ -89,9 +86,8 @@ class Mixture:
         for number, child in enumerate(self._children):
             wrapped = []
             for part in child.source.parts():
-                wrapped.append(
-                    replace(part, name=f"{child.name}/{part.name}", where={"source": number, "part": asdict(part)})
-                )
+                where = {"source": number, "part": asdict(part)}
+                wrapped.append(replace(part, name=f"{child.name}/{part.name}", where=where))
 
             parts += _limit(wrapped, child.entry.max_samples)
 
@@ -102,20 +98,17 @@ class Mixture:
         number = part.where["source"]
         quota = part.where.get("quota")
         child = self._children[number]
-        found = child.source.read(Part(**part.where["part"]))
-        for one in found if quota is None else _choose(found, quota):
+        found: Iterable[Record | BrokenSample] = child.source.read(Part(**part.where["part"]))
+        if quota is not None:
+            found = _choose(found, quota)
+
+        for one in found:
             key = f"{child.name}/{one.key}"
             if isinstance(one, BrokenSample):
                 yield replace(one, key=key)
                 continue
 
-            caption = one.caption
-            if prefix := child.entry.prefix:
-                if caption:
-                    caption = f"{prefix}: {caption}"
-                else:
-                    caption = prefix
-
+            caption = ": ".join(filter(None, [child.entry.prefix, one.caption]))
             yield replace(one, key=key, caption=caption, label=number)
 
 

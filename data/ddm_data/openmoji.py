@@ -79,11 +79,14 @@ class OpenMoji:
         import emoji
 
         for text, entry in emoji.EMOJI_DATA.items():
-            if entry["status"] == _FULLY_QUALIFIED and (self.skin_tones or not _SKIN_TONES & set(map(ord, text))):
-                left, top, right, bottom = self._box(text)
-                # Anything wider is several glyphs side by side: the font lacks the combination.
-                if 0 < right - left <= 1.6 * self._font.size and bottom > top:
-                    yield text, entry["en"]
+            has_tone = bool(_SKIN_TONES & set(map(ord, text)))
+            if entry["status"] != _FULLY_QUALIFIED or (has_tone and not self.skin_tones):
+                continue
+
+            left, top, right, bottom = self._box(text)
+            # Anything wider is several glyphs side by side: the font lacks the combination.
+            if 0 < right - left <= 1.6 * self._font.size and bottom > top:
+                yield text, entry["en"]
 
     def _box(self, text: str) -> tuple[int, ...]:
         return tuple(round(edge) for edge in self._font.getbbox(text))
@@ -102,8 +105,7 @@ class OpenMoji:
 
 def _caption(name: str, points: list[int]) -> str:
     words = name.strip(":").replace("_", " ").replace("’", "'")
-    is_flag = points[0] in _REGIONAL_INDICATORS or points[-1] in _TAGS
-    if is_flag:
+    if points[0] in _REGIONAL_INDICATORS or points[-1] in _TAGS:
         return f"flag: {words}"
 
     return words

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from typing import ClassVar
 
@@ -70,11 +71,12 @@ class Photos:
         """List one part per photograph."""
         parts = []
         for label, (package, file) in enumerate(_PHOTOS):
-            parts.append(
-                Part(Path(file).name, version(package), None, {"package": package, "file": file, "label": label})
-            )
+            where = {"package": package, "file": file, "label": label}
+            part = Part(Path(file).name, version(package), None, where)
+            num_samples = sum(1 for _ in self.read(part))
+            parts.append(replace(part, num_samples=num_samples))
 
-        return [replace(part, num_samples=sum(1 for _ in self.read(part))) for part in parts]
+        return parts
 
     def read(self, part: Part) -> Iterator[Record]:
         """Yield the patches of the photograph, block by block."""
@@ -84,24 +86,16 @@ class Photos:
 
         whole.thumbnail((self.max_side, self.max_side), Image.Resampling.LANCZOS)
         photo = np.asarray(whole)
-        starts = []
-        for length in photo.shape[:2]:
-            starts.append(
-                [
-                    start + inside
-                    for start in range(0, length - self.size + 1, self.block)
-                    for inside in range(0, min(self.block, length - start) - self.size + 1, self.stride)
-                ]
-            )
+        height, width, _ = photo.shape
+        for y, x in product(self._starts(height), self._starts(width)):
+            patch = photo[y : y + self.size, x : x + self.size]
+            if patch.std() >= self.min_std:
+                key = f"{part.name}-{y:04}-{x:04}"
+                block = f"{part.name}: {y // self.block},{x // self.block}"
+                yield Record(key, patch, self.class_names[label], label, block)
 
-        for y in starts[0]:
-            for x in starts[1]:
-                patch = photo[y : y + self.size, x : x + self.size]
-                if patch.std() >= self.min_std:
-                    yield Record(
-                        f"{part.name}-{y:04}-{x:04}",
-                        patch,
-                        self.class_names[label],
-                        label,
-                        f"{part.name}: {y // self.block},{x // self.block}",
-                    )
+    def _starts(self, length: int) -> Iterator[int]:
+        """Yield where patches begin along a side of the photograph; none crosses a block's border."""
+        for start in range(0, length, self.block):
+            end = min(start + self.block, length)
+            yield from range(start, end - self.size + 1, self.stride)
