@@ -14,11 +14,10 @@ from threading import Event, Lock, Thread
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int
 
 from ddm_lightning.core import remote
 from ddm_lightning.shards.fetch import Origin
-from ddm_lightning.shards.mds import ShardFile, Shards
+from ddm_lightning.shards.mds import Ids, ShardFile, Shards
 
 _NUM_THREADS = 4
 # Shards on this machine that are checked, or read into memory, ahead of their first step.
@@ -51,9 +50,8 @@ class FetchedShards(Shards):
         self.num_bytes = np.array([file.num_bytes for file in self.files])
         self._is_fetched = np.array([origin.is_fetched for origin, _ in self._entries])
         self._cached_bytes = float(self.num_bytes[self._is_fetched].sum())
-        if max_bytes is None or max_bytes >= self._cached_bytes:
-            self._max_bytes = np.inf
-        else:
+        self._max_bytes = np.inf
+        if max_bytes is not None and max_bytes < self._cached_bytes:
             self._max_bytes = max_bytes
 
         self._is_keeper = is_keeper
@@ -70,7 +68,7 @@ class FetchedShards(Shards):
         return min(self._cached_bytes, self._max_bytes) - float(self.num_bytes[self._in_cache()].sum())
 
     @contextmanager
-    def reading(self, order: Int[np.ndarray, "n"], step_size: int) -> Iterator[None]:
+    def reading(self, order: Ids, step_size: int) -> Iterator[None]:
         """Fetch the shards of an epoch ahead of their first step, in threads that end with the block.
 
         Args:
@@ -130,7 +128,7 @@ class FetchedShards(Shards):
 
             self._open_ahead()
 
-    def _visit(self, ids: Int[np.ndarray, "m"], visit: Any) -> None:
+    def _visit(self, ids: Ids, visit: Any) -> None:
         shards = np.unique(self.shards_of(ids)).tolist()
         with self._lock:
             if self._stop.is_set():
@@ -167,9 +165,14 @@ class FetchedShards(Shards):
         self._jobs.put((int(self._first[shard]), shard))
 
     def _bring(self, jobs: PriorityQueue[tuple[int, int]], stop: Event) -> None:
-        while (job := jobs.get()) != _END and not stop.is_set():
-            origin, entry = self._entries[job[1]]
-            future = self._ready.get(job[1], Future())
+        while True:
+            job = jobs.get()
+            if job == _END or stop.is_set():
+                break
+
+            _, shard = job
+            origin, entry = self._entries[shard]
+            future = self._ready.get(shard, Future())
             with suppress(InvalidStateError):  # nobody waits for it any more
                 try:
                     origin.bring(entry, stop)
@@ -181,8 +184,10 @@ class FetchedShards(Shards):
 
     def _drop_from_cache(self, shards: Iterable[int]) -> None:
         """Remove shards from the cache; other ranks can still read those that they have mapped."""
-        for origin, entry in [self._entries[shard] for shard in shards] if self._is_keeper else []:
-            origin.remove(entry)
+        if self._is_keeper:
+            for shard in shards:
+                origin, entry = self._entries[shard]
+                origin.remove(entry)
 
     def _in_cache(self) -> np.ndarray:
         """Whether each shard is in the cache."""

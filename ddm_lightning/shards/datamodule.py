@@ -11,13 +11,13 @@ from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import numpy as np
 import torch
-from jaxtyping import Int
 from torch import Tensor
 
 from ddm_lightning.core import remote
@@ -26,6 +26,7 @@ from ddm_lightning.core.formatting import format_bytes
 from ddm_lightning.shards.ahead import FetchedShards
 from ddm_lightning.shards.fetch import Origin, tidy
 from ddm_lightning.shards.manifest import HELD_OUT, TRAIN, shard_name
+from ddm_lightning.shards.mds import Ids
 from ddm_lightning.shards.mosaic import shuffled, window
 from ddm_lightning.shards.verify import verify_shards
 
@@ -149,32 +150,26 @@ class ClusterDataModule(L.LightningDataModule):
         return {name: value.to(device, non_blocking=device.type == "cuda") for name, value in batch.items()}
 
     def _open(self, names: Sequence[str], training: bool) -> FetchedShards:
+        share = 1.0
         if self._held_out:
             share = 1 - _HELD_OUT_SHARE if training else _HELD_OUT_SHARE
-        else:
-            share = 1.0
 
-        budget = None
-        if self.max_cache_bytes is not None:
-            budget = share * self.max_cache_bytes
-
-        is_keeper = self.trainer is None or self.trainer.local_rank == 0
+        max_bytes = self.max_cache_bytes and share * self.max_cache_bytes
         address = self.shards.rstrip("/")
         store = self.cache / _STORE
-        origins = []
-        for name in names:
-            origins.append(Origin(f"{address}/{name}", store / name, self.index_sha256.get(name)))
-
-        shards = FetchedShards(origins, budget, is_keeper=is_keeper)
+        origins = [Origin(f"{address}/{name}", store / name, self.index_sha256.get(name)) for name in names]
+        is_keeper = self.trainer is None or self.trainer.local_rank == 0
+        shards = FetchedShards(origins, max_bytes, is_keeper=is_keeper)
         least = shards.least_bytes(window(shards.sizes) if training else 0)
-        if budget is not None and budget < least:
+        if max_bytes is not None and max_bytes < least:
             raise UserError(
-                f"key 'island.cache_gb': {budget / share / 1e9:g} GB are too few for the shards of {', '.join(names)} "
-                f"that are read at a time; set {least / share / 1e9:.3g} or more, or null to keep all shards"
+                f"key 'island.cache_gb': {max_bytes / share / 1e9:g} GB are too few for the shards of "
+                f"{', '.join(names)} that are read at a time; set {least / share / 1e9:.3g} or more, "
+                "or null to keep all shards"
             )
 
         needed = shards.missing_bytes()
-        free = shutil.disk_usage(self.cache).free if needed > 0 else needed
+        free = shutil.disk_usage(self.cache).free if needed > 0 else 0
         if needed > free:
             raise UserError(
                 f"{self.cache}: the missing shards of {', '.join(names)} need {format_bytes(needed)}, "
@@ -184,7 +179,12 @@ class ClusterDataModule(L.LightningDataModule):
         return shards
 
     def _loader(self, names: Sequence[str], training: bool) -> ShardLoader:
-        rank, num_ranks = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
+        rank = 0
+        num_ranks = 1
+        if self.trainer:
+            rank = self.trainer.global_rank
+            num_ranks = self.trainer.world_size
+
         if self.batch_size % num_ranks:
             raise UserError(
                 f"{self.batch_size} samples per step cannot be shared equally by {num_ranks} devices; "
@@ -211,9 +211,7 @@ class ClusterDataModule(L.LightningDataModule):
         return loader
 
 
-def steps(
-    order: Int[np.ndarray, "n"], rank: int, num_ranks: int, batch_size: int, *, full: bool
-) -> list[Int[np.ndarray, "_"]]:
+def steps(order: Ids, rank: int, num_ranks: int, batch_size: int, *, full: bool) -> list[Ids]:
     """Return this rank's samples of each step; step s takes the next ``num_ranks * batch_size`` samples of the order.
 
     Args:
@@ -224,8 +222,9 @@ def steps(
         full: whether to skip samples that do not fill a step. Otherwise the first samples are repeated, fewer than
             there are ranks, so that all ranks get equally many.
     """
+    at_once = num_ranks * batch_size
     if full:
-        order = order[: len(order) // (num_ranks * batch_size) * num_ranks * batch_size]
+        order = order[: len(order) // at_once * at_once]
     elif len(order):
         order = np.resize(order, -(-len(order) // num_ranks) * num_ranks)
 
@@ -290,27 +289,24 @@ class ShardLoader:
         order = order[self._sample :]
         rest = steps(order, self.rank, self.num_ranks, self.batch_size, full=self.training)
         # Otherwise threads would page-lock memory for the first GPU, and use it.
-        device = (torch.cuda.set_device, (torch.cuda.current_device(),)) if self.pin_memory else ()
-        pool = ThreadPoolExecutor(max(1, self.num_workers), "loader", *device)
+        initializer = partial(torch.cuda.set_device, torch.cuda.current_device()) if self.pin_memory else None
+        pool = ThreadPoolExecutor(max(1, self.num_workers), "loader", initializer)
         waiting: deque[Future[dict[str, Tensor]]] = deque()
         try:
             # Its end comes first, because threads of the pool may wait for a shard.
             with self.shards.reading(order, self.batch_size * self.num_ranks):
                 for step, ids in enumerate(rest):
-                    ahead = rest[step + len(waiting) : step + _BATCHES_PER_THREAD * self.num_workers]
-                    waiting.extend(pool.submit(self._load, later) for later in ahead)
-                    if waiting:
-                        batch = waiting.popleft().result()
-                    else:
-                        batch = self._load(ids)
+                    for later in rest[step + len(waiting) : step + _BATCHES_PER_THREAD * self.num_workers]:
+                        waiting.append(pool.submit(self._load, later))
 
+                    batch = waiting.popleft().result() if waiting else self._load(ids)
                     self._sample += len(batch["sample_id"]) * self.num_ranks
                     yield batch
                     self.shards.passed(step)
         finally:
             pool.shutdown(cancel_futures=True)
 
-    def _load(self, ids: Int[np.ndarray, "b"]) -> dict[str, Tensor]:
+    def _load(self, ids: Ids) -> dict[str, Tensor]:
         batch = self.shards.take(ids)
         if self.pin_memory:
             return {name: values.pin_memory() for name, values in batch.items()}

@@ -50,11 +50,7 @@ class Origin:
         self.address = address
         self.index_sha256 = index_sha256
         self.is_fetched = remote.is_url(address) or any(entry["zip_data"] for entry in read_index(Path(address)))
-        if self.is_fetched:
-            self.folder = store
-        else:
-            self.folder = Path(address)
-
+        self.folder = store if self.is_fetched else Path(address)
         self._checked: set[Path] = set()
         self._is_down = False
 
@@ -126,7 +122,10 @@ class Origin:
                 self._checked.add(raw)
         except Exception as error:  # each compression has its own
             line = first_line(error)
-            raise unreadable(line if str(self.address) in line else f"{raw}: {line}") from error
+            if self.address not in line:
+                line = f"{raw}: {line}"
+
+            raise unreadable(line) from error
 
     def _fetch(self, entry: dict[str, Any], raw: Path, stop: Event) -> None:
         stored = entry["zip_data"] or entry["raw_data"]
@@ -144,7 +143,8 @@ class Origin:
         while True:
             try:
                 remote.download(url, path)
-                if problem := file_problem(path, stored):
+                problem = file_problem(path, stored)
+                if problem:
                     raise ConnectionError(f"{url}: {problem}")
 
                 self._is_down = False

@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from io import BytesIO
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeAlias
 
 import numpy as np
 import torch
@@ -25,6 +26,8 @@ from ddm_lightning.encoders.interfaces import parse_encoding
 from ddm_lightning.shards.mosaic import decompress
 from ddm_lightning.shards.verify import read_index, unreadable
 
+Ids: TypeAlias = Int[np.ndarray, "m"]
+"""Positions of samples, or of rows in one shard."""
 _TEXT = ("str", "json")
 # The first column of a batch.
 _ID = "sample_id"
@@ -157,20 +160,16 @@ class _Map:
             raise ValueError(f"holds {count} samples instead of {file.num_samples}")
 
         self._offsets = content[4 : 8 + 4 * count].view(np.uint32)
-        rows = np.diff(self._offsets.astype(np.int64))
+        lengths = np.diff(self._offsets.astype(np.int64))
         least = file.layout.num_sample_bytes
-        if file.layout.texts:
-            wrong = rows < least
-        else:
-            wrong = rows != least
-
-        if wrong.any() or self._offsets[-1] != size or self._offsets[0] < 8 + 4 * count:
+        fits = lengths >= least if file.layout.texts else lengths == least
+        if not fits.all() or self._offsets[-1] != size or self._offsets[0] < 8 + 4 * count:
             raise ValueError("its samples do not have the columns that the index lists")
 
         self._layout = file.layout
         self._content = content
 
-    def gather(self, rows: Int[np.ndarray, "m"], out: dict[str, np.ndarray], places: Int[np.ndarray, "m"]) -> None:
+    def gather(self, rows: Ids, out: dict[str, np.ndarray], places: Ids) -> None:
         """Copy ``rows`` to ``places`` of the columns in ``out``, one item per sample."""
         begins = self._begins(rows)
         for column in self._layout.columns:
@@ -178,19 +177,22 @@ class _Map:
                 items = self._items(column.num_bytes)
                 out[column.name][places] = items[begins[column.variable_before] + column.fixed_before]
 
-    def texts(self, rows: Int[np.ndarray, "m"], name: str) -> list[str]:
+    def texts(self, rows: Ids, name: str) -> list[str]:
         """Return a text column of ``rows``."""
         (column,) = (column for column in self._layout.texts if column.name == name)
-        begin, end = self._begins(rows)[column.variable_before :][:2]
-        spans = zip(begin + column.fixed_before, end + column.fixed_before, strict=True)
-        return [self._content[first:last].tobytes().decode() for first, last in spans]
+        begins = self._begins(rows)
+        first = begins[column.variable_before] + column.fixed_before
+        end = begins[column.variable_before + 1] + column.fixed_before
+        return [self._content[start:stop].tobytes().decode() for start, stop in zip(first, end, strict=True)]
 
-    def _begins(self, rows: Int[np.ndarray, "m"]) -> list[Int[np.ndarray, "m"]]:
+    def _begins(self, rows: Ids) -> list[Ids]:
         """Return, for each v, where a row's columns after v texts begin, without fixed-size columns before."""
         begin = self._offsets[rows].astype(np.int64)
-        begins = [begin + 4 * len(self._layout.texts)]
-        for text in range(len(self._layout.texts)):
-            begins.append(begins[-1] + self._items(4)[begin + 4 * text].view(np.uint32)[:, 0])
+        num_texts = len(self._layout.texts)
+        begins = [begin + 4 * num_texts]
+        for text in range(num_texts):
+            length = self._items(4)[begin + 4 * text].view(np.uint32)[:, 0]
+            begins.append(begins[-1] + length)
 
         return begins
 
@@ -222,7 +224,7 @@ class Shards:
     """
 
     def __init__(self, files: Sequence[ShardFile]) -> None:
-        if not files or any(file.layout != files[0].layout for file in files):
+        if len({file.layout for file in files}) != 1:
             where = sorted({str(file.path.parent) for file in files})
             raise UserError(f"{', '.join(where) or 'shards'}: need at least one shard, and all with the same columns")
 
@@ -235,11 +237,11 @@ class Shards:
     def __len__(self) -> int:
         return int(self._starts[-1])
 
-    def shards_of(self, ids: Int[np.ndarray, "m"]) -> Int[np.ndarray, "m"]:
+    def shards_of(self, ids: Ids) -> Ids:
         """Return the shard of each sample."""
         return np.searchsorted(self._starts, ids, side="right") - 1
 
-    def take(self, ids: Int[np.ndarray, "m"], names: Collection[str] | None = None) -> dict[str, Tensor]:
+    def take(self, ids: Ids, names: Collection[str] | None = None) -> dict[str, Tensor]:
         """Return one batch, in the order of ``ids``.
 
         Args:
@@ -253,49 +255,45 @@ class Shards:
         Raises:
             ShardError: a shard is missing, or differs from its index entry.
         """
-        columns = []
-        for column in self.layout.columns:
-            if names is None or column.name in names:
-                columns.append(column)
-
+        columns = [column for column in self.layout.columns if names is None or column.name in names]
         batch = {}
-        for column in columns:
-            batch[column.name] = np.empty((len(ids), *column.shape), column.dtype)
-
         items = {}
         for column in columns:
-            items[column.name] = batch[column.name].reshape(len(ids), -1).view(np.uint8)
+            values = np.empty((len(ids), *column.shape), column.dtype)
+            batch[column.name] = values
+            items[column.name] = values.reshape(len(ids), -1).view(np.uint8)
 
         self._visit(ids, lambda shard, rows, places: shard.gather(rows, items, places))
         return {column.name: _as_tensor(column, batch[column.name]) for column in columns}
 
-    def texts(self, ids: Int[np.ndarray, "m"], name: str) -> list[str]:
+    def texts(self, ids: Ids, name: str) -> list[str]:
         """Return a column of texts, such as ``caption``, in the order of ``ids``.
 
         Raises:
             ShardError: as ``take``.
         """
-        found: dict[int, str] = {}
-        self._visit(
-            ids, lambda shard, rows, places: found.update(zip(places.tolist(), shard.texts(rows, name), strict=True))
-        )
-        return [found[place] for place in range(len(ids))]
+        found = [""] * len(ids)
 
-    def _visit(self, ids: Int[np.ndarray, "m"], visit: Callable[[_Map, np.ndarray, np.ndarray], object]) -> None:
+        def visit(shard: _Map, rows: Ids, places: Ids) -> None:
+            for place, text in zip(places, shard.texts(rows, name), strict=True):
+                found[place] = text
+
+        self._visit(ids, visit)
+        return found
+
+    def _visit(self, ids: Ids, visit: Callable[[_Map, np.ndarray, np.ndarray], object]) -> None:
         """Call ``visit`` for each shard that is needed, with its rows and their places in ``ids``."""
         shards = self.shards_of(ids)
         by_shard = np.argsort(shards, kind="stable")
         found, first = np.unique(shards[by_shard], return_index=True)
         for shard, places in zip(found.tolist(), np.split(by_shard, first[1:]), strict=True):
+            path = self.files[shard].path
             try:
                 visit(self._map(shard), ids[places] - self._starts[shard], places)
+            except IndexError as error:
+                raise unreadable(f"{path}: a sample ends after the file") from error
             except Exception as error:  # each compression raises its own
-                if isinstance(error, IndexError):
-                    problem = "a sample ends after the file"
-                else:
-                    problem = first_line(error)
-
-                raise unreadable(f"{self.files[shard].path}: {problem}") from error
+                raise unreadable(f"{path}: {first_line(error)}") from error
 
     def _map(self, shard: int) -> _Map:
         file = self.files[shard]
@@ -354,14 +352,10 @@ def split_sample(sample: bytes, sizes: Sequence[int | None]) -> list[bytes]:
     Raises:
         ValueError: its length differs from its header.
     """
-    found = []
-    at = 0
-    for size in sizes:
-        found.append(size or int.from_bytes(sample[at : at + 4], "little"))
-        at += 0 if size else 4
-
-    if at + sum(found) != len(sample):
+    num_variable = sum(not size for size in sizes)
+    stream = BytesIO(sample)
+    lengths = [size or int.from_bytes(stream.read(4), "little") for size in sizes]
+    if 4 * num_variable + sum(lengths) != len(sample):
         raise ValueError("its length differs from its header")
 
-    bounds = accumulate(found, initial=at)
-    return [sample[first:last] for first, last in pairwise(bounds)]
+    return [stream.read(length) for length in lengths]

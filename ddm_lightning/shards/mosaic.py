@@ -44,8 +44,9 @@ def merge_index(folders: Sequence[Path], out: Path) -> None:
     shards = []
     for folder in folders:
         for shard in json.loads((folder / "index.json").read_bytes())["shards"]:
-            for file in filter(None, (shard["raw_data"], shard["zip_data"])):
-                file["basename"] = f"{folder.name}/{file['basename']}"
+            for file in (shard["raw_data"], shard["zip_data"]):
+                if file:
+                    file["basename"] = f"{folder.name}/{file['basename']}"
 
             shards.append(shard)
 

@@ -43,10 +43,10 @@ def read_index(folder: Path) -> list[dict[str, Any]]:
     """
     path = folder / "index.json"
     content = read_json(path, "the index of the shards", _REMEDY)
-    shards = content.get("shards") if isinstance(content, dict) else None
-    if not isinstance(shards, list):
+    if not isinstance(content, dict) or not isinstance(content.get("shards"), list):
         raise UserError(f"{path}: is not an index of MDS shards; {_REMEDY}")
 
+    shards: list[dict[str, Any]] = content["shards"]
     for number, shard in enumerate(shards):
         source = f"{path}: is not an index of MDS shards: shard {number}"
         checks.record(checks.kept(shard, _Shard), _Shard, source, _REMEDY)
@@ -74,15 +74,16 @@ def verify_shards(folder: Path, hashes: bool = True, *, index_sha256: str | None
         raise UserError(f"{index}: differs from the manifest's; {_REMEDY}")
 
     def verify(shard: dict[str, Any]) -> int:
-        entries = []
-        for entry in (shard["raw_data"], shard["zip_data"]):
-            if entry is not None:
-                entries.append(entry)
+        entries = [shard["raw_data"]]
+        if shard["zip_data"] is not None:
+            # A compressed shard is present compressed, uncompressed, or both.
+            entries.append(shard["zip_data"])
 
         files = {inside(folder, entry["basename"], index): entry for entry in entries}
-        # A compressed shard is present compressed, uncompressed, or both.
-        for path in [path for path in files if path.is_file()] or list(files)[-1:]:
-            if problem := file_problem(path, files[path], hashes):
+        present = [path for path in files if path.is_file()]
+        for path in present or [*files][-1:]:
+            problem = file_problem(path, files[path], hashes)
+            if problem:
                 raise UserError(f"{path}: shard {problem}; {_REMEDY}")
 
         return int(shard["samples"])
@@ -94,7 +95,8 @@ def file_problem(path: Path, entry: dict[str, Any], hashes: bool = True) -> str 
     """Compare a file's size, and with ``hashes`` its SHA-1, with its entry in the index; None if they agree."""
     if not path.is_file():
         return "is missing"
-    if (size := path.stat().st_size) != entry["bytes"]:
+    size = path.stat().st_size
+    if size != entry["bytes"]:
         return f"is damaged: {size} bytes instead of {entry['bytes']}"
     if hashes and hash_file(path, "sha1") != entry["hashes"].get("sha1"):
         return "is damaged: its SHA-1 differs from the one in index.json"
