@@ -66,10 +66,17 @@ def num_processes_for(config: PrepareConfig, num_jobs: int, num_samples: int | N
 
 def devices_of(config: PrepareConfig) -> set[str]:
     """Return the devices that the encoders name."""
-    plugins = (config.image_encoder, config.caption_encoder, config.features)
-    params = [plugin.params for plugin in plugins if plugin is not None]
-    params += [one.get("params", {}) for given in params for one in given.values() if isinstance(one, dict)]
-    return {str(given.get("device")) for given in params}
+    devices = set()
+    for plugin in (config.image_encoder, config.caption_encoder, config.features):
+        if plugin is None:
+            continue
+
+        devices.add(str(plugin.params.get("device")))
+        for inner in plugin.params.values():
+            if isinstance(inner, dict):
+                devices.add(str(inner.get("params", {}).get("device")))
+
+    return devices
 
 
 def num_gpus_for(config: PrepareConfig) -> int:

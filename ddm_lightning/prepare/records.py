@@ -111,11 +111,14 @@ def block_of(part: Part) -> range:
 
 def count_samples(parts: Iterable[Part]) -> int | None:
     """Add up the samples of parts, broken ones included; None if a part does not know."""
-    sizes = [part.num_samples for part in parts]
-    if None in sizes:
-        return None
+    total = 0
+    for part in parts:
+        if part.num_samples is None:
+            return None
 
-    return sum(size or 0 for size in sizes)
+        total += part.num_samples
+
+    return total
 
 
 @runtime_checkable

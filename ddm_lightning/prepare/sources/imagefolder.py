@@ -189,7 +189,7 @@ class ImageFolder:
 
         try:
             reader = csv.DictReader(StringIO(content.decode("utf-8-sig"), newline=""), restkey=_REST)
-            reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
+            reader.fieldnames = [*map(str.strip, reader.fieldnames or ())]
             rows = [(reader.line_num, row) for row in reader]
         except (UnicodeDecodeError, csv.Error) as error:
             raise UserError(f"{self.files.shown(file)}: is no CSV file in UTF-8 ({error}); save it as one") from None

@@ -59,7 +59,9 @@ class Mds(TableSource):
         except UserError:
             raise
         except Exception as error:  # noqa: BLE001  each compression raises its own errors
-            yield from (BrokenSample(f"{raw}:{number}", "damaged shard", one_line(error)) for number in numbers)
+            for number in numbers:
+                yield BrokenSample(f"{raw}:{number}", "damaged shard", one_line(error))
+
             return
 
         for number, sample in zip(numbers, samples, strict=True):

@@ -84,7 +84,7 @@ class TableSource:
         if (self.class_names is not None) + (self.num_classes is not None) > (self.label_column is not None):
             raise ValueError("give one of num_classes and class_names, and only with a label_column")
 
-        self._has_numbers = all(isnan(number_in(name)) for name in self.class_names or ())
+        self._has_numbers = all(map(isnan, map(number_in, self.class_names or ())))
         if self.label_column is None:
             self.num_classes = 1
         elif self.num_classes is None:
@@ -98,7 +98,7 @@ class TableSource:
 
             self.num_classes = len(self.class_names)
 
-        self.class_names = [str(name) for name in self.class_names or ()]
+        self.class_names = [*map(str, self.class_names or ())]
         self._number_of = {name: number for number, name in enumerate(self.class_names)}
         if len(self._number_of) < len(self.class_names):
             raise ValueError("class_names has a name twice")

@@ -46,7 +46,7 @@ class Blobs:
         self.image_size = image_size
         self.num_classes = num_kinds
         self.seed = seed
-        self.class_names = [" ".join(kind) for kind in _KINDS[:num_kinds]]
+        self.class_names = [*map(" ".join, _KINDS[:num_kinds])]
 
     def parts(self) -> list[Part]:
         """List blocks of images."""

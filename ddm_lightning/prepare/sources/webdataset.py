@@ -64,10 +64,14 @@ class WebDataset(TableSource):
 
     def _sizes(self, names: list[str]) -> dict[str, int]:
         """Return the number of samples of each tar with a ``…_stats.json`` of img2dataset beside it."""
-        beside = {name: f"{name.removesuffix('.tar')}_stats.json" for name in names}
-        listed = [name for name in names if beside[name] in self.files.states]
+        beside = {}
+        for name in names:
+            statistics = f"{name.removesuffix('.tar')}_stats.json"
+            if statistics in self.files.states:
+                beside[name] = statistics
+
         sizes = {}
-        for name, content in zip(listed, self.files.contents([beside[name] for name in listed]), strict=True):
+        for name, content in zip(beside, self.files.contents([*beside.values()]), strict=True):
             with suppress(ValueError, TypeError, KeyError):  # unreadable, damaged, or of another program
                 found = parse_json(content if isinstance(content, bytes) else b"")
                 if is_int(found["successes"], 0):
@@ -86,14 +90,21 @@ class WebDataset(TableSource):
             yield self._sample(f"{name}/{key}" if key else name, members)
 
     def _check_columns(self, name: str) -> None:
-        first = itertools.islice(samples_of(self.files, name), _CHECKED)
-        samples = [found for _, found in first if isinstance(found, dict)]
-        existing = dict.fromkeys(column for members in samples for column in _cells(members))
-        has_captions = any(column in existing for column in self.captions)
-        for key, column in self.roles if samples else []:
+        existing = dict[str, Any]()
+        num_samples = 0
+        for _, members in itertools.islice(samples_of(self.files, name), _CHECKED):
+            if isinstance(members, dict):
+                num_samples += 1
+                existing |= _cells(members)
+
+        if not num_samples:
+            return
+
+        has_captions = not existing.keys().isdisjoint(self.captions)
+        for key, column in self.roles:
             if column not in existing and not (key == CAPTION_KEY and has_captions):
                 raise UserError(
-                    f"key {key!r}: none of the first {len(samples)} samples of {self.files.shown(name)} has "
+                    f"key {key!r}: none of the first {num_samples} samples of {self.files.shown(name)} has "
                     f"{column!r}; they have: {', '.join(existing)}; or set it to null"
                 )
 
