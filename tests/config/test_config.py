@@ -279,6 +279,10 @@ def test_numbers_that_yaml_reads_in_another_base_are_refused(path: Path, text: s
             ["islands={expert: {devices: 2}, expert-1: {strategy: single}}"],
             "'islands.expert-1' = {'strategy': 'single'}: devices must be 1 with island.strategy = 'single'",
         ),
+        (
+            ["distill.global_batch_size=6", "islands={student: {devices: 4}}"],
+            "'islands.student' = {'devices': 4}: devices must divide the 6 samples per step of student",
+        ),
         (["islands={monolith: {loggers: [csvs]}}"], "'islands.monolith.loggers' = ['csvs']: must be a "),
         (
             ["island.accelerator=cpu", "island.attention=xformers"],
@@ -316,6 +320,7 @@ def test_values_out_of_range_and_contradictions_are_refused(path: Path, override
     [
         ["island.devices=4"],
         ["island.devices=8", "islands={expert: {devices: 4}, router: {devices: 2}}"],
+        ["distill.global_batch_size=6", "islands={student: {devices: 3}}"],
         ["island.checkpoint_every_n_minutes=0.01"],
         ["expert.train.ema_widths=[0.005, 0.288]"],
         ["sample.guidance_interval=[0.3, 0.3]"],

@@ -150,6 +150,18 @@ def test_batch_size_and_process_do_not_matter(saved, monkeypatch):
     assert encoder.encode(images[:0]).shape == (0, 8, 4, 4)
 
 
+@pytest.mark.parametrize("way", ["encode", "decode"])
+def test_no_more_pixels_of_images_are_computed_at_once_than_the_memory_takes(saved, monkeypatch, way):
+    """Latents count as the images that they stand for: four pixels each, here."""
+    from diffusers import AutoencoderKL
+
+    seen, method = [], getattr(AutoencoderKL, way)
+    monkeypatch.setattr(AutoencoderKL, way, lambda self, x, **more: seen.append(len(x)) or method(self, x, **more))
+    monkeypatch.setitem(image_encoders._PIXELS_AT_ONCE, "cpu", 3 * 64)
+    getattr(build(saved["sd"][0]), way)({"encode": some_images(7), "decode": torch.ones(7, 4, 4, 4)}[way])
+    assert seen == [3, 3, 1]
+
+
 def test_sizes_are_known_without_loading_weights(saved, monkeypatch):
     encoder = build(saved["sd"][0])
     monkeypatch.setattr(pretrained, "loading", None)

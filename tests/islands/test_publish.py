@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from artifact_files import put as put_artifact
 from deadline import within
 from prepare.listed import hashes
@@ -294,6 +295,25 @@ def test_only_curves_and_averages_are_sent_and_fetched(publisher):
     assert folder / snapshot in dict(again._changed())
 
 
+def test_a_machine_that_goes_on_has_the_curves_and_averages_of_the_one_before(publisher, tmp_path):
+    checkpoint = "checkpoints/step-00000010.ckpt"
+    (publisher.folder / checkpoint).mkdir(parents=True)
+    torch.save({}, publisher.folder / checkpoint / "rest.pt")
+    content = {"rest.pt": hashlib.sha256((publisher.folder / checkpoint / "rest.pt").read_bytes()).hexdigest()}
+    (publisher.folder / checkpoint / "files.json").write_text(json.dumps(content))
+    names = ("tensorboard/events", "csv/metrics.csv", "skipped_steps.jsonl", "ema/width-0.1-step-00000010.safetensors")
+    for name in names:
+        (publisher.folder / name).parent.mkdir(exist_ok=True)
+        (publisher.folder / name).write_text(f"what {name} holds")
+    publisher.publish()
+    publisher.held.beat({}, released=True)
+    there = Run(replace(publisher.run.experiment, run_dir=str(tmp_path / "there")))
+    with published("expert-0", there):
+        folder = there.folder.member("expert-0")
+        assert (folder / checkpoint / "rest.pt").exists()
+        assert {name: (folder / name).read_text() for name in names} == {name: f"what {name} holds" for name in names}
+
+
 def test_the_newer_artifact_wins_whether_it_is_here_or_there(publisher, finished_run, tmp_path):
     def machine(name):
         experiment = replace(publisher.run.experiment, run_dir=str(tmp_path / name))
@@ -438,6 +458,25 @@ def test_of_two_preparations_at_one_address_the_later_is_refused(tmp_path, monke
     assert "\nseed: 0\n" in (url / "experiment.yaml").read_text()
     assert (url / "prepared/manifest.json").read_bytes() == (tmp_path / "0/prepared/manifest.json").read_bytes()
     assert hashes(url / "prepared/shards") == hashes(tmp_path / "0/prepared/shards")
+
+
+def test_a_record_of_initial_weights_is_at_the_store_only_with_all_that_it_names(
+    tmp_path, monkeypatch, quick_prepare, finished_run
+):
+    """An island may look at any moment of the publication."""
+    here, there, put, seen = tmp_path / "run/initial", tmp_path / "store/initial", remote.put, []
+
+    def put_and_look(path, url):
+        put(path, url)
+        for record in there.glob("*.json"):
+            sha256 = json.loads(record.read_text())["sha256"]
+            assert hashes(there / sha256) == hashes(here / sha256)
+            seen.append(record.name)
+
+    monkeypatch.setattr(remote, "put", put_and_look)
+    start = [f"expert.init_from={finished_run / 'members/expert-0/artifact'}", f"remote={tmp_path / 'store'}"]
+    assert main(["prepare", *settings(tmp_path / "run"), *start]) == 0
+    assert {*seen} == {path.name for path in here.glob("*.json")} and seen
 
 
 def test_prepare_publishes_once_per_address(tmp_path, monkeypatch, quick_prepare):

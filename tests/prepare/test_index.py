@@ -86,6 +86,19 @@ def test_a_key_whose_first_bearer_cannot_be_used_is_given_to_the_second(run, mon
     assert dict(zip(prepared.texts("keys"), prepared.texts("captions"), strict=True))["x"] == "well"
 
 
+def test_what_cannot_be_used_is_found_in_the_last_chunk_of_a_part_too(run, monkeypatch):
+    """Chunks of 64 images."""
+    features, sick_ones = FEATURES.build("pooled-pixels", {}), [record(name).image for name in ("a3", "a70")]
+    plugin = plug_in(
+        monkeypatch,
+        FEATURES,
+        sick(type(features), lambda image: any(np.array_equal(image, one) for one in sick_ones)),
+    )
+    manifest, prepared, broken = run({"one": records(80)}, features=plugin)
+    assert manifest.num_samples == 78 and {line["key"] for line in broken} == {"a3", "a70"}
+    assert list(prepared.texts("keys")) == [f"a{i}" for i in range(80) if i not in (3, 70)]
+
+
 def test_what_is_broken_is_counted_by_cause_listed_and_left_out(run, monkeypatch):
     sources = {
         "one": [

@@ -379,6 +379,13 @@ def test_the_pipeline_moves_to_a_device_and_a_dtype(pipeline: DiffusionPipeline,
     assert np.array_equal(made(), whole)
 
 
+def test_the_pipeline_moves_after_its_first_images_too(pipeline: DiffusionPipeline) -> None:
+    before = pipeline("cat", generator=seeded(1)).images[0].tobytes()
+    assert pipeline.to("meta").ensemble.device.type == "meta"
+    assert {part.device.type for expert in pipeline.ensemble.field.experts for part in expert.parameters()} == {"meta"}
+    assert pipeline.to("cpu")("cat", generator=seeded(1)).images[0].tobytes() == before
+
+
 def test_the_pipeline_makes_as_many_images_as_it_has_prompts(pipeline: DiffusionPipeline) -> None:
     for generator in (None, seeded(1), [seeded(i) for i in range(4)], [seeded(1)] * 4):
         made = pipeline(np.array(["cat"] * 4), generator=generator).images

@@ -175,6 +175,14 @@ def test_shares_of_a_class_among_experts_that_changed():
     assert weights([[1, 0], [1, 0], [1, 0]], 1) == weights([], 0) == weights([[1, 1], [1, 1], []], 0) == PRIORS
 
 
+def test_a_row_without_its_class_has_the_shares_of_all_images():
+    """Dropped conditions keep the number of a class."""
+    ensemble = Ensemble([Point(float(k)) for k in range(3)], None, PRIORS, class_counts=COUNTS)
+    condition = Condition(torch.tensor([0, 0]), torch.tensor([False, True]))
+    dropped, kept = ensemble.prior_weights(condition, 2).tolist()
+    assert dropped == PRIORS != pytest.approx(kept)
+
+
 def test_sampling_at_each_step_ends_with_the_expert_of_the_last():
     """The last Euler step goes to the chosen point, so only its choice shows."""
     x_0, ensemble = generate("sample-each-step", ConstantRouter())

@@ -107,6 +107,14 @@ def test_of_two_captions_of_a_sample_the_first_counts_as_in_the_webdataset_libra
     assert expected == [("a.tar/a", "1"), ("a.tar/b", "3")]
 
 
+def test_a_file_counts_before_a_key_of_its_name_in_the_json(tmp_path):
+    about = json.dumps({"txt": "of the JSON", "cls": 2, "png": "no image"})
+    files = [("a.png", encoded(noise(2, 2, 3))), ("a.txt", "of the file"), ("a.cls", "1"), ("a.json", about)]
+    write(str(tmp_path), {"a.tar": tar_of(files)})
+    (found,) = samples(str(tmp_path), label_column="cls", num_classes=3)
+    assert (found.caption, found.label) == ("of the file", 1)
+
+
 def test_captions_arrive_unchanged_from_text_and_from_json(folder):
     png = encoded(noise(2, 2, 3))
     files = []
