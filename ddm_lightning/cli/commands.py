@@ -6,7 +6,6 @@ import argparse
 import itertools
 import math
 import shutil
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +27,7 @@ from ddm_lightning.config.merge import island_of
 from ddm_lightning.core import processes
 from ddm_lightning.core.devices import check_devices, configure_torch
 from ddm_lightning.core.environment import Ranks, check_meeting, leave_ranks
-from ddm_lightning.core.errors import UserError, note, redacted
+from ddm_lightning.core.errors import UserError, note, redacted, say
 from ddm_lightning.core.formatting import Bars
 from ddm_lightning.core.registry import require
 from ddm_lightning.ensemble.changes import added, removed, replaced
@@ -216,9 +215,9 @@ def _fit_several(members: list[str], experiment: Experiment, options: argparse.N
     print_skipped(members, run, options)
     if failures:
         for member, failure in failures.items():
-            print(f"{member}: {failure.reason}", file=sys.stderr)
+            say(f"{member}: {failure.reason}")
 
-        print(f"logs: {run.folder.root / 'members'}; run the same command again to train the rest", file=sys.stderr)
+        say(f"logs: {run.folder.root / 'members'}; run the same command again to train the rest")
         codes = {failure.code for failure in failures.values()}
         if codes in ({2}, {processes.STOPPED}):
             return codes.pop()

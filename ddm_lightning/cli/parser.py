@@ -11,7 +11,7 @@ from typing import Any
 
 from ddm_lightning import __version__
 from ddm_lightning.core import environment
-from ddm_lightning.core.errors import UserError, hide_passwords, line_of
+from ddm_lightning.core.errors import UserError, hide_passwords, line_of, say
 from ddm_lightning.core.processes import STOPPED, stop_as_by_ctrl_c
 from ddm_lightning.core.registry import LAUNCHERS, STRATEGIES
 
@@ -238,11 +238,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if (line := line_of(error)) is None:
             raise
 
-        print(f"error: {line}", file=sys.stderr)
+        say(f"error: {line}")
         return 2
     except KeyboardInterrupt:
         remedy = "; run the same command again to resume" if options.command in _RESUMABLE else ""
-        print(f"interrupted{remedy}", file=sys.stderr)
+        say(f"interrupted{remedy}")
         return STOPPED
 
 

@@ -47,10 +47,14 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = (), record: Pat
     if is_record(path / RECORD):
         path = path / RECORD
 
-    changes = [(str(path), _read_record(path) if is_record(path) else read_yaml(path))]
+    written = read_yaml(path)
+    if is_record(path):
+        written = _without_old_keys(written)
+
+    changes = [(str(path), written)]
     if record is not None:
-        free = OmegaConf.masked_copy(changes[0][1], ["island", "sample", "evaluate"])
-        changes = [(str(record), _read_record(record)), (str(path), free)]
+        free = OmegaConf.masked_copy(written, ["island", "sample", "evaluate"])
+        changes = [(str(record), _without_old_keys(read_yaml(record))), (str(path), free)]
 
     # Names first: a new name drops params, also if it was typed after them.
     ordered = sorted(overrides, key=lambda text: not text.partition("=")[0].endswith(".name"))
@@ -85,9 +89,9 @@ def is_record(path: Path) -> bool:
     return path.name == RECORD and (path.parent / "prepared").is_dir()
 
 
-def _read_record(path: Path) -> DictConfig:
-    """Read a record without the keys that only earlier releases had."""
-    return OmegaConf.create(checks.kept(OmegaConf.to_container(read_yaml(path)), Experiment))
+def _without_old_keys(record: DictConfig) -> DictConfig:
+    """A record without the keys that only earlier releases had."""
+    return OmegaConf.create(checks.kept(OmegaConf.to_container(record), Experiment))
 
 
 def read_yaml(path: Path, remedy: str = "experiments/ has examples") -> DictConfig:
@@ -107,14 +111,10 @@ def read_yaml(path: Path, remedy: str = "experiments/ has examples") -> DictConf
     except FileNotFoundError:
         raise UserError(f"{path}: no such file or folder; {remedy}") from None
     except yaml.MarkedYAMLError as error:
-        if error.problem_mark:
-            where = f" at line {error.problem_mark.line + 1}"
-        else:
-            where = ""
-
+        where = f" at line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise UserError(f"{path}: YAML syntax{where}: {error.problem}; fix the file") from None
     except (ValueError, OSError, yaml.YAMLError, OmegaConfBaseException) as error:
-        problem = (error.strerror if isinstance(error, OSError) else None) or first_line(error)
+        problem = getattr(error, "strerror", None) or first_line(error)
         raise UserError(f"{path}: cannot be read: {problem}; give a YAML file in UTF-8") from None
 
     if not isinstance(loaded, DictConfig):
@@ -215,14 +215,10 @@ def _check_complete(merged: Any, source: str) -> None:
     Raises:
         UserError: names every missing key, in the order of the schema.
     """
-    missing = []
-    for key, value in leaves(merged):
-        if value == checks.MISSING_MARK:
-            missing.append(key)
-
+    missing = [key for key, value in leaves(merged) if value == checks.MISSING_MARK]
     if len(missing) == 1:
-        meaning = next((f" ({text})" for key, _, text in describe() if key == missing[0]), "")
-        raise UserError(f"{source}: key {missing[0]!r} is missing; give it a value{meaning}")
+        meanings = {key: f" ({text})" for key, _, text in describe()}
+        raise UserError(f"{source}: key {missing[0]!r} is missing; give it a value{meanings.get(missing[0], '')}")
 
     if missing:
         raise UserError(f"{source}: keys {', '.join(map(repr, missing))} are missing; give them values")
@@ -254,19 +250,23 @@ def describe() -> Iterator[tuple[str, str, str]]:
     for key, kind, own, default in _schema(Experiment()):
         hint = checks.hints(kind)[own.name]
         text = _docs(kind)[own.name].replace("``", "`")
-        if is_dataclass(checks.without_none(hint)[0]):
+        inner, _ = checks.without_none(hint)
+        if is_dataclass(inner):
             yield key, "" if default else " null by default", text
             continue
 
         form = inspect.formatannotation(hint).replace("typing.", "").replace("None", "null")
         form = form.replace(f"{PluginConfig.__module__}.PluginConfig", "{name, params}")
         if default == checks.MISSING_MARK:
-            value = ", required"
+            form += ", required"
         else:
-            value = f" = {json.dumps(default, default=asdict)}"
+            form += f" = {json.dumps(default, default=asdict)}"
 
-        limits = checks.limits(kind).get(own.name)
-        yield key, f" {form}{value}" + (f", {limits[1]}" if limits else ""), text
+        if own.name in checks.limits(kind):
+            _, wanted = checks.limits(kind)[own.name]
+            form += f", {wanted}"
+
+        yield key, f" {form}", text
 
 
 @functools.cache
@@ -284,7 +284,8 @@ def fingerprint(experiment: Experiment) -> str:
     defaults = dict(leaves(asdict(Experiment()), lists=False))
     own = {}
     for key, value in leaves(asdict(experiment), lists=False):
-        if value != defaults.get(key) and not f"{key}.".startswith(free) and not key.endswith(".max_steps"):
+        is_free = f"{key}.".startswith(free) or key.endswith(".max_steps")
+        if value != defaults.get(key) and not is_free:
             own[key] = value
 
     return sha256_json(own)
@@ -296,11 +297,7 @@ def _docs(kind: type) -> dict[str, str]:
     body = ast.parse(inspect.getsource(kind)).body[0]
     assert isinstance(body, ast.ClassDef)
     parent = kind.__base__
-    if parent is not None and is_dataclass(parent):
-        found = dict(_docs(parent))
-    else:
-        found = {}
-
+    found = dict(_docs(parent)) if is_dataclass(parent) else {}
     for statement, below in zip(body.body, body.body[1:], strict=False):
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
             text = inspect.cleandoc(str(below.value.value))  # type: ignore[attr-defined]

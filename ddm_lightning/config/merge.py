@@ -66,22 +66,25 @@ def init_keys(value: Any) -> dict[str, Any]:
 
 def expert_clusters(experiment: Experiment) -> list[int]:
     """Cluster on which each expert trains: by default its number modulo K."""
-    given = []
+    clusters = []
     for number in range(experiment.num_experts):
-        given.append(expert_section(f"expert-{number}", experiment).cluster)
+        cluster = expert_section(f"expert-{number}", experiment).cluster
+        if cluster is None:
+            cluster = number % experiment.prepare.partition.num_clusters
 
-    num_clusters = experiment.prepare.partition.num_clusters
-    return [number % num_clusters if own is None else own for number, own in enumerate(given)]
+        clusters.append(cluster)
+
+    return clusters
 
 
 def island_of(name: str, experiment: Experiment) -> IslandConfig:
-    """Settings of the member's island: ``island`` with what ``islands`` says of its kind, then of the member."""
-    kind = name.partition("-")[0]
-    of_kind = changed(experiment.island, experiment.islands.get(kind))
-    if name == kind:
-        return of_kind
+    """Settings of the member's island: ``island`` with what ``islands`` says of its role, then of the member."""
+    role = name.partition("-")[0]
+    island = changed(experiment.island, experiment.islands.get(role))
+    if name == role:
+        return island
 
-    return changed(of_kind, experiment.islands.get(name))
+    return changed(island, experiment.islands.get(name))
 
 
 def changed(section: _Section, change: Mapping[str, Any] | None) -> _Section:

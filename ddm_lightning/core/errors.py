@@ -74,9 +74,14 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0][:500]
 
 
+def say(line: str) -> None:
+    """Print one line on stderr, at once: beside results, which go to stdout."""
+    print(_with_urls(line), file=sys.stderr, flush=True)
+
+
 def note(line: str) -> None:
-    """Print one line on stderr about something that the program has worked around."""
-    print(f"note: {_with_urls(line)}", file=sys.stderr)
+    """Say that the program has worked around something."""
+    say(f"note: {line}")
 
 
 def redacted(url: str) -> str:

@@ -74,8 +74,8 @@ class S3FileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no a
         bucket, key = _split(path)
         part = {}
         if start is not None:
-            last = "" if end is None else end - 1
-            part["Range"] = f"bytes={start}-{last}"
+            assert end is not None  # a file of fsspec gives both
+            part["Range"] = f"bytes={start}-{end - 1}"
 
         with _missing(path):
             return self._client.get_object(Bucket=bucket, Key=key, **part)["Body"].read()

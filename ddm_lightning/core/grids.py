@@ -101,9 +101,9 @@ def labelled_grid(
     return canvas
 
 
-def scale_of(image: UInt8[np.ndarray, "h w 3"], cell_size: int = CELL_SIZE) -> int:
-    """Factor that enlarges small images to a height of about ``cell_size`` pixels."""
-    return max(1, cell_size // image.shape[0])
+def scale_of(image: UInt8[np.ndarray, "h w 3"]) -> int:
+    """Factor that enlarges small images to a height of about ``CELL_SIZE`` pixels."""
+    return max(1, CELL_SIZE // image.shape[0])
 
 
 def heat_map(axis: Axes, values: np.ndarray, numbers: np.ndarray, form: str, **options: Any) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ddm_lightning.core.errors import line_of, note
+from ddm_lightning.core.errors import line_of, note, say
 
 _WHILE_IMPORTING = (100_000, 50, 100)
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
@@ -87,7 +87,7 @@ def on_orphaned(parent: int, react: Callable[[], object] | None = None, over: th
 
 def _stop_orphan() -> None:
     """Stop a member whose ``fit`` was killed: the next ``fit`` wants its cores."""
-    print("the fit that started this member is gone: stopping, as after SIGTERM", file=sys.stderr, flush=True)
+    say("the fit that started this member is gone: stopping, as after SIGTERM")
     os.kill(os.getpid(), signal.SIGTERM)
 
 

@@ -13,13 +13,13 @@ import os
 import platform
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ddm_lightning.core import checks, remote
-from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.errors import UserError, say
 from ddm_lightning.core.files import parse_json
 from ddm_lightning.core.processes import start_time
 
@@ -104,7 +104,7 @@ class Lease:
             raise LostLeaseError(f"a process on {other.host or 'another machine'} has taken it over")
 
 
-def claim(member: str, url: str, say: Callable[[str], object]) -> Lease:
+def claim(member: str, url: str) -> Lease:
     """Claim a member for this process.
 
     Waits up to ``STALE_SECONDS`` to see whether the process of an earlier claim is alive, unless that was released or
@@ -113,7 +113,6 @@ def claim(member: str, url: str, say: Callable[[str], object]) -> Lease:
     Args:
         member: its name, for messages.
         url: folder of its leases.
-        say: receives a line if it has to wait.
 
     Raises:
         UserError: another process trains the member.
@@ -124,7 +123,7 @@ def claim(member: str, url: str, say: Callable[[str], object]) -> Lease:
     taken = 0  # a listing may be older than what is known
     while True:
         generation = max(taken, newest_generation(url))
-        if generation and _is_alive(url, generation, member, say):
+        if generation and _is_alive(url, generation, member):
             other = read_lease(url, generation)
             raise UserError(
                 f"{member}: is in use by process {other.pid} on {other.host}, which is alive; wait for it or stop it"
@@ -167,7 +166,7 @@ def runs_here(content: Claim) -> bool | None:
     return start_time(content.pid) == content.began
 
 
-def _is_alive(url: str, generation: int, member: str, say: Callable[[str], object]) -> bool:
+def _is_alive(url: str, generation: int, member: str) -> bool:
     first = read_lease(url, generation)
     if first.released:
         return False

@@ -73,7 +73,7 @@ def published(name: str, run: Run) -> Iterator[Publisher | None]:
 
     url = f"{run.url}/members/{name}"
     with remote.reaching():
-        held = lease.claim(name, f"{url}/lease", _say)
+        held = lease.claim(name, f"{url}/lease")
 
     publisher = Publisher(name, run, held)
     publisher.start()  # before a long download, during which the lease must not become stale

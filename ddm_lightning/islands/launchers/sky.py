@@ -20,7 +20,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from ddm_lightning.core import checks
-from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.errors import UserError, say
 from ddm_lightning.core.files import atomic_write_text
 from ddm_lightning.core.processes import STOPPED
 from ddm_lightning.core.registry import LAUNCHERS
@@ -74,7 +74,7 @@ class SkyLauncher(Launcher):
         _program()  # before anything is written
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic_write_text(path, self._file(group, jobs))
-        print(f"sky jobs launch {path}: takes minutes", file=sys.stderr)
+        say(f"sky jobs launch {path}: takes minutes")
         secrets = []
         for name in self.secrets:
             secrets += ["--secret", name]
