@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -22,7 +21,7 @@ from typing import NamedTuple
 
 from ddm_lightning.core import remote
 from ddm_lightning.core.environment import place_of
-from ddm_lightning.core.errors import UserError, first_line
+from ddm_lightning.core.errors import UserError, first_line, say
 from ddm_lightning.core.files import move_folder
 from ddm_lightning.islands import lease
 from ddm_lightning.islands.lease import Lease, LostLeaseError
@@ -139,7 +138,7 @@ class Publisher:
                 break
 
             if self._pull_checkpoint(one, there):
-                _say(f"{self.name}: takes over the checkpoint of step {one.step} from {self.url}")
+                say(f"{self.name}: takes over the checkpoint of step {one.step} from {self.url}")
                 self._pull_rest(there)
                 break
 
@@ -166,7 +165,7 @@ class Publisher:
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 
-        _say(f"{self.url}/{one.name}: damaged checkpoint ({problem}); looks for the one before it")
+        say(f"{self.url}/{one.name}: damaged checkpoint ({problem}); looks for the one before it")
         return False
 
     def _pull_rest(self, there: Iterable[str]) -> None:
@@ -205,7 +204,7 @@ class Publisher:
     def _complain(self, error: Exception) -> None:
         """Say once that the store is down."""
         if not self._is_down:
-            _say(f"{self.name}: cannot publish: {first_line(error)}; goes on and tries again")
+            say(f"{self.name}: cannot publish: {first_line(error)}; goes on and tries again")
 
         self._is_down = True
 
@@ -327,7 +326,7 @@ class Publisher:
         if is_finished:
             raise UserError(f"{self.name}: is finished, but its artifact {remedy}") from error
 
-        _say(f"{self.name}: stopped, but its last checkpoint {remedy}")
+        say(f"{self.name}: stopped, but its last checkpoint {remedy}")
         return True
 
     def _stop_beating(self) -> None:
@@ -348,7 +347,3 @@ def _checkpoints(there: Iterable[str], file: str = ".*") -> list[_Checkpoint]:
 def _is_shared(relative: str) -> bool:
     """Whether to send and fetch a file of a member's folder; hidden ones are perhaps half-written."""
     return _SHARED.fullmatch(relative) is not None and "/." not in relative
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import os
 import signal
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -19,7 +18,7 @@ from pathlib import Path
 
 from ddm_lightning.config.experiment import IslandConfig
 from ddm_lightning.core.environment import place_of
-from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.errors import UserError, say
 from ddm_lightning.core.processes import STARTED, STOPPED
 from ddm_lightning.islands.publish import Publisher
 from ddm_lightning.members.member import Member
@@ -147,12 +146,12 @@ class Slot:
             left = self._end - now
             is_leaving = self._grace_end or (self.publisher is not None and self.publisher.training_over.is_set())
             if is_leaving and left <= 0 and now >= self._grace_end:
-                print(f"{self.name}: its slot is over: ends at once", file=sys.stderr, flush=True)
+                say(f"{self.name}: its slot is over: ends at once")
                 os._exit(STOPPED)
 
             if left <= self._needed and not is_leaving:
                 self._grace_end = now + LEAVING_SECONDS
-                print(f"{self.name}: its slot ends in {left:.0f} s: stops", file=sys.stderr, flush=True)
+                say(f"{self.name}: its slot ends in {left:.0f} s: stops")
                 os.kill(os.getpid(), signal.SIGTERM)
 
             wait = min(_POLL_SECONDS, max(left, 0.1))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -22,7 +21,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from ddm_lightning.config.experiment import SampleConfig
-from ddm_lightning.core.errors import UserError, first_line, line_of
+from ddm_lightning.core.errors import UserError, first_line, line_of, say
 from ddm_lightning.core.files import create_file
 from ddm_lightning.core.grids import heat_map, labelled_grid, scale_of
 from ddm_lightning.core.registry import IMAGE_ENCODERS
@@ -181,7 +180,7 @@ class SampleLogger(L.Callback):
 
                 raise
 
-            print(f"{step}: no images of this validation: {first_line(error)}", file=sys.stderr)
+            say(f"{step}: no images of this validation: {first_line(error)}")
 
     def _sampled(self, module: MemberModule) -> Float[Tensor, "b c h w"]:
         """Sample under the conditions of the held-out batch; raises ``StopIteration`` if the validation must end."""

@@ -35,7 +35,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from ddm_lightning.config.experiment import IslandConfig
 from ddm_lightning.core.environment import Place, Ranks, leave_ranks, place_of
-from ddm_lightning.core.errors import UserError, first_line, line_of
+from ddm_lightning.core.errors import UserError, first_line, line_of, say
 from ddm_lightning.core.processes import handling, on_orphaned
 from ddm_lightning.members.run import Run
 
@@ -142,7 +142,7 @@ def fit_on_ranks(run: Run) -> str:
     os.environ.setdefault("OMP_NUM_THREADS", str(island.num_threads))
     place = place_of(island.nodes)
     if place.endpoint:
-        print(f"node {place.node} of {island.nodes}: meets the others at {place.endpoint}", file=sys.stderr, flush=True)
+        say(f"node {place.node} of {island.nodes}: meets the others at {place.endpoint}")
 
     requests: list[int] = []
     results: list[RunResult | Exception] = []
