@@ -8,6 +8,7 @@ import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -24,11 +25,11 @@ from ddm_lightning.cli.islands import (
 )
 from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.config.merge import island_of
-from ddm_lightning.core import processes
 from ddm_lightning.core.devices import check_devices, configure_torch
 from ddm_lightning.core.environment import Ranks, check_meeting, leave_ranks
 from ddm_lightning.core.errors import UserError, note, redacted, say
 from ddm_lightning.core.formatting import Bars
+from ddm_lightning.core.processes import STOPPED
 from ddm_lightning.core.registry import require
 from ddm_lightning.ensemble.changes import added, removed, replaced
 from ddm_lightning.ensemble.manifest import EnsembleManifest, assemble
@@ -47,7 +48,7 @@ from ddm_lightning.members.preflight import check_networks, check_plugins, check
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import SIGNATURE, RunFolder, refuse_changed
 from ddm_lightning.members.signatures import PREPARE, check_keys, sign_manifest, verify
-from ddm_lightning.shards.manifest import DataSizes, Manifest
+from ddm_lightning.shards.manifest import Manifest
 from ddm_lightning.use.download import fetched
 from ddm_lightning.use.ensemble import DecentralizedEnsemble
 from ddm_lightning.use.export import CONDITION_FILE, export_diffusers, export_member, export_peft
@@ -83,7 +84,8 @@ def _dry_run(experiment: Experiment, options: argparse.Namespace) -> None:
 
     prepare = experiment.prepare
     console = Console()
-    plan = dry_run(experiment, RunFolder.of(experiment).root, _networks_check(experiment, options))
+    check = partial(check_networks, experiment, source=options.config, overrides=options.overrides)
+    plan = dry_run(experiment, RunFolder.of(experiment).root, check)
     num_processes = num_processes_for(prepare, plan.num_parts, plan.num_samples)
     console.print(dry_run_table(plan, num_processes, num_gpus_for(prepare)))
     print(plan.seen)
@@ -103,13 +105,6 @@ def _check(experiment: Experiment, options: argparse.Namespace, members: Sequenc
         check_keys(name, Run(experiment))
 
 
-def _networks_check(
-    experiment: Experiment, options: argparse.Namespace, *, initial: bool = False
-) -> Callable[[DataSizes | Manifest], None]:
-    """Build a check of the networks (with ``initial``, of their initial weights, too) against the sizes of the data."""
-    return lambda sizes: check_networks(experiment, sizes, options.config, options.overrides, initial=initial)
-
-
 def _prepared(experiment: Experiment, options: argparse.Namespace) -> Run | None:
     """Prepare the run, or this machine's share of it, if it is not up to date, and open its folder.
 
@@ -121,16 +116,17 @@ def _prepared(experiment: Experiment, options: argparse.Namespace) -> Run | None
     from ddm_lightning.prepare.stages import prepare, prepare_share
 
     parts = getattr(options, "parts", None)  # fit has neither this option nor --prune
+    share = None if parts is None else Share.parse(parts)
     folder = RunFolder.of(experiment).root
-    check = _networks_check(experiment, options, initial=True)
-    check_free(Run(experiment), parts=parts is not None)
+    check = partial(check_networks, experiment, source=options.config, overrides=options.overrides, initial=True)
+    check_free(Run(experiment), parts=share is not None)
     with Bars(Console(), transient=True) as bars:
         reporter = Reporter(bars)
         manifest: Manifest | None
-        if parts is None:
+        if share is None:
             manifest = prepare(experiment, folder, reporter, check, getattr(options, "prune", False))
         else:
-            manifest = prepare_share(experiment, folder, Share.parse(parts), reporter, check)
+            manifest = prepare_share(experiment, folder, share, reporter, check)
 
         if manifest is None:
             return None
@@ -176,15 +172,14 @@ def _fit_one(member: str, experiment: Experiment, options: argparse.Namespace) -
 
     manifest = run.manifest  # an island gets prepared shards; it does not make them
     if not run.folder.experiment.exists():
-        _networks_check(experiment, options)(manifest)
+        check_networks(experiment, manifest, options.config, options.overrides)
 
     state = fit_on_island(run.member(member), run)
+    if state == "stopped":
+        return STOPPED
     if state == "done":
         print_skipped([member], run, options)
         print(f"artifact: {run.folder.artifact(member)}\ncurves: tensorboard --logdir {run.folder.root}")
-
-    if state == "stopped":
-        return processes.STOPPED
 
     return None
 
@@ -219,7 +214,7 @@ def _fit_several(members: list[str], experiment: Experiment, options: argparse.N
 
         say(f"logs: {run.folder.root / 'members'}; run the same command again to train the rest")
         codes = {failure.code for failure in failures.values()}
-        if codes in ({2}, {processes.STOPPED}):
+        if codes in ({2}, {STOPPED}):
             return codes.pop()
 
         return 1
@@ -286,10 +281,11 @@ def _sample(experiment: Experiment, options: argparse.Namespace) -> None:
     from ddm_lightning.use.samples import settings_line, write_samples
 
     given = {"--strategy": options.strategy, "--num": options.num, "--seed": options.seed}
+    words = [f"{name} {value}" for name, value in given.items() if value is not None]
     settings = resolve(
         experiment,
         options.overrides,
-        source=" ".join(f"{name} {value}" for name, value in given.items() if value is not None) or options.config,
+        source=" ".join(words) or options.config,
         strategy=options.strategy,
         num_per_prompt=options.num,
         seed=options.seed,

@@ -80,7 +80,7 @@ def check_experiment(
             checks.check(change, schema, key, where, references=False)
 
     check_changes("expert.overrides", experiment.expert.overrides, ExpertConfig, experts, "expert")
-    check_changes("islands", experiment.islands, IslandConfig, [*experts, *ROLE_NAMES], "member or kind")
+    check_changes("islands", experiment.islands, IslandConfig, [*experts, *ROLE_NAMES], "member or role")
     initial = {"expert": experiment.expert.init_from, "router": experiment.router.init_from}
     for name, change in experiment.expert.overrides.items():
         initial[f"expert.overrides.{name}"] = change.get("init_from")

@@ -223,8 +223,8 @@ def without_none(kind: Any) -> tuple[Any, bool]:
     return kind, False
 
 
-# Of each kind: whether a value is one, its name, and the remedy for any other value of settings.
-_KINDS: dict[Any, tuple[Callable[[Any], bool], str, str]] = {
+# Of each type: whether a value has it, its name, and the remedy for any other value of settings.
+_TYPES: dict[Any, tuple[Callable[[Any], bool], str, str]] = {
     bool: (lambda value: type(value) is bool, "true or false", "write true or false, without quotes"),
     str: (
         lambda value: type(value) is str,
@@ -274,7 +274,7 @@ class _Checker:
             return self._section(value, kind, key)
 
         origin = typing.get_origin(kind) or kind
-        is_right, wanted, remedy = _KINDS.get(_CONTAINERS.get(origin, origin), _KINDS[Any])
+        is_right, wanted, remedy = _TYPES.get(_CONTAINERS.get(origin, origin), _TYPES[Any])
         if not is_right(value) or (value == MISSING_MARK and self.remedy):
             self._refuse_value(key, wanted, value, remedy)
 

@@ -1,1 +1,1 @@
-"""Train members on this machine and show their progress."""
+"""Islands: members as processes, here and elsewhere, and what they share at a run's URL."""

@@ -414,7 +414,7 @@ def test_forged_handles_reach_no_program(run, tmp_path, capsys, program, text):
             ["--on", "local", "islands.router.nodes=2"],
             "key 'island.nodes' = 2 of router: --on local gives a member one ",
         ),
-        (["--on", "local", "islands.expert-7.devices=2"], "key 'islands.expert-7': there is no such member or kind"),
+        (["--on", "local", "islands.expert-7.devices=2"], "key 'islands.expert-7': there is no such member or role"),
         (["--on", "local", "islands.router.device=2"], "unknown key 'islands.router.device'"),
         (["--on", "local", "islands.router.devices=0"], "key 'islands.router.devices' = 0"),
     ],
