@@ -235,7 +235,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (UserError, OSError, MemoryError, RuntimeError) as error:
-        if (line := line_of(error)) is None:
+        line = line_of(error)
+        if line is None:
             raise
 
         say(f"error: {line}")

@@ -140,7 +140,8 @@ def _problems(experiment: Experiment) -> Iterator[Problem]:
     batch_sizes["monolith"] = all_samples
     batch_sizes["student"] = experiment.distill.global_batch_size or all_samples
     for cluster, held in enumerate(intervals):
-        if (gap := checks.uncovered(held)) is not None:
+        gap = checks.uncovered(held)
+        if gap is not None:
             remedy = "change an expert's interval or cluster, or expert.num_experts"
             yield "expert.overrides", f"cluster {cluster} has {gap}; {remedy}"
 

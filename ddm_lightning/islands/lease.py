@@ -170,7 +170,9 @@ def _is_alive(url: str, generation: int, member: str) -> bool:
     first = read_lease(url, generation)
     if first.released:
         return False
-    if (runs := runs_here(first)) is not None:
+
+    runs = runs_here(first)
+    if runs is not None:
         return runs
 
     say(f"{member}: waits {STALE_SECONDS:g} s to see whether its process on {first.host or 'a machine'} is alive")

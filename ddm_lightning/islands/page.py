@@ -84,7 +84,8 @@ def read_curves(name: str, run: Run) -> Curves:
         for path in sorted(folder.glob("*tfevents*")):
             events = EventAccumulator(str(path), size_guidance={"scalars": _MAX_POINTS})
             try:
-                for tag in events.Reload().Tags()["scalars"]:
+                events.Reload()
+                for tag in events.Tags()["scalars"]:
                     if not tag.startswith(_BY_NOISE_LEVEL):
                         parts[tag].append({one.step: one.value for one in events.Scalars(tag)})
             except Exception as error:  # noqa: BLE001  # damaged or a stranger's; TensorBoard raises its own
