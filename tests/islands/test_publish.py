@@ -155,7 +155,7 @@ def publisher(tmp_path, tiny_prepared, monkeypatch):
     monkeypatch.setattr(lease, "HEARTBEAT_SECONDS", 0.02)
     run = Run(load_experiment(str(TINY), [f"run_dir={tmp_path / 'run'}", f"remote={tmp_path / 'store'}"]))
     shutil.copytree(tiny_prepared, run.folder.root)
-    held = lease.claim("expert-0", f"{run.url}/members/expert-0/lease", print)
+    held = lease.claim("expert-0", f"{run.url}/members/expert-0/lease")
     (run.folder.member("expert-0") / "tensorboard").mkdir(parents=True)
     return Publisher("expert-0", run, held)
 

@@ -49,7 +49,7 @@ def start(run, monkeypatch, name="expert-0", **fields):
     """The training of a member on another machine, as far as its heartbeat goes."""
     with monkeypatch.context() as patched:
         patched.setattr(lease, "_machine", lambda: "another start of another machine")
-        held = lease.claim(name, f"{run.url}/members/{name}/lease", print)
+        held = lease.claim(name, f"{run.url}/members/{name}/lease")
     own = {
         "state": "training",
         "step": 20,
@@ -114,7 +114,7 @@ def test_other_states_need_no_heartbeat(run, clock, monkeypatch):
 
 
 def test_a_process_of_this_machine_is_asked_directly(run):
-    held = lease.claim("expert-0", f"{run.url}/members/expert-0/lease", print)
+    held = lease.claim("expert-0", f"{run.url}/members/expert-0/lease")
     held.beat(vars(MemberStatus("expert-0", 100, "training")))
     assert look(Watch(run)).health == "training"
     held._content.began = "1"  # another process had this id
