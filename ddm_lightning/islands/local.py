@@ -151,7 +151,7 @@ def fit_alone(member: Member, run: Run) -> str:
     with ranks.recorded():
         state = fit_member(member, run).state
 
-    ranks.tell_state(state)
+    ranks.report_state(state)
     is_told = not ranks.is_rank_zero() or (state == "stopped" and ranks.has_agent())
     if is_told:
         return "told"

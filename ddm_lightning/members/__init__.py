@@ -1,1 +1,6 @@
-"""Members: networks that train alone, their run folder, status and artifacts, and how these make an ensemble."""
+"""Members: the networks that train alone, and what is on disk of each.
+
+- ``run``: an experiment and its folder; ``run_folder``: paths and locks; ``member``: roles, a member resolved
+- ``initial``: weights to start from; ``artifact``, ``load``, ``signatures``: what is handed over, read and trusted
+- ``cost``: memory and FLOPs; ``preflight``: checks before a start; ``status``: how far a member is
+"""

@@ -26,7 +26,7 @@ from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.flow.path import PATHS, PREDICTIONS
 from ddm_lightning.members.member import EXPERT, ROLES, Member, expert_name, role_of
 from ddm_lightning.members.run_folder import MEMBER_FILE
-from ddm_lightning.members.status import CONDITIONAL, HELD_OUT_STEP, TEMPERATURE, MemberStatus
+from ddm_lightning.members.status import CONDITIONAL, HELD_OUT_STEP, TEMPERATURE_METRIC, MemberStatus
 from ddm_lightning.shards.manifest import Manifest
 
 FORMAT_VERSION = 1
@@ -126,7 +126,7 @@ class ArtifactMeta:
             raise ValueError("key 'condition' has more than 2^24 numbers")
         if counts and (condition.kind != "class" or len(counts) != condition.size or not any(counts)):
             raise ValueError("key 'class_counts' must count the images of every class of key 'condition'")
-        if any(value <= 0 for key, value in self.metrics.items() if key.startswith(TEMPERATURE)):
+        if any(value <= 0 for key, value in self.metrics.items() if key.startswith(TEMPERATURE_METRIC)):
             raise ValueError("key 'metrics' holds a temperature that is not positive")
 
     @property
@@ -196,7 +196,7 @@ def base_file(root: Path, meta: ArtifactMeta) -> Path:
 def temperatures_of(meta: ArtifactMeta) -> tuple[list[float], list[float]]:
     """Temperatures of a router's logits without and with a condition, by equal parts of t; empty if not calibrated."""
     found = []
-    for prefix in (TEMPERATURE, TEMPERATURE + CONDITIONAL):
+    for prefix in (TEMPERATURE_METRIC, TEMPERATURE_METRIC + CONDITIONAL):
         by_time = {}
         for key, value in meta.metrics.items():
             if re.fullmatch(rf"{prefix}_t[\d.]+", key):

@@ -20,7 +20,7 @@ from ddm_lightning.core.processes import start_time
 HELD_OUT_STEP = "held_out/step"
 KEPT = "kept_step"
 """Metric of an artifact: step at which its other held-out figures were measured."""
-TEMPERATURE = "held_out/temperature"
+TEMPERATURE_METRIC = "held_out/temperature"
 """Metrics of a router that start with this are its temperatures by t, which sampling applies."""
 CONDITIONAL = "_conditional"
 """Ends the names of a router's figures with the condition."""

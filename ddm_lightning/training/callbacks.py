@@ -25,11 +25,11 @@ from ddm_lightning.core.formatting import Bars
 from ddm_lightning.core.processes import STOPPED
 from ddm_lightning.members.status import KEPT, MemberStatus, loss_of
 from ddm_lightning.training import ema
-from ddm_lightning.training.checkpoint import TEMPORARY, checkpoints_in, read_rest, step_of
+from ddm_lightning.training.checkpoint import TEMPORARY, checkpoints_in, read_trainer_state, step_of
 from ddm_lightning.training.guard import skipped_file
 from ddm_lightning.training.module import MemberModule
 from ddm_lightning.training.parallel import BackgroundCheckpoints
-from ddm_lightning.training.ranks import POLL_STEPS, has_agent, is_rank_zero, tell_state
+from ddm_lightning.training.ranks import POLL_STEPS, has_agent, is_rank_zero, report_state
 
 
 class Reporter(L.Callback):
@@ -286,7 +286,7 @@ class RollingCheckpoints(L.Callback):
     def _is_milestone(self, path: Path) -> bool:
         """Whether ``path`` is a milestone by this island's setting, or was one by the setting it was saved under."""
         try:
-            recorded = read_rest(path)["experiment"]["island"]["milestone_every_n_steps"]
+            recorded = read_trainer_state(path)["experiment"]["island"]["milestone_every_n_steps"]
         except (OSError, EOFError, RuntimeError, UnpicklingError, LookupError, TypeError):  # damaged
             recorded = None
 
@@ -336,7 +336,7 @@ class StopOnRequest(L.Callback):
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Let signals wait for the end of a step from here on; a collective."""
         self._training = True
-        tell_state("training")
+        report_state("training")
         # Lightning has put a handler of SIGTERM in front, which calls a collective that other ranks do not. It gives
         # back the one before it after the training.
         signal.signal(signal.SIGTERM, self.request)

@@ -1,8 +1,8 @@
 """Checkpoints: the training state as named tensors, in folders written in the background while training continues.
 
 A folder is whole or absent. It holds safetensors files with each rank's shards (torch's distributed checkpoint,
-readable by any number of ranks), ``rest.pt`` with the Trainer's own state, and ``files.json`` with the SHA-256 of each
-file. Reading runs no code: ``rest.pt`` is loaded with ``weights_only``. ``callbacks`` says when one is saved.
+readable by any number of ranks), ``trainer.pt`` with the Trainer's own state, and ``files.json`` with the SHA-256 of
+each file. Reading runs no code: ``trainer.pt`` is loaded with ``weights_only``. ``callbacks`` says when one is saved.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from ddm_lightning.members.member import STUDENT, Member
 from ddm_lightning.members.run_folder import refuse_changes
 
 FILES = "files.json"
-REST = "rest.pt"
+TRAINER_STATE = "trainer.pt"
 TEMPORARY = ".tmp-"
 _MODEL = "model/"
 _OPTIMIZER = "optimizer/"
@@ -139,7 +139,7 @@ class CheckpointWriter:
                 no_dist=self.group is None,
             )
             if self.is_rank_zero:
-                (temporary / REST).write_bytes(rest)
+                (temporary / TRAINER_STATE).write_bytes(rest)
                 names = sorted(path.name for path in temporary.iterdir())
                 hashes = remote.in_threads(lambda name: sha256_file(temporary / name), names)
                 atomic_write_json(temporary / FILES, dict(zip(names, hashes, strict=True)))
@@ -191,9 +191,9 @@ class CheckpointWriter:
         self._stager.close()
 
 
-def read_rest(path: Path) -> dict[str, Any]:
+def read_trainer_state(path: Path) -> dict[str, Any]:
     """Everything in the checkpoint ``path`` besides named tensors."""
-    return torch.load(path / REST, map_location="cpu", weights_only=True)
+    return torch.load(path / TRAINER_STATE, map_location="cpu", weights_only=True)
 
 
 def stored_sizes(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
@@ -214,7 +214,11 @@ def damage_of(path: Path) -> str | None:
     """Describe the damage of the checkpoint ``path``; None if it is whole."""
     try:
         sums = parse_json((path / FILES).read_bytes())
-        if not isinstance(sums, dict) or REST not in sums or not all(SHA256[0](value) for value in sums.values()):
+        if (
+            not isinstance(sums, dict)
+            or TRAINER_STATE not in sums
+            or not all(SHA256[0](value) for value in sums.values())
+        ):
             return f"{FILES} is not a list of files and hashes"
         if extra := {found.name for found in path.glob("*.safetensors")} - sums.keys():
             return f"{min(extra)} is not listed in {FILES}"  # but would be read
@@ -230,9 +234,9 @@ def damage_of(path: Path) -> str | None:
         if problem := next(filter(None, remote.in_threads(problem_of, sums)), None):
             return problem
 
-        torch.load(path / REST, map_location="meta", weights_only=True)
+        torch.load(path / TRAINER_STATE, map_location="meta", weights_only=True)
     except pickle.UnpicklingError:  # torch's message tells how to run the code in it
-        return f"{REST} holds more than plain values"
+        return f"{TRAINER_STATE} holds more than plain values"
     except (ValueError, OSError, RuntimeError, EOFError) as error:
         return first_line(error)
 
@@ -429,24 +433,29 @@ def check_origin(path: Path, own: Mapping[str, Any]) -> str | None:
     Raises:
         UserError: the checkpoint is another member's, of another experiment, teacher or initial weights.
     """
-    rest = read_rest(path)
+    saved = read_trainer_state(path)
     member = own["member"]
-    if rest.get("member") != member:
+    if saved.get("member") != member:
         raise UserError(
-            f"{path}: is a checkpoint of {rest.get('member')}, not of {member}; move it to that folder, or remove it"
+            f"{path}: is a checkpoint of {saved.get('member')}, not of {member}; move it to that folder, or remove it"
         )
 
-    refuse_changes(path, rest["experiment"], own["experiment"])
-    ends = own["experiment"]["expert"]["train"]["schedule"] != "constant"
-    for key in ("teacher", "global_batch_size", *(["max_steps"] if ends else [])) if member == STUDENT else ():
-        was, now = (one["experiment"]["distill"][key] for one in (rest, own))
-        if was != now:
-            raise UserError(
-                f"{path}: was trained with distill.{key} = {was!r}, not {now!r}; set it back, or use another folder "
-                "with run_dir=…"
-            )
+    refuse_changes(path, saved["experiment"], own["experiment"])
+    if member == STUDENT:
+        keys = ["teacher", "global_batch_size"]
+        if own["experiment"]["expert"]["train"]["schedule"] != "constant":
+            keys.append("max_steps")
 
-    started = rest.get("initial_sha256")
+        for key in keys:
+            was = saved["experiment"]["distill"][key]
+            now = own["experiment"]["distill"][key]
+            if was != now:
+                raise UserError(
+                    f"{path}: was trained with distill.{key} = {was!r}, not {now!r}; set it back, or use another "
+                    "folder with run_dir=…"
+                )
+
+    started = saved.get("initial_sha256")
     if started != own["initial_sha256"]:
         raise UserError(
             f"{path}: started from weights with SHA-256 {started}, and init_from has {own['initial_sha256']}; put the "
@@ -454,9 +463,13 @@ def check_origin(path: Path, own: Mapping[str, Any]) -> str | None:
         )
 
     new = own["experiment"]["island"]
-    old = {"nodes": 1, **rest["experiment"]["island"]}  # an earlier release knew one node
-    names = _NUMERICS if new["accelerator"] == "cpu" else _NUMERICS[:-1]
-    if not (differing := [name for name in names if old.get(name) != new[name]]):
+    old = saved["experiment"]["island"]
+    names = [*_NUMERICS]
+    if new["accelerator"] != "cpu":
+        names.remove("num_threads")
+
+    differing = [name for name in names if old.get(name) != new[name]]
+    if not differing:
         return None
 
     settings = ", ".join(f"island.{name}={_in_yaml(new[name])} (was {_in_yaml(old.get(name))})" for name in differing)

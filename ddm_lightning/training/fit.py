@@ -62,7 +62,7 @@ def fit_member(member: Member, run: Run) -> MemberStatus:
     max_steps = member.train.max_steps
     status = MemberStatus.read(folder, name, max_steps)
     status.max_steps = max_steps  # a finished training may be extended
-    if not ranks.told_by_rank_zero("finished", run.is_finished(name)):
+    if not ranks.broadcast_from_rank_zero("finished", run.is_finished(name)):
         folder.mkdir(parents=True, exist_ok=True)
         if status.runs():
             user = f"another process ({status.pid})"
@@ -118,7 +118,7 @@ def _train(member: Member, run: Run, status: MemberStatus, console: Console) -> 
     if ranks.is_rank_zero():
         newest = checkpoint.choose(folder / "checkpoints", origin, console)
 
-    told = ranks.told_by_rank_zero("checkpoint", newest.name if newest else None)
+    told = ranks.broadcast_from_rank_zero("checkpoint", newest.name if newest else None)
     resume = told and folder / "checkpoints" / told
     initial = member.initial
     if resume is None and initial is not None:

@@ -41,13 +41,13 @@ from ddm_lightning.flow.timesteps import sample_timesteps, stratified_timesteps
 from ddm_lightning.members.member import Member
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.signatures import check_used
-from ddm_lightning.members.status import CONDITIONAL, TEMPERATURE
+from ddm_lightning.members.status import CONDITIONAL, TEMPERATURE_METRIC
 from ddm_lightning.networks.calibration import Calibration
 
 NUM_VALIDATION_TIMESTEPS = 8
 _COLUMNS = {"class": "label", "tokens": "text_tokens", "text": "text"}
 """Column of the shards by kind of condition."""
-ECE = "held_out/calibration_error"
+CALIBRATION_ERROR_METRIC = "held_out/calibration_error"
 
 
 @dataclass(frozen=True)
@@ -122,8 +122,7 @@ class Averages:
         sums, counts = table.tolist()
         names = []
         for name, pair in drained.items():
-            for one in _names(name, pair.view(2, -1).shape[1]):
-                names.append(one)
+            names += _names(name, pair.view(2, -1).shape[1])
 
         return {name: total / count for name, total, count in zip(names, sums, counts, strict=True) if count}
 
@@ -421,7 +420,11 @@ class Classification(Objective):
 
             temperatures = calibration.temperatures()
             (before, after) = calibration.errors()
-            for name, values in ((TEMPERATURE, temperatures), (ECE, before), (f"{ECE}_calibrated", after)):
+            for name, values in (
+                (TEMPERATURE_METRIC, temperatures),
+                (CALIBRATION_ERROR_METRIC, before),
+                (f"{CALIBRATION_ERROR_METRIC}_calibrated", after),
+            ):
                 figures |= {f"{name}{branch}{time_suffix(index)}": value for index, value in enumerate(values)}
 
         return {name: value for name, value in figures.items() if math.isfinite(value)}

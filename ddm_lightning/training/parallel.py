@@ -40,7 +40,7 @@ from ddm_lightning.training.checkpoint import (
     load_groups,
     load_tensors,
     named_groups,
-    read_rest,
+    read_trainer_state,
     tensors_of,
 )
 
@@ -112,7 +112,7 @@ class BackgroundCheckpoints(strategies.Strategy):
         (optimizer,) = self.optimizers
         assert module is not None
         with self._on_each_node(Path(checkpoint_path)) as path:
-            rest = read_rest(path)
+            rest = read_trainer_state(path)
             load_tensors(path, module, optimizer, self._hosts)
 
         load_groups(optimizer, rest["groups"])

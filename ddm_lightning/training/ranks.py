@@ -39,7 +39,7 @@ from ddm_lightning.core.errors import UserError, first_line, line_of, say
 from ddm_lightning.core.processes import handling, on_orphaned
 from ddm_lightning.members.run import Run
 
-MEETING_SECONDS = 1800
+RENDEZVOUS_SECONDS = 1800
 """Time for all nodes to start ``fit``; node 0 first fetches the newest checkpoint."""
 RESUMES = "the same command resumes at the newest checkpoint"
 _OTHERS_TELL_SECONDS = 5.0
@@ -53,7 +53,7 @@ POLL_STEPS = 10
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Variable of a rank that an agent of torchrun started: where it expects the rank's error."""
 _STATE = "state"
-"""File beside that of an error; see ``tell_state``."""
+"""File beside that of an error; see ``report_state``."""
 
 
 def is_rank() -> bool:
@@ -103,7 +103,7 @@ def _store() -> Any:
     return next(iter(rendezvous("env://")))[0]
 
 
-def told_by_rank_zero(key: str, value: str | bool | None) -> Any:
+def broadcast_from_rank_zero(key: str, value: str | bool | None) -> Any:
     """Return rank zero's ``value`` on every rank, also before there is a process group.
 
     Args:
@@ -118,7 +118,7 @@ def told_by_rank_zero(key: str, value: str | bool | None) -> Any:
     return json.loads(_store().get(key))
 
 
-def tell_state(state: str) -> None:
+def report_state(state: str) -> None:
     """Tell the process that started the ranks of this node how far they are: ``training``, ``stopped`` or ``done``."""
     if _ERROR_FILE in os.environ and Ranks.read().local_rank == 0:
         Path(os.environ[_ERROR_FILE]).with_name(_STATE).write_text(state, encoding="utf-8")
@@ -182,7 +182,7 @@ def fit_on_ranks(run: Run) -> str:
                     _signal(pids if was_killed else pids[:1], signal.SIGKILL if was_killed else number)
 
         if was_killed:
-            tell(group.store, place, "was interrupted before the first step")
+            report_failure(group.store, place, "was interrupted before the first step")
             raise KeyboardInterrupt
 
         result = results[0]
@@ -203,7 +203,7 @@ def _signal(pids: Iterable[int], number: int) -> None:
 
 
 def _states(folder: str) -> list[str]:
-    """What this node's first rank has told by ``tell_state``, if it has."""
+    """What this node's first rank has told by ``report_state``, if it has."""
     return [path.read_text(encoding="utf-8") for path in Path(folder).rglob(_STATE)]
 
 
@@ -212,7 +212,7 @@ def _agent(island: IslandConfig, place: Place, folder: str) -> LocalElasticAgent
     if island.nodes == 1:
         parameters = RendezvousParameters("c10d", "localhost:0", f"{_OWN}{os.getpid()}", 1, 1, local_addr="localhost")
     else:
-        settings: dict[str, Any] = {"rank": place.node, "timeout": MEETING_SECONDS}
+        settings: dict[str, Any] = {"rank": place.node, "timeout": RENDEZVOUS_SECONDS}
         parameters = RendezvousParameters("static", place.endpoint, _OWN, island.nodes, island.nodes, **settings)
 
     spec = WorkerSpec(
@@ -260,7 +260,7 @@ def failure(store: Any) -> str | None:
         return f"node 0 is gone; {RESUMES}"
 
 
-def tell(store: Any, place: Place, reason: str) -> None:
+def report_failure(store: Any, place: Place, reason: str) -> None:
     """Tell the other nodes that this one has failed, so that they end."""
     with contextlib.suppress(DistError):
         store.set(_FAILURE, f"node {place.node}: {reason}")
@@ -280,7 +280,7 @@ def first_cause(own: Exception, store: Any, place: Place) -> Exception:
     if place.endpoint and any(words in str(own) for words in _LOST):
         own = UserError(f"another node is gone; {RESUMES}")
 
-    tell(store, place, str(own).strip().splitlines()[-1])
+    report_failure(store, place, str(own).strip().splitlines()[-1])
     return own
 
 

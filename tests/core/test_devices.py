@@ -131,7 +131,7 @@ def test_one_signal_stops_both_and_they_resume_to_the_same_bits(pair, finished_r
 def saved(run, step):
     """The optimizer's state of a checkpoint: of each parameter by name, and its groups."""
     path = run / f"members/expert-0/checkpoints/step-{step:08d}.ckpt"
-    rest = torch.load(path / "rest.pt", weights_only=True)
+    rest = torch.load(path / "trainer.pt", weights_only=True)
     assert rest["global_step"] == step
     return SimpleNamespace(state=state_by_parameter(path), groups=rest["groups"])
 

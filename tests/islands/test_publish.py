@@ -142,9 +142,9 @@ def test_a_damaged_published_checkpoint_gives_way_to_the_one_before_it(store, fi
     first.kill()
     first.wait()
     older, newest = published_steps(url)[-2:]
-    remote.write(f"{url}/members/expert-0/checkpoints/{newest}/rest.pt", b"garbage")
+    remote.write(f"{url}/members/expert-0/checkpoints/{newest}/trainer.pt", b"garbage")
     _, said = finish(start("fit", tmp_path / "two", f"remote={url}", "member=expert-0"))
-    assert "damaged checkpoint (rest.pt has changed since it was written)" in said
+    assert "damaged checkpoint (trainer.pt has changed since it was written)" in said
     assert f"takes over the checkpoint of step {int(older[5:13])}" in said
     assert weights(tmp_path / "two/members/expert-0") == weights(finished_run / "members/expert-0")
 
@@ -188,14 +188,14 @@ def write_directly(url, content):
 def test_a_checkpoint_is_published_whole_though_training_removes_it_meanwhile(publisher, monkeypatch):
     checkpoint = publisher.folder / "checkpoints/step-00000010.ckpt"
     checkpoint.mkdir(parents=True)
-    for name in ("files.json", "rest.pt"):
+    for name in ("files.json", "trainer.pt"):
         (checkpoint / name).write_text(name)
     put = remote.put
     monkeypatch.setattr(
         remote, "put", lambda path, url: (shutil.rmtree(checkpoint, ignore_errors=True), put(path, url))
     )
     publisher.publish()
-    assert set(remote.files(f"{publisher.url}/checkpoints/step-00000010.ckpt.1")) == {"files.json", "rest.pt"}
+    assert set(remote.files(f"{publisher.url}/checkpoints/step-00000010.ckpt.1")) == {"files.json", "trainer.pt"}
     assert {path.name for path in publisher.folder.iterdir()} == {"checkpoints", "tensorboard"}
 
 
@@ -217,24 +217,24 @@ def test_the_file_that_makes_a_folder_count_goes_last(publisher, monkeypatch):
     monkeypatch.setattr(remote, "put", lambda path, url: sent.append("/".join(url.split("/")[-2:])) or put(path, url))
     folder = publisher.folder / "checkpoints/step-00000030.ckpt"
     folder.mkdir(parents=True)
-    for name in ("files.json", "a.pt", "rest.pt"):
+    for name in ("files.json", "a.pt", "trainer.pt"):
         (folder / name).write_text("{}")
     put_artifact(publisher.run.folder.artifact("expert-0"), step=publisher.run.max_steps("expert-0"))
     publisher.publish()
-    checkpoint = [f"step-00000030.ckpt.1/{name}" for name in ("a.pt", "rest.pt", "files.json")]
+    checkpoint = [f"step-00000030.ckpt.1/{name}" for name in ("a.pt", "trainer.pt", "files.json")]
     assert sent == [*checkpoint, "artifact/model.safetensors", "artifact/member.json"]
 
 
 def test_what_a_killed_process_has_half_sent_is_removed(publisher):
     folder = publisher.folder / "checkpoints/step-00000030.ckpt"
     folder.mkdir(parents=True)
-    for name in ("files.json", "rest.pt"):
+    for name in ("files.json", "trainer.pt"):
         (folder / name).write_text("{}")
     there = f"{publisher.url}/checkpoints"
     for stem in ("step-00000010.ckpt.1", "step-00000020.ckpt.0"):  # by steps, whichever process got there
         remote.write(f"{there}/{stem}/files.json", b"{}")
     for stem in ("step-00000025.ckpt.1", "step-00000040.ckpt.2"):  # the second one's process goes on
-        remote.write(f"{there}/{stem}/rest.pt", b"half")
+        remote.write(f"{there}/{stem}/trainer.pt", b"half")
     publisher.publish()
     assert {name.split("/")[0] for name in remote.files(there)} == {
         "step-00000020.ckpt.0",
@@ -255,7 +255,7 @@ def test_a_published_checkpoint_replaces_damaged_ones_here(publisher, finished_r
     steps = sorted((finished_run / "members/expert-0/checkpoints").glob("step-*.ckpt"))
     for path in steps:
         shutil.copytree(path, publisher.folder / "checkpoints" / path.name)
-        (publisher.folder / "checkpoints" / path.name / "rest.pt").write_bytes(b"garbage")
+        (publisher.folder / "checkpoints" / path.name / "trainer.pt").write_bytes(b"garbage")
     shutil.copytree(steps[0], f"{publisher.url}/checkpoints/{steps[0].name}.1")
     publisher.pull()
     assert find_resumable(publisher.folder / "checkpoints")[0].name == steps[0].name
@@ -298,8 +298,8 @@ def test_only_curves_and_averages_are_sent_and_fetched(publisher):
 def test_a_machine_that_goes_on_has_the_curves_and_averages_of_the_one_before(publisher, tmp_path):
     checkpoint = "checkpoints/step-00000010.ckpt"
     (publisher.folder / checkpoint).mkdir(parents=True)
-    torch.save({}, publisher.folder / checkpoint / "rest.pt")
-    content = {"rest.pt": hashlib.sha256((publisher.folder / checkpoint / "rest.pt").read_bytes()).hexdigest()}
+    torch.save({}, publisher.folder / checkpoint / "trainer.pt")
+    content = {"trainer.pt": hashlib.sha256((publisher.folder / checkpoint / "trainer.pt").read_bytes()).hexdigest()}
     (publisher.folder / checkpoint / "files.json").write_text(json.dumps(content))
     names = ("tensorboard/events", "csv/metrics.csv", "skipped_steps.jsonl", "ema/width-0.1-step-00000010.safetensors")
     for name in names:
@@ -310,7 +310,7 @@ def test_a_machine_that_goes_on_has_the_curves_and_averages_of_the_one_before(pu
     there = Run(replace(publisher.run.experiment, run_dir=str(tmp_path / "there")))
     with published("expert-0", there):
         folder = there.folder.member("expert-0")
-        assert (folder / checkpoint / "rest.pt").exists()
+        assert (folder / checkpoint / "trainer.pt").exists()
         assert {name: (folder / name).read_text() for name in names} == {name: f"what {name} holds" for name in names}
 
 

@@ -19,7 +19,7 @@ def stored(folder):
         # Sharded along the first dimension alone; a rank may have nothing.
         parts = sorted((part for part in parts if part[1].numel()), key=lambda part: part[0][:1])
         whole[name] = parts[0][1] if len(parts) == 1 else torch.cat([part for _, part in parts])
-    return whole, torch.load(folder / "rest.pt", weights_only=True)
+    return whole, torch.load(folder / "trainer.pt", weights_only=True)
 
 
 def state_by_parameter(folder):

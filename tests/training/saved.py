@@ -5,7 +5,7 @@ from ddm_lightning.training.checkpoint import (
     load_groups,
     load_tensors,
     named_groups,
-    read_rest,
+    read_trainer_state,
     tensors_of,
 )
 
@@ -21,4 +21,4 @@ def save(path, module, optimizer, group=None, is_rank_zero=True, meanwhile=lambd
 
 def load(path, module, optimizer, group=None):
     load_tensors(path, module, optimizer, group)
-    load_groups(optimizer, read_rest(path)["groups"])
+    load_groups(optimizer, read_trainer_state(path)["groups"])

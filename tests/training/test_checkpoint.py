@@ -168,13 +168,13 @@ HARM = {
     "half-a-file": cut,
     "last-byte": lambda path: largest_file(path).write_bytes(largest_file(path).read_bytes()[:-1]),
     "flipped-bit": lambda path: flip(largest_file(path)),
-    "flipped-bit-in-the-rest": lambda path: flip(path / "rest.pt"),
+    "flipped-bit-in-the-rest": lambda path: flip(path / "trainer.pt"),
     "no-tensors": lambda path: largest_file(path).unlink(),
-    "no-rest": lambda path: (path / "rest.pt").unlink(),
+    "no-rest": lambda path: (path / "trainer.pt").unlink(),
     "no-list": lambda path: (path / "files.json").unlink(),
     "half-a-list": lambda path: flip(path / "files.json"),
     "another-list": lambda path: (path / "files.json").write_text("[1]"),
-    "no-hash": lambda path: (path / "files.json").write_text('{"rest.pt": 5}'),
+    "no-hash": lambda path: (path / "files.json").write_text('{"trainer.pt": 5}'),
     "one-more": lambda path: (path / "more.safetensors").write_bytes(b""),
     "empty": lambda path: [file.unlink() for file in path.iterdir()],
     "gone": shutil.rmtree,
@@ -212,11 +212,11 @@ class _Bomb:
 @pytest.mark.parametrize("dump", [torch.save, lambda value, path: path.write_bytes(pickle.dumps(value))])
 def test_a_pickle_with_code_is_not_loaded(tmp_path, dump):
     path = write(tmp_path / "step-1")
-    dump({"state": _Bomb(tmp_path / "ran")}, path / "rest.pt")
+    dump({"state": _Bomb(tmp_path / "ran")}, path / "trainer.pt")
     sums = json.loads((path / "files.json").read_text())
-    sums["rest.pt"] = checkpoint.sha256_file(path / "rest.pt")
+    sums["trainer.pt"] = checkpoint.sha256_file(path / "trainer.pt")
     (path / "files.json").write_text(json.dumps(sums))
-    assert damage_of(path) == "rest.pt holds more than plain values"
+    assert damage_of(path) == "trainer.pt holds more than plain values"
     assert not (tmp_path / "ran").exists()
 
 

@@ -192,7 +192,7 @@ def test_the_last_one_is_made_up_for_where_a_kill_ended_it(tiny_run, tmp_path, m
             main(["fit", "-c", str(TINY), f"run_dir={tiny_run}", "member=expert-0", *last])
     speed = status(tiny_run)["samples_per_second"]
     with monkeypatch.context() as patched:  # a stop while it loads its last checkpoint hands over no weights
-        patched.setattr(parallel, "read_rest", lambda _: os.kill(os.getpid(), signal.SIGTERM))
+        patched.setattr(parallel, "read_trainer_state", lambda _: os.kill(os.getpid(), signal.SIGTERM))
         assert main(["fit", "-c", str(TINY), f"run_dir={tiny_run}", "member=expert-0", *last]) == 130
     assert (status(tiny_run)["state"], status(tiny_run)["step"]) == ("stopped", 16)
     for run in (tiny_run, other):

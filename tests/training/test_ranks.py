@@ -158,14 +158,14 @@ def test_ranks_of_torchrun_agree_on_the_checkpoint(tiny_run):
     assert main(["fit", "-c", str(TINY), f"run_dir={tiny_run}", *alone]) == 0
     shutil.rmtree(tiny_run / "members/expert-0/artifact")
     paths = sorted((tiny_run / "members/expert-0/checkpoints").glob("step-*"))
-    whole = [(path / "rest.pt").read_bytes() for path in paths]
+    whole = [(path / "trainer.pt").read_bytes() for path in paths]
     for path, content in zip(paths, whole, strict=True):
-        (path / "rest.pt").write_bytes(content + b"x")
+        (path / "trainer.pt").write_bytes(content + b"x")
     late = {"program": FAILING, "FAILS": "0 late-damage 0"}
     _, err = by_torchrun(tiny_run, "island.strategy=ddp", code=1, **late)
     assert "step-00000020.ckpt: damaged checkpoint" in err and "nor the 1 before it; restore one" in err
 
-    (paths[0] / "rest.pt").write_bytes(whole[0])
+    (paths[0] / "trainer.pt").write_bytes(whole[0])
     out, err = by_torchrun(tiny_run, "island.strategy=ddp", **late)
     assert "step-00000020.ckpt: damaged checkpoint" in err and "expert-0: resumes at step 15\n" in err
     assert out.count("artifact: ") == 1

@@ -56,7 +56,7 @@ def test_resume_reports_changed_settings(interrupted, capsys):
     ],
 )
 def test_each_setting_that_rounds_otherwise_is_said(tmp_path, setting, before, other):
-    torch.save(origin_of(MEMBER, load_experiment(TINY)), tmp_path / "rest.pt")
+    torch.save(origin_of(MEMBER, load_experiment(TINY)), tmp_path / "trainer.pt")
     said = check_origin(tmp_path, origin_of(MEMBER, load_experiment(TINY, [f"island.{setting}"])))
     assert said == f"from here on with island.{setting} (was {before}): the same samples, other {other}"
 
@@ -67,7 +67,7 @@ def test_a_student_goes_on_with_more_steps_where_its_schedule_does_not_end(tmp_p
         load_experiment(TINY, [f"expert.train.schedule={schedule}", f"distill.max_steps={steps}"]) for steps in (60, 90)
     )
     student = dataclasses.replace(MEMBER, name="student")
-    torch.save(origin_of(student, before), tmp_path / "rest.pt")
+    torch.save(origin_of(student, before), tmp_path / "trainer.pt")
     if changed is None:
         assert check_origin(tmp_path, origin_of(student, after)) is None
     else:

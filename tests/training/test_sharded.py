@@ -301,7 +301,7 @@ def test_the_text_stream_stays_in_float32():
 
 def test_checkpoints_are_read_by_any_number_of_ranks(tmp_path):
     files = in_two_processes(checkpoints_of_either_kind(tmp_path))[0]
-    assert [name for name in files if not name.startswith("shard-")] == ["files.json", "rest.pt"]
+    assert [name for name in files if not name.startswith("shard-")] == ["files.json", "trainer.pt"]
     assert len(files) == 4  # each rank wrote its own
     assert not list(tmp_path.glob(".tmp*"))
 
