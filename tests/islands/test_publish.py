@@ -427,7 +427,7 @@ def test_bad_remotes_are_one_line(store, tmp_path, capsys):
     newer = remote.read(f"{url}/prepared/manifest.json").replace(b'"format_version": ', b'"format_version": 9')
     remote.write(f"{url}/prepared/manifest.json", newer)
     found = refused(capsys, "fit", *own, "member=expert-0", f"remote={url}")
-    assert found.startswith(f"{url}/prepared/manifest.json: format_version 9")
+    assert found.startswith(f"{url}/prepared/manifest.json: key 'format_version' = 9")
     line.fail(0)
     assert refused(capsys, "status", *own, f"remote={url}").startswith(f"key 'remote': {url}/members/expert-0/lease: ")
     assert not (tmp_path / "run").exists()

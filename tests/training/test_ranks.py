@@ -187,7 +187,7 @@ def test_ranks_of_torchrun_agree_on_the_checkpoint(tiny_run):
 def test_another_number_of_ranks_than_devices_is_refused(tiny_run, monkeypatch, capsys, variables, words):
     for name in RANK_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
+    for name, value in {**variables, "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
     assert main(["fit", "-c", str(TINY), f"run_dir={tiny_run}", *SETTINGS]) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]

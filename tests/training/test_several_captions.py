@@ -62,7 +62,7 @@ def test_all_captions_are_encoded_and_stored(source, tmp_path):
     plan = dry_run(experiment_of(source, THREE), tmp_path)
     assert plan.estimates["encoded captions"][0] == 3 * HashedWords(8).encode(["a"])["text"].nbytes
     manifest = prepare(experiment_of(source, THREE), tmp_path)
-    assert manifest.captions == [{"column": name, "weight": weight} for name, weight in THREE]
+    assert [(one.column, one.weight) for one in manifest.captions] == list(THREE)
     assert manifest.num_without_caption == 64 // 8
     encoder = HashedWords(8)
     for cluster, split in ((cluster, split) for cluster in range(2) for split in (TRAIN, HELD_OUT)):
@@ -78,7 +78,7 @@ def test_all_captions_are_encoded_and_stored(source, tmp_path):
             np.testing.assert_array_equal(found[f"text{suffix}"], encoder.encode(texts)["text"])
     before = hashes(tmp_path / "prepared" / "shards")
     manifest = prepare(experiment_of(source, [(name, 1.0) for name in COLUMNS]), tmp_path)
-    assert [one["weight"] for one in manifest.captions] == [1, 1, 1]
+    assert [one.weight for one in manifest.captions] == [1, 1, 1]
     assert hashes(tmp_path / "prepared" / "shards") == before
 
 
