@@ -92,10 +92,15 @@ def text_condition(texts: Sequence[str], experiment: Experiment) -> Condition:
     plugin = experiment.prepare.caption_encoder
     assert plugin is not None, "check_experiment asks for one"
     encoder = built_encoder(CAPTION_ENCODERS, plugin)
-    encode = {"text": encoder.vectors, "tokens": encoder.tokens}
     parts = []
     for kind in experiment.condition.kind.split("+"):
-        parts.append(torch.from_numpy(encode[kind](list(texts))))
+        # An encoder may have only one of the two methods.
+        if kind == "tokens":
+            values = encoder.tokens(list(texts))
+        else:
+            values = encoder.vectors(list(texts))
+
+        parts.append(torch.from_numpy(values))
 
     return Condition.of(*parts)
 

