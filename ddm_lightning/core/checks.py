@@ -245,6 +245,7 @@ _TYPES: dict[Any, tuple[Callable[[Any], bool], str, str]] = {
         "change the value",
     ),
 }
+_MOST_LEVELS = 100
 _CONTAINERS: dict[Any, Any] = {list: list, tuple: list, Sequence: list, dict: dict, Mapping: dict}
 
 
@@ -277,6 +278,9 @@ class _Checker:
         is_right, wanted, remedy = _TYPES.get(_CONTAINERS.get(origin, origin), _TYPES[Any])
         if not is_right(value) or (value == MISSING_MARK and self.remedy):
             self._refuse_value(key, wanted, value, remedy)
+
+        if key.count(".") + key.count("[") > _MOST_LEVELS:
+            self._refuse(f"key {_short(key)} is nested too deep")
 
         inner = (typing.get_args(kind) if origin in _CONTAINERS else ()) or (Any,)
         if isinstance(value, (list, tuple)):

@@ -209,6 +209,16 @@ def test_a_wrong_record_is_one_line_with_the_remedy(point: Any, line: str) -> No
     assert str(caught.value).endswith("; fetch it")
 
 
+@pytest.mark.parametrize("levels", [200, 450, 900])
+def test_lists_in_lists_are_one_line(levels: int) -> None:
+    nested: Any = 1
+    for _ in range(levels):
+        nested = [nested]
+
+    with pytest.raises(UserError, match=r"^f.json: key 'params.x\[0\]\[0\].*is nested too deep; write it anew$"):
+        checks.record({**RIGHT, "params": {"x": nested}}, Outer, "f.json", "write it anew")
+
+
 def test_references_pass_only_before_they_are_resolved() -> None:
     value = {"inner": {"count": "${other.count}"}, "other": "${inner}"}
     checks.check({**value, "flag": "${x}"}, Outer, "", "f.yaml")
