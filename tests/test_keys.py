@@ -440,11 +440,12 @@ def experiment_with(values: dict[str, Any]) -> Any:
 def keys_of(folder: Path, monkeypatch: pytest.MonkeyPatch, values: dict[str, Any]) -> dict[str, Any]:
     """Keys of all stages, of the columns of one part, and of the fine centroids."""
     made = Preparation(experiment_with(values), folder, Reporter())
-    found = {stage.name: stage.key for stage in made._stages()}
+    made_stages = {stage.name: stage for stage in made._stages()}
+    found = {name: stage.key for name, stage in made_stages.items()}
     found |= made.part_jobs()[0].keys
     told: list[Any] = []
     monkeypatch.setattr(
         stages, "fit_partition", lambda *_, kept_fine, **__: told.append(kept_fine[1]) or (None, np.zeros(0))
     )
-    made._compute_partition()
+    made_stages["partition"].begin()
     return found | {"fine": told[0]}

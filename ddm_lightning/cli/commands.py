@@ -48,7 +48,6 @@ from ddm_lightning.members.preflight import check_networks, check_plugins, check
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import SIGNATURE, RunFolder, refuse_changed
 from ddm_lightning.members.signatures import PREPARE, check_keys, sign_manifest, verify
-from ddm_lightning.shards.manifest import Manifest
 from ddm_lightning.use.download import fetched
 from ddm_lightning.use.ensemble import DecentralizedEnsemble
 from ddm_lightning.use.export import CONDITION_FILE, export_diffusers, export_member, export_peft
@@ -113,7 +112,7 @@ def _prepared(experiment: Experiment, options: argparse.Namespace) -> Run | None
     """
     from ddm_lightning.prepare.engine import Reporter
     from ddm_lightning.prepare.share import Share
-    from ddm_lightning.prepare.stages import prepare, prepare_share
+    from ddm_lightning.prepare.stages import prepare
 
     parts = getattr(options, "parts", None)  # fit has neither this option nor --prune
     share = None if parts is None else Share.parse(parts)
@@ -122,12 +121,7 @@ def _prepared(experiment: Experiment, options: argparse.Namespace) -> Run | None
     check_free(Run(experiment), parts=share is not None)
     with Bars(Console(), transient=True) as bars:
         reporter = Reporter(bars)
-        manifest: Manifest | None
-        if share is None:
-            manifest = prepare(experiment, folder, reporter, check, getattr(options, "prune", False))
-        else:
-            manifest = prepare_share(experiment, folder, share, reporter, check)
-
+        manifest = prepare(experiment, folder, reporter, check, getattr(options, "prune", False), share)
         if manifest is None:
             return None
 

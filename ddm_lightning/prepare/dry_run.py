@@ -77,7 +77,7 @@ def dry_run(experiment: Experiment, run_dir: Path, check: Callable[[DataSizes], 
         UserError: as ``prepare`` before it writes, or no sample can be read.
     """
     preparation = Preparation(experiment, run_dir, Reporter())
-    stages = tuple(stage.name for stage in preparation.pending())
+    stages = preparation.pending()
     plugins = preparation.plugins
     parts = preparation.parts
     preparation.check_before_writing(check)

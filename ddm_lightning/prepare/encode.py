@@ -11,7 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
 from operator import itemgetter
 from pathlib import Path
@@ -30,7 +30,7 @@ from ddm_lightning.partition.columns import GrowingArray, PackedStrings, packed_
 from ddm_lightning.prepare.ledger import Entries, Job
 from ddm_lightning.prepare.near_duplicates import codes_of
 from ddm_lightning.prepare.reading import ENOUGH, Plugins, Reading, one_ahead, to_square
-from ddm_lightning.prepare.records import BrokenSample, Part, Record
+from ddm_lightning.prepare.records import Part, Record
 
 RECORDS = "records"
 LATENTS = "latents"
@@ -45,6 +45,7 @@ MAX_THUMBNAILS = 8192
 """Images kept small for the report: of each part its share, but at least one."""
 _THUMBNAIL_SIZE = 96  # pixels
 _CAPTIONS_AT_ONCE = 256
+_NO_IMAGE = np.empty((0, 0, 3), np.uint8)
 
 OnProgress = Callable[[int], None]
 """Called with the number of samples read so far."""
@@ -134,14 +135,14 @@ def encode_part(job: PartJob, plugins: Plugins, on_progress: OnProgress) -> Entr
     try:
         if of_images:
             _encode_images(job, of_images, plugins, on_progress)
-            on_progress = _say_nothing
-
         if CAPTIONS in wanted:
-            _encode_captions(job, plugins, on_progress)
+            _encode_captions(job, plugins, None if of_images else on_progress)
         if SAMPLE in wanted:
-            _copy_sample(job, plugins)
+            # A copy, so that the fit need not read the features of all samples.
+            fraction = plugins.config.partition.fit_fraction
+            _derive(job, SAMPLE, lambda features, hashes: features[is_sampled(hashes, fraction)])
         if CODES in wanted:
-            _write_codes(job)
+            _derive(job, CODES, lambda features, _: codes_of(features))
     except torch.OutOfMemoryError as error:
         raise UserError(
             f"part {job.part.name!r}: out of GPU memory ({first_line(error)}); "
@@ -151,10 +152,6 @@ def encode_part(job: PartJob, plugins: Plugins, on_progress: OnProgress) -> Entr
     ledger.save()
     job.publish()
     return ledger.entries
-
-
-def _say_nothing(_num_read: int) -> None:
-    """Take the place of a progress that images have already made."""
 
 
 def _wanted(job: PartJob, plugins: Plugins) -> set[str]:
@@ -205,20 +202,11 @@ def is_sampled(key_hash: UInt64[np.ndarray, "n"], fraction: float) -> Bool[np.nd
 
 def _encode_images(job: PartJob, names: Collection[str], plugins: Plugins, on_progress: OnProgress) -> None:
     reading = Reading(plugins.read(job.part), plugins)
-    texts = _Records(job.num_parts, num_captions(plugins.config))
+    texts = _Records(job.num_parts, plugins.config)
     with _writing(job, *names) as sets:
         for num_read, records, images in one_ahead(reading.chunks()):
             on_progress(num_read)
-            if RECORDS in names:
-                texts.add(records, images)
-                if num_captions(plugins.config) > 1:
-                    captions = np.array([record.captions for record in records], object)
-                    sets[RECORDS].add("has_caption", captions.astype(bool).astype(np.uint8))
-
-                for number, name in enumerate(plugins.config.keep):
-                    values = np.array([record.values[name] for record in records])
-                    sets[RECORDS].add(f"kept-{number}", values)
-
+            texts.add(records, images)
             if LATENTS in names:
                 for name, rows in latent_rows(plugins, images).items():
                     sets[LATENTS].add(name, rows, "encoded image is not finite")
@@ -228,8 +216,7 @@ def _encode_images(job: PartJob, names: Collection[str], plugins: Plugins, on_pr
 
         on_progress(reading.num_read)
         if RECORDS in names:
-            sets[RECORDS].paths += texts.write(sets[RECORDS].folder, reading.broken)
-            sets[RECORDS].facts = reading.facts()
+            texts.write(sets[RECORDS], reading)
         elif reading.num_rows != (expected := job.ledger.entries[RECORDS]["num_rows"]):
             raise UserError(
                 f"part {job.part.name!r} of the source: has {reading.num_rows} samples instead of {expected}, "
@@ -252,7 +239,7 @@ def num_captions(config: PrepareConfig) -> int:
     return max(1, len(config.captions))
 
 
-def _encode_captions(job: PartJob, plugins: Plugins, on_progress: OnProgress) -> None:
+def _encode_captions(job: PartJob, plugins: Plugins, on_progress: OnProgress | None) -> None:
     encoder = plugins.caption_encoder
     texts = job.ledger.folder / TEXTS_FILE
     assert encoder is not None
@@ -266,24 +253,17 @@ def _encode_captions(job: PartJob, plugins: Plugins, on_progress: OnProgress) ->
                 for name in encoder.columns:
                     sets[CAPTIONS].add(numbered(name, number), rows[name], "encoded caption is not finite")
 
-                on_progress((number * num_rows + min(first + _CAPTIONS_AT_ONCE, num_rows)) // num)
+                if on_progress is not None:
+                    on_progress((number * num_rows + min(first + _CAPTIONS_AT_ONCE, num_rows)) // num)
 
 
-def _copy_sample(job: PartJob, plugins: Plugins) -> None:
-    """Copy the features of the fit sample, so that the fit need not read the others."""
+def _derive(job: PartJob, name: str, column: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> None:
+    """Write a column made from the features and the hashes of the keys."""
     folder = job.ledger.folder
-    with _writing(job, SAMPLE) as sets:
+    with _writing(job, name) as sets:
         if job.ledger.entries[RECORDS]["num_rows"]:
-            with np.load(folder / ROWS_FILE) as rows:
-                chosen = is_sampled(rows["key_hash"], plugins.config.partition.fit_fraction)
-
-            sets[SAMPLE].add("sample", np.load(folder / "features.npy", mmap_mode="r")[chosen])
-
-
-def _write_codes(job: PartJob) -> None:
-    with _writing(job, CODES) as sets:
-        if job.ledger.entries[RECORDS]["num_rows"]:
-            sets[CODES].add("codes", codes_of(np.load(job.ledger.folder / "features.npy", mmap_mode="r")))
+            features = np.load(folder / "features.npy", mmap_mode="r")
+            sets[name].add(name, column(features, np.load(folder / ROWS_FILE)["key_hash"]))
 
 
 @contextmanager
@@ -330,13 +310,10 @@ class _ColumnSet(ExitStack):
 class _Records:
     """Keys, captions, labels, hashes and thumbnails of one part, written at its end."""
 
-    def __init__(self, num_parts: int, num_captions: int) -> None:
-        self._keys: list[str] = []
-        self._labels: list[int] = []
-        self._key_hashes: list[int] = []
-        self._split_hashes: list[int] = []
-        """Hashes of the groups, or else of the keys; they decide the split."""
-        self._captions: list[list[str]] = [[] for _ in range(num_captions)]
+    def __init__(self, num_parts: int, config: PrepareConfig) -> None:
+        self._config = config
+        self._records: list[Record] = []
+        """Without images."""
         self._max_thumbnails = max(1, MAX_THUMBNAILS // num_parts)
         self._thumbnails: list[tuple[int, int, UInt8[np.ndarray, "h w 3"]]] = []
         """Hash, row and image of the lowest hashes so far, which are a random sample."""
@@ -345,15 +322,8 @@ class _Records:
         """Collect one chunk."""
         found = self._thumbnails
         for record, image in zip(records, images, strict=True):
-            hash_of_key = key_hash(record.key)
-            found.append((hash_of_key, len(self._keys), image))
-            self._keys.append(record.key)
-            self._labels.append(record.label)
-            self._key_hashes.append(hash_of_key)
-            self._split_hashes.append(key_hash(record.group) if record.group else hash_of_key)
-            for number, captions in enumerate(self._captions):
-                # A missing caption is replaced by the sample's first one.
-                captions.append((record.captions and record.captions[number]) or record.caption)
+            found.append((key_hash(record.key), len(self._records), image))
+            self._records.append(replace(record, image=_NO_IMAGE))
 
         self._thumbnails = []
         for rank, row, image in sorted(found, key=itemgetter(0, 1))[: self._max_thumbnails]:
@@ -361,28 +331,43 @@ class _Records:
             # A copy, because an image of the size of a thumbnail would keep its whole chunk in memory.
             self._thumbnails.append((rank, row, small.copy()))
 
-    def write(self, folder: Path, broken: list[BrokenSample]) -> list[Path]:
-        """Write both files; thumbnails in the order of their rows."""
-        rows_file = folder / ROWS_FILE
+    def write(self, columns: _ColumnSet, reading: Reading) -> None:
+        """Write all files; thumbnails in the order of their rows."""
+        records = self._records
+        rows_file = columns.folder / ROWS_FILE
         np.savez(
             rows_file,
-            key_hash=np.array(self._key_hashes, np.uint64),
-            split_hash=np.array(self._split_hashes, np.uint64),
-            label=np.array(self._labels, np.int32),
-            has_caption=np.array([*map(bool, self._captions[0])], bool),
+            key_hash=np.array([key_hash(record.key) for record in records], np.uint64),
+            # The hash of the group decides the split.
+            split_hash=np.array([key_hash(record.group or record.key) for record in records], np.uint64),
+            label=np.array([record.label for record in records], np.int32),
+            has_caption=np.array([bool(record.caption) for record in records], bool),
         )
 
-        texts = packed_strings("keys", self._keys)
-        for number, captions in enumerate(self._captions):
+        num = num_captions(self._config)
+        texts = packed_strings("keys", [record.key for record in records])
+        for number in range(num):
+            # A missing caption is replaced by the sample's first one.
+            captions = [(record.captions and record.captions[number]) or record.caption for record in records]
             texts |= packed_strings(numbered("captions", number), captions)
 
-        texts |= packed_strings("broken", [json.dumps(asdict(one), ensure_ascii=False) for one in broken])
+        texts |= packed_strings("broken", [json.dumps(asdict(one), ensure_ascii=False) for one in reading.broken])
         shown = sorted(self._thumbnails, key=itemgetter(1))
-        texts_file = folder / TEXTS_FILE
+        texts_file = columns.folder / TEXTS_FILE
         np.savez(
             texts_file,
             **texts,
             thumbnails=np.array([image for _, _, image in shown]),
             thumbnail_rows=np.array([row for _, row, _ in shown], np.int64),
         )
-        return [rows_file, texts_file]
+
+        if records and num > 1:
+            captions_of = np.array([record.captions for record in records], object)
+            columns.add("has_caption", captions_of.astype(bool).astype(np.uint8))
+
+        for number, name in enumerate(self._config.keep):
+            if records:
+                columns.add(f"kept-{number}", np.array([record.values[name] for record in records]))
+
+        columns.paths += [rows_file, texts_file]
+        columns.facts = reading.facts()

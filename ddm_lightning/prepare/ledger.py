@@ -297,6 +297,11 @@ class Job:
         if self.store is not None:
             self.store.publish(self.name, self.ledger.folder, self.ledger.entries)
 
+    def pull(self, *endings: str) -> None:
+        """Bring the files with these endings, if several machines share them."""
+        if self.store is not None:
+            self.store.pull(self.name, self.ledger.folder, self.ledger.entries, endings)
+
 
 def publish_shards(prepared: Path, store: Store, indices: Iterable[str], tick: Callable[[int, int], None]) -> None:
     """Send the shards of all groups on this machine, then the merged index of each folder.

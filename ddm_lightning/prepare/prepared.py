@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-from jaxtyping import Int, Shaped, UInt8, UInt64
+from jaxtyping import Bool, Int, Shaped, UInt8, UInt64
 
 from ddm_lightning.core import remote
 from ddm_lightning.core.checks import read_record
@@ -143,11 +143,20 @@ class Prepared:
     @cached_property
     def kept(self) -> Kept:
         """Usable rows of each of ``filled_parts``; None for all of them."""
-        dropped = {}
-        for number, rows in self.index["dropped"].items():
-            dropped[int(number) - self.first] = rows
+        kept: list[RowNumbers | None] = []
+        for number in self.filled_parts:
+            dropped = self.index["dropped"].get(str(self.first + number))
+            if dropped:
+                kept.append(np.delete(np.arange(self.num_rows(number)), dropped))
+            else:
+                kept.append(None)
 
-        return self.without(dropped)
+        return kept
+
+    @property
+    def all_rows(self) -> Kept:
+        """All rows of each of ``filled_parts``."""
+        return [None] * len(self.filled_parts)
 
     @property
     def first_row(self) -> int:
@@ -178,17 +187,6 @@ class Prepared:
             texts.append(PackedStrings(self.part_folder(number) / TEXTS_FILE, name, self.num_rows(number)))
 
         return Rows(texts, kept or self.kept)
-
-    def without(self, dropped: Mapping[int, Collection[int]]) -> Kept:
-        """Return the rows of each of ``filled_parts`` that are left without those dropped of some parts."""
-        kept: list[RowNumbers | None] = []
-        for number in self.filled_parts:
-            if number in dropped:
-                kept.append(np.delete(np.arange(self.num_rows(number)), list(dropped[number])))
-            else:
-                kept.append(None)
-
-        return kept
 
     def num_rows(self, number: int) -> int:
         """Return the number of rows of a part, dropped ones included.
@@ -262,10 +260,6 @@ class Prepared:
         return np.load(self.clusters_file, mmap_mode="r")
 
 
-Dropped: TypeAlias = dict[int, dict[int, str]]
-"""Cause by row, by number of the part."""
-
-
 def write_index(
     prepared: Prepared, column_sets: Collection[str], max_bad_fraction: float, near_duplicates: float | None = None
 ) -> str:
@@ -283,57 +277,61 @@ def write_index(
     Raises:
         UserError: too many samples are broken, none is left, or parts differ in image size.
     """
-    states = [ledger.entries[RECORDS] for ledger in prepared.ledgers]
-    dropped: Dropped = defaultdict(dict)
-    for number, ledger in enumerate(prepared.ledgers):
-        for name in column_sets:
-            for row, cause in ledger.entries[name].get("unfit", {}).items():
-                dropped[number][int(row)] = cause
-
-    _drop_duplicates(prepared, dropped)
-
     num_read = 0
+    num_rows = [0]
     sizes = dict[int, str]()
     counts = Counter[str]()
     filtered = Counter[str]()
-    for part, state in zip(prepared.parts, states, strict=True):
-        num_read += state["num_read"]
-        counts.update(state["broken"])
-        filtered.update(state["filtered"])
-        if state["image_size"]:
-            sizes[state["image_size"]] = part.name
+    for part, ledger in zip(prepared.parts, prepared.ledgers, strict=True):
+        records = ledger.entries[RECORDS]
+        num_read += records["num_read"]
+        num_rows.append(records["num_rows"])
+        counts.update(records["broken"])
+        filtered.update(records["filtered"])
+        if records["image_size"]:
+            sizes[records["image_size"]] = part.name
 
     if len(sizes) > 1:
         several = ", ".join(f"{size} pixels in {name!r}" for size, name in sizes.items())
         raise UserError(f"the source has images of several sizes ({several}); set prepare.images.size")
 
-    for causes in dropped.values():
-        counts.update(causes.values())
+    starts = np.cumsum(num_rows)
+    causes = _unfit_rows(prepared, column_sets, starts)
+    usable = np.ones(starts[-1], bool)
+    usable[list(causes)] = False
+    again = _duplicates(prepared, usable)
+    usable[again] = False
+    causes |= dict.fromkeys(again.tolist(), "duplicate key")
+    counts.update(causes.values())
 
-    broken = [json.dumps(sample, ensure_ascii=False) + "\n" for sample in _broken(prepared, dropped)]
+    broken = [json.dumps(sample, ensure_ascii=False) + "\n" for sample in _broken(prepared, causes, starts)]
     atomic_write_text(prepared.broken_file, "".join(broken))
     check_broken(counts, num_read, max_bad_fraction, prepared.broken_file, enough=1)
 
-    lost = {number: sorted(dropped[number]) for number in sorted(dropped)}
     if near_duplicates is not None and prepared.filled_parts:
-        filtered["near-duplicate"] = _drop_near_duplicates(prepared, lost, near_duplicates)
+        found = find_near_duplicates(_codes(prepared, usable, starts), near_duplicates)
+        near = np.flatnonzero(usable)[found]
+        usable[near] = False
+        filtered["near-duplicate"] = len(near)
 
     part_samples = []
-    for number, state in enumerate(states):
-        part_samples.append(state["num_rows"] - len(lost.get(number, ())))
+    dropped = {}
+    for number, part_usable in enumerate(np.split(usable, starts[1:-1])):
+        part_samples.append(int(part_usable.sum()))
+        if not part_usable.all():
+            dropped[number] = np.flatnonzero(~part_usable).tolist()
 
     num_samples = sum(part_samples)
     of_filters = _in_words("; taken out by filters", filtered)
     if num_samples == 0:
         raise UserError(f"the source has no usable samples{of_filters}; fix prepare.source or prepare.filters")
 
-    usable = prepared.without(lost)
     if filtered.get(IN_DROP_KEYS) == 0:
-        first_key = prepared.texts("keys", usable)[0]
+        first_key = prepared.texts("keys", prepared.all_rows)[int(usable.argmax())]
         note(f"key 'prepare.drop_keys': no key of the file is a sample's, such as {first_key!r}")
 
-    has_caption = prepared.facts("has_caption", usable)
-    num_without_caption = num_samples - int(np.count_nonzero(has_caption))
+    has_caption = prepared.facts("has_caption", prepared.all_rows)
+    num_without_caption = int(np.count_nonzero(usable & ~has_caption))
     index = {
         "num_read": num_read,
         "num_samples": num_samples,
@@ -342,7 +340,7 @@ def write_index(
         "broken": dict(sorted(counts.items())),
         "filtered": dict(sorted(filtered.items())),
         "part_samples": part_samples,
-        "dropped": lost,
+        "dropped": dropped,
     }
     atomic_write_json(prepared.index_file, index)
     line = f"{num_samples:,} of {num_read:,} samples"
@@ -364,54 +362,48 @@ def _in_words(title: str, counts: Mapping[str, int]) -> str:
     return ""
 
 
-def _drop_duplicates(prepared: Prepared, dropped: Dropped) -> None:
-    """Drop all but the first usable sample of each key, by 64-bit hashes."""
-    parts = prepared.filled_parts
-    if not parts:
-        return
+def _unfit_rows(prepared: Prepared, column_sets: Collection[str], starts: RowNumbers) -> dict[int, str]:
+    """Return the cause of each row, counted over all parts, that a column set cannot hold."""
+    causes = {}
+    for ledger, start in zip(prepared.ledgers, starts.tolist(), strict=False):
+        for name in column_sets:
+            for row, cause in ledger.entries[name].get("unfit", {}).items():
+                causes[start + int(row)] = cause
 
-    hashes = prepared.facts("key_hash", [None] * len(parts))
-    starts = np.cumsum([0, *map(prepared.num_rows, parts[:-1])])
-    usable = np.ones(len(hashes), bool)
-    for number, start in zip(parts, starts, strict=True):
-        usable[start + np.array(list(dropped.get(number, ())), np.int64)] = False
+    return causes
 
+
+def _duplicates(prepared: Prepared, usable: Bool[np.ndarray, "n"]) -> RowNumbers:
+    """Return all but the first usable row of each key, by 64-bit hashes."""
+    if not len(usable):
+        return np.array([], np.int64)
+
+    hashes = prepared.facts("key_hash", prepared.all_rows)
     order = hashes.argsort(kind="stable")
     order = order[usable[order]]
-    again = order[1:][hashes[order[1:]] == hashes[order[:-1]]]
-    places = np.searchsorted(starts, again, side="right") - 1
-    for place, row in zip(places.tolist(), (again - starts[places]).tolist(), strict=True):
-        dropped[parts[place]][row] = "duplicate key"
+    return order[1:][hashes[order[1:]] == hashes[order[:-1]]]
 
 
-def _drop_near_duplicates(prepared: Prepared, lost: dict[int, list[int]], similarity: float) -> int:
-    """Add the rows that are like an earlier usable one to those lost of each part; return their number."""
-    usable = prepared.without(lost)
-    parts = []
-    for array, rows in zip(prepared.arrays(CODES, "codes"), usable, strict=True):
-        parts.append(Rows([array], [rows]))
+def _codes(prepared: Prepared, usable: Bool[np.ndarray, "n"], starts: RowNumbers) -> UInt64[np.ndarray, "m 4"]:
+    """Return the codes of the usable rows, read part by part: all at once, they would take twice the memory."""
+    arrays = prepared.arrays(CODES, "codes")
+    codes = np.empty((np.count_nonzero(usable), *arrays[0].shape[1:]), np.uint64)
+    stop = 0
+    for array, part_usable in zip(arrays, filter(len, np.split(usable, starts[1:-1])), strict=True):
+        start = stop
+        stop += np.count_nonzero(part_usable)
+        codes[start:stop] = array[np.flatnonzero(part_usable)]
 
-    ends = np.cumsum([*map(len, parts)])
-    codes = np.empty((ends[-1], *parts[0].row_shape), np.uint64)
-    for part, here in zip(parts, np.split(codes, ends[:-1]), strict=True):
-        here[:] = part[:]
-
-    found = find_near_duplicates(codes, similarity)
-    for number, rows, again in zip(prepared.filled_parts, usable, np.split(found, ends[:-1]), strict=True):
-        near = np.flatnonzero(again)
-        if rows is not None:
-            near = rows[near]
-        if len(near):
-            lost[number] = sorted([*lost.get(number, ()), *near.tolist()])
-
-    return int(np.count_nonzero(found))
+    return codes
 
 
-def _broken(prepared: Prepared, dropped: Dropped) -> Iterator[dict[str, Any]]:
+def _broken(prepared: Prepared, causes: Mapping[int, str], starts: RowNumbers) -> Iterator[dict[str, Any]]:
+    rows = np.array(sorted(causes), np.int64)
+    rows_of = np.split(rows, np.searchsorted(rows, starts[1:-1]))
     counts = {}
     for number, ledger in enumerate(prepared.ledgers):
         num_broken = sum(ledger.entries[RECORDS]["broken"].values())
-        if num_broken or number in dropped:
+        if num_broken or len(rows_of[number]):
             counts[number] = num_broken
 
     prepared.fetch(counts, TEXTS_FILE)
@@ -421,10 +413,8 @@ def _broken(prepared: Prepared, dropped: Dropped) -> Iterator[dict[str, Any]]:
         for line in PackedStrings(path, "broken", num_broken)[:]:
             yield {"part": part, **json.loads(line)}
 
-        causes = dropped.get(number, {})
-        rows = sorted(causes)
-        keys = PackedStrings(path, "keys", prepared.num_rows(number))[np.array(rows, np.int64)]
-        for row, key in zip(rows, keys, strict=True):
+        keys = PackedStrings(path, "keys", prepared.num_rows(number))[rows_of[number] - starts[number]]
+        for row, key in zip(rows_of[number].tolist(), keys, strict=True):
             yield {"part": part, **asdict(BrokenSample(key, causes[row]))}
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import cached_property
@@ -135,8 +135,7 @@ class Plugins:
         """
         size = self.config.images.size
         if size is None:
-            samples = chain.from_iterable(map(self.source.read, self.parts))
-            first = next((sample for sample in samples if isinstance(sample, Record)), None)
+            first = next((sample for sample in self.look() if isinstance(sample, Record)), None)
             if first is None:
                 raise UserError(f"source {self.config.source.name!r}: no sample can be read; fix prepare.source")
 
@@ -196,6 +195,7 @@ class Reading:
     def __init__(self, found: Iterable[Record | BrokenSample], plugins: Plugins) -> None:
         self.found = found
         self.plugins = plugins
+        self.config = plugins.config
         self.num_read = 0
         """Samples read so far, with those that are broken or taken out by filters."""
         self.num_rows = 0
@@ -237,24 +237,13 @@ class Reading:
             if isinstance(found, Record):
                 self._check(found)
 
-            found = _with_plain_text(found)
-            if isinstance(found, BrokenSample):
-                self.broken.append(found)
-                self.content.update(repr((found.key, found.cause)).encode())
+            found = self._kept(found)
+            if found is None:
                 continue
 
-            values = {**found.values, **properties(found.image, self.plugins.config.images)}
-            if cause := self.plugins.filters.cause(found.key, values):
-                self.filtered[cause] += 1
-                self.content.update(repr((found.key, cause)).encode())
-                continue
-
-            found, image = self._with_kept(found, values), self._square(found)
-            self.content.update(repr((found.key, found.caption, found.label, found.group, image.shape)).encode())
+            image = self._square(found)
+            self.content.update(repr(vars(found) | {"image": image.shape}).encode())
             self.content.update(image.tobytes())
-            if found.values or found.captions:
-                self.content.update(repr((found.values, found.captions)).encode())
-
             self.image_size = self.image_size or len(image)
             if len(image) != self.image_size:
                 others = f"{self.image_size} x {self.image_size}"
@@ -272,29 +261,41 @@ class Reading:
         if not 0 <= record.label < num_classes:
             raise self._error(record, f"has label {record.label}, outside 0 to {num_classes - 1}")
 
-    def _with_kept(self, record: Record, values: Mapping[str, Any]) -> Record:
-        """Return the record with the values of ``prepare.keep`` as numbers, NaN for none."""
+    def _kept(self, found: Record | BrokenSample) -> Record | None:
+        """Return a usable record with the values of ``prepare.keep`` as numbers, NaN for none; count any other."""
+        found = _with_plain_text(found)
+        if isinstance(found, BrokenSample):
+            self.broken.append(found)
+            self.content.update(repr((found.key, found.cause)).encode())
+            return None
+
+        values = {**found.values, **properties(found.image, self.config.images)}
+        if cause := self.plugins.filters.cause(found.key, values):
+            self.filtered[cause] += 1
+            self.content.update(repr((found.key, cause)).encode())
+            return None
+
         kept = {}
-        for name in self.plugins.config.keep:
+        for name in self.config.keep:
             value = values[name]
             kept[name] = number_in(value)
             if math.isnan(kept[name]) and not isinstance(value, (NoneType, float, np.floating)):
-                raise self._error(record, f"has {value!r:.60} in column {name!r}", "remove it from prepare.keep")
+                raise self._error(found, f"has {value!r:.60} in column {name!r}", "remove it from prepare.keep")
 
-        return replace(record, values=kept)
+        return replace(found, values=kept)
 
     def _square(self, record: Record) -> UInt8[np.ndarray, "h w 3"]:
         image = record.image
-        size = self.plugins.config.images.size
+        size = self.config.images.size
         if size is not None:
-            return to_square(image, size, self.plugins.config.images.aspect)
+            return to_square(image, size, self.config.images.aspect)
         if image.shape[0] != image.shape[1]:
             raise self._error(record, f"has {_size(image)} pixels and is not square", _SET_SIZE)
 
         return image
 
     def _error(self, record: Record, problem: str, remedy: str = _FIX) -> UserError:
-        return UserError(f"source {self.plugins.config.source.name!r}: sample {record.key!r} {problem}; {remedy}")
+        return UserError(f"source {self.config.source.name!r}: sample {record.key!r} {problem}; {remedy}")
 
 
 def _size(image: UInt8[np.ndarray, "h w 3"]) -> str:

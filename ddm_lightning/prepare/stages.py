@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import chain, dropwhile
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -49,7 +49,7 @@ from ddm_lightning.prepare.encode import (
     inputs_of_columns,
 )
 from ddm_lightning.prepare.engine import Reporter, run_jobs
-from ddm_lightning.prepare.ledger import Entries, Job, Ledger, Store, hash_of_files
+from ddm_lightning.prepare.ledger import Job, Ledger, Store, hash_of_files
 from ddm_lightning.prepare.merge import merge_groups
 from ddm_lightning.prepare.prepared import Prepared, Thumbnails, write_index
 from ddm_lightning.prepare.reading import Plugins
@@ -61,11 +61,10 @@ from ddm_lightning.shards.manifest import DataSizes, Manifest, manifest_path
 
 # Part of every stage's hash. Raise it when the output of a stage changes.
 STAGES_VERSION = 5
+STAGES = ("source", "encode", "index", "partition", "shards", "merge")
 RECHECK_SECONDS = 600.0
 """Time after which a waiting machine reads all ledgers anew: another may have found that its parts have changed."""
 _OTHER = " (published, but of other settings or parts: compare the commands of all machines)"
-_PARTITION = "partition"
-"""Ledger in the store of what machine 1 makes of all parts: the stages ``index`` and ``partition``."""
 
 Check: TypeAlias = Callable[[DataSizes], None]
 
@@ -76,10 +75,13 @@ def prepare(
     reporter: Reporter | None = None,
     check: Check | None = None,
     prune: bool = False,
-) -> Manifest:
-    """Bring ``run_dir``/prepared up to date with the experiment.
+    share: Share | None = None,
+) -> Manifest | None:
+    """Bring ``run_dir``/prepared up to date with the experiment, or do one machine's share of that.
 
-    Several processes may call it at once: one works, the others wait.
+    Several processes may call it at once: one works, the others wait. Machines with shares have nothing in common but
+    the experiment's ``remote``. Each publishes what it has made, waits for what it needs of others, and can be replaced
+    by one with an empty folder. Machine 1 also fits the clusters and merges.
 
     Args:
         experiment: its ``prepare`` section and its seed are used.
@@ -87,40 +89,19 @@ def prepare(
         reporter: receives progress; None for silence.
         check: called before anything is written; refuses experiments that do not fit the data.
         prune: whether to remove encoded parts that the source no longer lists.
+        share: of this machine; None to do all here, without a URL.
+
+    Returns:
+        The manifest; None if another machine ends the work.
 
     Raises:
         UserError: bad input. Nothing is written; if only a stage can detect it (too many broken samples, unbalanced
-            clusters), no further stage runs.
+            clusters), no further stage runs. Or ledgers at the URL that are damaged or of other versions.
     """
-    preparation = Preparation(experiment, run_dir, reporter or Reporter())
-    if preparation.pending():
-        preparation.bring_up_to_date(check)
-    else:
-        preparation.reporter.say(f"{preparation.folder}: up to date")
-
+    preparation = Preparation(experiment, run_dir, reporter or Reporter(), share)
+    preparation.bring_up_to_date(check)
     preparation.handle_unlisted(prune)
-    return Manifest.read(run_dir)
-
-
-def prepare_share(
-    experiment: Experiment, run_dir: Path, share: Share, reporter: Reporter, check: Check
-) -> Manifest | None:
-    """Do one machine's share of ``prepare``, for an experiment with a ``remote``.
-
-    Machines share nothing but that URL. Each publishes what it has made, waits for what it needs of others, and can be
-    replaced by one with an empty folder. Machine 1 also fits the clusters and merges.
-
-    Returns:
-        The manifest, from the first machine when all is done.
-
-    Raises:
-        UserError: bad input; or ledgers at the URL that are damaged or of other versions.
-    """
-    if experiment.remote is None:
-        raise UserError("--parts: the machines share their work at a URL; set remote")
-
-    Preparation(experiment, run_dir, reporter, share).bring_up_to_date(check)
-    if share.is_first:
+    if preparation.share.is_first:
         return Manifest.read(run_dir)
 
     return None
@@ -131,38 +112,34 @@ class Stage:
     """A stage of ``prepare``."""
 
     name: str
-    inputs: Callable[[], Any]
-    """Everything the stage reads, by content, as plain JSON; called when the stages before it are done."""
-    outputs: tuple[str, ...]
-    """Patterns of its result files below ``prepared/``."""
+    inputs: Any
+    """Everything the stage reads, by content, as plain JSON."""
     write: Callable[[], str | None]
     """Writes the result files; may return a line to print."""
-    compute: Callable[[], object] | None = None
+    outputs: tuple[str, ...] = ()
+    """Patterns of its result files below ``prepared/``."""
+    begin: Callable[[], object] = lambda: None
     """Called before ``write``, while the old files are still there; raises for bad input."""
-    jobs: Callable[[], Sequence[Job]] = list
-    """Lists the jobs of a map, which have keys of their own."""
+    jobs: Sequence[Job] = ()
+    """Jobs of a map, which have keys of their own."""
+    kind: str = ""
+    """Folder of their ledgers."""
 
     @property
     def key(self) -> str:
         """Hash of the inputs."""
-        return sha256_json({"version": STAGES_VERSION, "inputs": self.inputs()})
+        return sha256_json({"version": STAGES_VERSION, "inputs": self.inputs})
 
 
 _Job = TypeVar("_Job", bound=Job)
 
 
 class Preparation:
-    """One call of ``prepare``. Plug-ins are built only when a stage needs them.
-
-    Args:
-        experiment: its ``prepare`` section and its seed are used.
-        run_dir: this machine's folder of the run.
-        reporter: receives progress.
-        share: what this machine does, for others to take over from the store at the experiment's ``remote``; None to
-            do all here, without a store.
+    """One call of ``prepare``, whose arguments it takes. Plug-ins are built only when a stage needs them.
 
     Raises:
-        UserError: the source cannot be listed, unless its shards are finished; it has no parts; or two of one name.
+        UserError: the source cannot be listed, unless its shards are finished; it has no parts, or two of one name; or
+            there is no ``remote`` for shares.
     """
 
     def __init__(self, experiment: Experiment, run_dir: Path, reporter: Reporter, share: Share | None = None) -> None:
@@ -177,7 +154,10 @@ class Preparation:
         self.share = share or Share(1, 1)
         self.store: Store | None = None
         if share is not None:
-            url = f"{(experiment.remote or '').rstrip('/')}/{self.folder.name}"
+            if experiment.remote is None:
+                raise UserError("--parts: the machines share their work at a URL; set remote")
+
+            url = f"{experiment.remote.rstrip('/')}/{self.folder.name}"
             self.store = Store(url, self.plugins.versions())
 
         self._read_ledgers()
@@ -188,9 +168,8 @@ class Preparation:
         except UserError as error:
             # Finished shards outlive their source.
             parts_file = Prepared(self.folder).parts_file
-            source = asdict(self.config.source)
             is_finished = parts_file.exists() and manifest_path(self.run_dir).exists()
-            if not is_finished or Manifest.read(self.run_dir).source != source:
+            if not is_finished or Manifest.read(self.run_dir).source != asdict(self.config.source):
                 raise
 
             self.reporter.say(f"the source cannot be listed ({error}); only its prepared parts can be used")
@@ -203,67 +182,86 @@ class Preparation:
         for number in range(self.prepared.num_groups):
             self.groups.append(Ledger(self.folder / "groups" / f"{number:05}.json", self.folder))
 
-    def _stages(self) -> list[Stage]:
+    def _stages(self) -> Iterator[Stage]:
+        """Yield the stages; the inputs of each are known when those before it are done."""
         config = self.config
         seed = self.experiment.seed
         columns = self.columns
-        ledgers = self.prepared.ledgers
-        index_files = partial(self.ledger.files, "index")
-        parts = [asdict(part) for part in self.parts]
-        source = Stage(
-            "source",
-            inputs=lambda: parts,
-            outputs=("parts.json",),
-            write=lambda: atomic_write_json(self.prepared.parts_file, parts),
-        )
-        encode = Stage("encode", lambda: columns, (), self._encode, jobs=self.part_jobs)
+        if self.store is None:
+            parts = [asdict(part) for part in self.parts]
+            yield Stage("source", parts, partial(atomic_write_json, self.prepared.parts_file, parts), ("parts.json",))
 
+        jobs = self.part_jobs()
+        yield Stage("encode", columns, partial(self._encode, jobs), jobs=jobs, kind="parts")
+
+        ledgers = self.prepared.ledgers
+        filtered = [ledger.entries[RECORDS]["filtered"] for ledger in ledgers]
         limits = [config.max_bad_fraction]
         if config.near_duplicates is not None:
             limits.append(config.near_duplicates)
 
-        index = Stage(
+        yield Stage(
             "index",
-            inputs=lambda: [
-                hash_of_files(ledgers, columns),
-                [ledger.entries[RECORDS]["filtered"] for ledger in ledgers],
-                *limits,
-            ],
-            outputs=("index.json", "broken.jsonl"),
-            write=lambda: write_index(self.prepared, columns.keys() - {SAMPLE, CODES}, *limits),
+            [hash_of_files(ledgers, columns), filtered, *limits],
+            lambda: write_index(self.prepared, columns.keys() - {SAMPLE, CODES}, *limits),
+            ("index.json", "broken.jsonl"),
+            self._fetch_sample,
         )
 
+        index_files = self.ledger.files("index")
+        features = FEATURES if config.partition.fit_fraction == 1 else SAMPLE
+        samples = [hash_of_files(ledgers, (RECORDS, features)), index_files]
         fit = [asdict(config.partition), asdict(config.features), self._hash_of_other_partition()]
-        partition = Stage(
+        yield Stage(
             "partition",
-            inputs=lambda: [fit, seed, config.held_out_fraction, self._fitted_files(), index_files()],
-            outputs=("rule.safetensors", "split.json", "clusters.npy"),
-            write=self._write_partition,
-            compute=self._compute_partition,
+            [fit, seed, config.held_out_fraction, *samples],
+            self._write_partition,
+            ("rule.safetensors", "split.json", "clusters.npy"),
+            partial(self._fit_partition, samples),
         )
-        shards = Stage("shards", self._group_keys, (), self._write_shards, jobs=self.group_jobs)
+
+        groups = self.group_jobs()
+        keys = [job.keys[GROUP] for job in groups]
+        yield Stage("shards", keys, partial(self._write_shards, groups), jobs=groups, kind="groups")
+
+        if not self.share.is_first:
+            return
 
         # The engine and the number of processes change no byte.
         everything = asdict(replace(config, engine="local", num_processes=0))
         report = ("clusters.png", "report/report.html")
-        merge = Stage(
+        yield Stage(
             "merge",
-            inputs=lambda: [everything, self.experiment.name, index_files(), self._group_keys()],
-            outputs=("partition.safetensors", "shards/*/*/index.json", *report, "manifest.json"),
-            write=self._merge,
+            [everything, self.experiment.name, index_files, keys],
+            partial(self._merge, groups),
+            ("partition.safetensors", "shards/*/*/index.json", *report, "manifest.json"),
+            partial(self._fetch_for_merge, groups),
         )
-        return [source, encode, index, partition, shards, merge]
 
     def _hash_of_other_partition(self) -> str | None:
-        """Return a hash of another run's partition, if it is used; it may have changed."""
-        path = Path(self.config.partition.path or "").expanduser()
-        if path.is_file():
-            return sha256_file(path)
+        """Return a hash of another run's partition, if it is used; it may have changed.
 
-        return None
+        Raises:
+            UserError: it cannot be read.
+        """
+        if self.config.partition.path is None:
+            return None
 
-    def bring_up_to_date(self, check: Check | None = None) -> None:
+        path = Path(self.config.partition.path).expanduser()
+        if not path.is_file():
+            raise UserError(
+                f"key 'prepare.partition.path': {path} is no file; give another run's prepared/partition.safetensors"
+            )
+
+        Partition.load(path)
+        return sha256_file(path)
+
+    def bring_up_to_date(self, check: Check | None) -> None:
         """Run the stages without a valid record, one process at a time; wait for other machines."""
+        if self.store is None and not self.pending():
+            self.reporter.say(f"{self.folder}: up to date")
+            return
+
         self.check_before_writing(check)
         with self._alone():
             if self.store is not None:
@@ -286,79 +284,50 @@ class Preparation:
 
     def _advance(self) -> str:
         """Do what can be done of this machine's share; return what it has to wait for."""
-        source, encode, index, partition, shards, merge = self._stages()
-        if self.store is None:
-            self._run_unless_done(source)
+        for stage in self._stages():
+            missing = ""
+            if self.store is None or stage.name == "merge":
+                self._run_unless_done(stage)
+            elif stage.jobs:
+                missing = self._do_share(self.store, stage)
+            else:
+                missing = self._take_or_make(self.store, stage)
 
-        missing = self._map("parts", encode) or self._reduce(index, partition)
-        if missing:
-            return missing
-
-        missing = self._map("groups", shards)
-        if not self.share.is_first:
-            return ""
-        if missing:
-            return missing
-
-        if not self._is_done(merge):
-            self._fetch_sample()
-            remote.in_threads(self._pull_indices, self.group_jobs())
-            self._run(merge)
+            if missing:
+                return missing
 
         return ""
 
-    def _map(self, kind: str, stage: Stage) -> str:
-        """Do this machine's share of the jobs of a stage; return what is missing of those of others."""
-        there = set[str]()
-        jobs = stage.jobs()
-        if self.store is not None:
-            there = take_over(self.store, self.share, kind, jobs)
-
+    def _do_share(self, store: Store, stage: Stage) -> str:
+        """Do this machine's share of the jobs of a stage; return what it needs of those of others."""
+        jobs = stage.jobs
+        there = take_over(store, self.share, stage.kind, jobs)
         self._run_unless_done(stage)
-        self._renew()
-        missing = [job for job in jobs if job.ledger.is_stored != bool(self.store)]
-        if self.store is not None:
-            self.reporter.advance(f"{kind} of all machines", len(jobs) - len(missing), len(jobs))
-        if not missing:
+        missing = [job for job in jobs if not job.ledger.is_stored]
+        self.reporter.advance(f"{stage.kind} of all machines", len(jobs) - len(missing), len(jobs))
+        if not missing or (stage.name == "shards" and not self.share.is_first):
             return ""
 
         owners = sorted({self.share.owner_of(job.number) for job in missing})
         machines = f"machine{'s' * (len(owners) > 1)} {', '.join(map(str, owners))}"
         others = _OTHER * any(job.name in there for job in missing)
-        return f"{kind} of {machines}{others}"
+        return f"{stage.kind} of {machines}{others}"
 
-    def _reduce(self, *stages: Stage) -> str:
-        """Run stages that need all parts, or take over what machine 1 has made; return what is missing."""
-        if self.store is not None:
-            found = self.store.read(_PARTITION)
-            if self._has_results(stages, found):
-                self.store.pull(_PARTITION, self.folder, found)
-                self._renew()
-                return ""
-
-            if not self.share.is_first:
-                return f"the partition of machine 1{_OTHER * bool(found)}"
-
-        self._fetch_sample()
-        for stage in stages:
+    def _take_or_make(self, store: Store, stage: Stage) -> str:
+        """Take over what machine 1 has made of all parts, or make it there; return what is missing."""
+        name = f"partition/{stage.name}"
+        found = store.read(name)
+        if stage.name in found and found[stage.name]["key"] == stage.key:
+            self.ledger.entries |= found
+            store.pull(name, self.folder, found)
+            self._renew()
+        elif self.share.is_first:
             self._run_unless_done(stage)
-
-        if self.store is not None:
-            made = {stage.name: self.ledger.entries[stage.name] for stage in stages}
-            self.store.publish(_PARTITION, self.folder, made)
+            store.publish(name, self.folder, {stage.name: self.ledger.entries[stage.name]})
+        else:
+            return f"the {stage.name} of machine 1{_OTHER * bool(found)}"
 
         return ""
-
-    def _has_results(self, stages: Sequence[Stage], found: Entries) -> bool:
-        """Take over the entries of these stages if they are of the same inputs; return whether they are."""
-        before = dict(self.ledger.entries)
-        self.ledger.entries |= found  # the key of the partition depends on the index
-        for stage in stages:
-            if stage.name not in found or found[stage.name]["key"] != stage.key:
-                self.ledger.entries = before
-                return False
-
-        return True
 
     def _fetch_sample(self) -> None:
         """Bring what the fit and the report read of all parts."""
@@ -371,9 +340,10 @@ class Preparation:
 
         self.prepared.fetch(range(len(self.parts)), *names)
 
-    def _pull_indices(self, group: GroupJob) -> None:
-        if self.store is not None:
-            self.store.pull(group.name, self.folder, group.ledger.entries, (".npz", "index.json"))
+    def _fetch_for_merge(self, groups: Sequence[GroupJob]) -> None:
+        """Bring what the report and the merged indices read."""
+        self._fetch_sample()
+        remote.in_threads(lambda job: job.pull(".npz", "index.json"), groups)
 
     def check_before_writing(self, check: Check | None) -> None:
         """Build all plug-ins and compare sizes, so that bad input is refused before a file is touched; see ``prepare``.
@@ -382,38 +352,25 @@ class Preparation:
             UserError: bad input.
         """
         self.plugins.versions()
-        condition = self.experiment.condition.kind
-        check_classes(condition, self.plugins)
+        check_classes(self.experiment.condition.kind, self.plugins)
         if self.unfinished(self.part_jobs()):
             _ = self.plugins.parts  # refuses a source that is gone, or lacks a column
             is_new = not any(RECORDS in ledger.entries for ledger in self.prepared.ledgers)
             # A machine that joins others late has nothing to read.
             if is_new and self.store is None:
-                check_samples(condition, self.plugins)
+                check_samples(self.experiment.condition.kind, self.plugins)
 
         check_partition(self.config.partition, count_samples(self.parts))
-        if self.config.partition.path is not None:
-            path = Path(self.config.partition.path).expanduser()
-            if not path.is_file():
-                raise UserError(
-                    f"key 'prepare.partition.path': {path} is no file; give another run's "
-                    "prepared/partition.safetensors"
-                )
-
-            Partition.load(path)
-
+        self._hash_of_other_partition()
         if check is not None:
             check(self.plugins.sizes())
 
     def _run_unless_done(self, stage: Stage) -> None:
-        if not self._is_done(stage):
-            self._run(stage)
+        if self._is_done(stage):
+            return
 
-    def _run(self, stage: Stage) -> None:
         start = time.monotonic()
-        if stage.compute is not None:
-            stage.compute()
-
+        stage.begin()
         # Remove the manifest first, so that a half-changed folder does not look finished.
         manifest_path(self.run_dir).unlink(missing_ok=True)
         self.ledger.forget(stage.name)
@@ -427,24 +384,17 @@ class Preparation:
 
         self.reporter.say(line)
 
-    def pending(self) -> list[Stage]:
-        """List the first stage that is not done and all later ones."""
-        return [*dropwhile(self._is_done, self._stages())]
+    def pending(self) -> tuple[str, ...]:
+        """Name the first stage that is not done and all later ones."""
+        done = takewhile(self._is_done, self._stages())
+        return STAGES[len([*done]) :]
 
     def _is_done(self, stage: Stage) -> bool:
-        return self.ledger.is_done(stage.name, stage.key) and not self.unfinished(stage.jobs())
+        return self.ledger.is_done(stage.name, stage.key) and not self.unfinished(stage.jobs)
 
     def _renew(self) -> None:
         """Forget what is cached of files that have changed."""
         self.prepared = Prepared(self.folder, self.parts, ledgers=self.prepared.ledgers, store=self.store)
-
-    def _fitted_files(self) -> str:
-        """Return a hash of the files that the fit of the partition reads."""
-        features = SAMPLE
-        if self.config.partition.fit_fraction == 1:
-            features = FEATURES
-
-        return hash_of_files(self.prepared.ledgers, (RECORDS, features))
 
     def part_jobs(self) -> list[PartJob]:
         """List the parts, with keys of all that their columns are made from."""
@@ -475,9 +425,6 @@ class Preparation:
                 jobs.append(GroupJob(number, name, ledger, keys, self.store, prepared, seed))
 
         return jobs
-
-    def _group_keys(self) -> list[str]:
-        return [job.keys[GROUP] for job in self.group_jobs()]
 
     def unfinished(self, jobs: Sequence[_Job]) -> list[_Job]:
         """List this machine's jobs whose work is not done, or not published."""
@@ -532,8 +479,8 @@ class Preparation:
         size = format_bytes(num_bytes)
         self.reporter.say(f"encoded parts that the source no longer lists: {len(unlisted):,}, {size}; {outcome}")
 
-    def _encode(self) -> str:
-        jobs = self.unfinished(self.part_jobs())
+    def _encode(self, parts: Sequence[PartJob]) -> str:
+        jobs = self.unfinished(parts)
         broken = Counter[str]()
         num_read = 0
         total = count_samples(job.part for job in jobs)
@@ -542,7 +489,7 @@ class Preparation:
             broken.update(job.ledger.entries[RECORDS]["broken"])
             check_broken(broken, num_read, self.config.max_bad_fraction, job.ledger.folder / TEXTS_FILE)
 
-        num_parts = len(self.parts)
+        num_parts = len(parts)
         line = f"{num_parts:,} part{'s' * (num_parts != 1)}"
         num_kept = num_parts - len(jobs)
         if num_kept:
@@ -550,15 +497,19 @@ class Preparation:
 
         return line
 
-    def _compute_partition(self) -> None:
+    def _fit_partition(self, samples: list[Any]) -> None:
         """Fit the partition.
 
         The fine centroids are cached under a key of all their inputs, so that another number of clusters reuses them.
+
+        Args:
+            samples: hashes of the files that the fit reads.
         """
+        self._fetch_sample()
         config = self.config.partition
         seed = self.experiment.seed
         fine = [config.metric, config.num_fine_centroids, config.fit_fraction, config.num_iterations, config.device]
-        fine_key = sha256_json([fine, seed, self._fitted_files(), self.ledger.files("index")])
+        fine_key = sha256_json([fine, seed, *samples])
         sample, _ = self.prepared.sample(config.fit_fraction)
         self._fitted = fit_partition(
             sample.features,
@@ -584,8 +535,8 @@ class Preparation:
         sizes = partition.counts.tolist()
         return f"{len(sizes)} clusters of {min(sizes):,} to {max(sizes):,} samples"
 
-    def _write_shards(self) -> str:
-        jobs = self.unfinished(self.group_jobs())
+    def _write_shards(self, groups: Sequence[GroupJob]) -> str:
+        jobs = self.unfinished(groups)
         num_bytes = 0
         total = sum(job.num_samples for job in jobs)
         for job in run_jobs("shards", write_group, jobs, self.plugins, total, self.reporter):
@@ -596,17 +547,14 @@ class Preparation:
 
         return f"{total:,} samples, {format_bytes(num_bytes)}"
 
-    def _merge(self) -> None:
-        groups = {}
-        for job in self.group_jobs():
-            groups[job.ledger.file] = job.ledger.entries[GROUP]
-
+    def _merge(self, groups: Sequence[GroupJob]) -> None:
+        entries = {job.ledger.file.stem: job.ledger.entries[GROUP] for job in groups}
         for path in list((self.folder / "groups").iterdir()):
-            if path.with_suffix(".json") not in groups:
+            if path.stem not in entries:
                 path.unlink()
 
-        manifest = merge_groups(self.experiment, self.plugins, self.prepared, [*groups.values()])
-        thumbnails = Thumbnails.read(path.with_suffix(".npz") for path in groups)
+        manifest = merge_groups(self.experiment, self.plugins, self.prepared, [*entries.values()])
+        thumbnails = Thumbnails.read(job.ledger.file.with_suffix(".npz") for job in groups)
         report_partition(self.experiment, self.plugins, self.prepared, thumbnails)
         manifest.write(self.run_dir)
         self.reporter.advance("merge", manifest.num_samples, manifest.num_samples)

@@ -15,7 +15,7 @@ from prepare.tiny_experiment import tiny_experiment
 from ddm_lightning.core.files import sha256_json
 from ddm_lightning.prepare import ledger, prepared, records, stages
 from ddm_lightning.prepare.share import Share
-from ddm_lightning.prepare.stages import prepare_share
+from ddm_lightning.prepare.stages import prepare
 
 NUM_KILLS = 20
 
@@ -37,7 +37,7 @@ def set_sizes(set_value=setattr):
 def machine(experiment, folder, index, count):
     """Do one machine's share; give its lines and the manifest."""
     listener = Listener()
-    manifest = prepare_share(experiment, folder, Share(index, count), listener, lambda _: None)
+    manifest = prepare(experiment, folder, listener, share=Share(index, count))
     return listener.lines, manifest
 
 

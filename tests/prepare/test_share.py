@@ -154,7 +154,7 @@ def test_machines_agree_on_parts_that_one_finds_changed_after_another_has_used_t
     together(experiment, [tmp_path / "1", tmp_path / "2"])
     for name in "ab":  # of the first machine, and of the second
         source.samples[name], source.fingerprints[name] = records(21, f"new-{name}"), "2"
-    partition = tmp_path / "remote" / "prepared" / "partition.json"
+    partition = tmp_path / "remote" / "prepared" / "partition" / "partition.json"
     before = partition.read_bytes()
     with ThreadPoolExecutor() as threads:
         first = threads.submit(machine, experiment, tmp_path / "1", 1, 2)
@@ -206,7 +206,7 @@ def broken_store(tmp_path, damage):
     experiment = experiment_at(f"file://{tmp_path}/remote")
     machine(experiment, tmp_path / "all", 1, 1)
     root = tmp_path / "remote" / "prepared"
-    for path in [*root.glob("groups/*.json"), root / "partition.json"]:
+    for path in [*root.glob("groups/*.json"), *root.glob("partition/*.json")]:
         path.unlink()
     damage(root)
     with pytest.raises(UserError) as refusal:
