@@ -237,19 +237,19 @@ class Reading:
             if isinstance(found, Record):
                 self._check(found)
 
-            found = self._kept(found)
-            if found is None:
+            record = self._kept(found)
+            if record is None:
                 continue
 
-            image = self._square(found)
-            self.content.update(repr(vars(found) | {"image": image.shape}).encode())
+            image = self._square(record)
+            self.content.update(repr(vars(record) | {"image": image.shape}).encode())
             self.content.update(image.tobytes())
             self.image_size = self.image_size or len(image)
             if len(image) != self.image_size:
                 others = f"{self.image_size} x {self.image_size}"
-                raise self._error(found, f"has {_size(image)} pixels, others have {others}", _SET_SIZE)
+                raise self._error(record, f"has {_size(image)} pixels, others have {others}", _SET_SIZE)
 
-            yield found, image
+            yield record, image
 
     def _check(self, record: Record) -> None:
         image = record.image
