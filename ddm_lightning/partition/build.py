@@ -15,15 +15,14 @@ another run.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from itertools import count
 from pathlib import Path
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int, Int32, Int64, Shaped
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -37,6 +36,7 @@ from ddm_lightning.partition.kmeans import balanced_kmeans, balanced_prices, cap
 from ddm_lightning.partition.lloyd import LARGEST_OVER_MEAN, lloyd_kmeans
 from ddm_lightning.partition.nearest import OnProgress, nearest, nearest_of_rows, one_thread, prepared
 from ddm_lightning.partition.partition import (
+    CentroidRule,
     ClusterOfLabel,
     KeyHash,
     NearestCentroid,
@@ -70,29 +70,21 @@ def check_partition(config: PartitionConfig, num_samples: int | None) -> None:
     if num_samples is None:
         return
 
-    keys = ["num_clusters"]
+    key = "num_clusters"
     if config.kind == "kmeans":
-        keys.append("num_fine_centroids")
+        key = "num_fine_centroids"  # at least as many
 
     num_fitted = max(1, round(config.fit_fraction * num_samples))
-    for key in keys:
-        number = getattr(config, key)
-        if number > num_samples:
-            raise _refusal(config, key, f"the source has only {num_samples} samples; use fewer")
-
-        if number > num_fitted:
-            name = key.removeprefix("num_").replace("_", " ")
-            problem = f"leaves {num_fitted} of {num_samples} samples for {number} {name}; raise it"
-            raise _refusal(config, "fit_fraction", problem)
+    if getattr(config, key) > num_fitted:
+        problem = f"fitted are only {num_fitted} of {num_samples} samples; use fewer, or raise fit_fraction"
+        raise _refusal(config, key, problem)
 
 
 def fit_partition(
-    rows: Rows,
+    samples: Samples,
     config: PartitionConfig,
     seed: int,
     *,
-    labels: Int[np.ndarray, "n"],
-    keys: Sequence[str],
     features: str = "",
     on_progress: OnProgress = lambda *_: None,
     kept_fine: tuple[Path, str] | None = None,
@@ -100,11 +92,9 @@ def fit_partition(
     """Fit the partition to a sample of the data set; the same samples, config and seed give the same partition.
 
     Args:
-        rows: features, one row per sample, float16 or float32, read into memory; ignored by ``random`` and ``labels``.
+        samples: those to fit; ``kmeans`` and ``flat`` read their features into memory, ``random`` depends on the keys.
         config: kind, sizes, iterations and the limit of the largest cluster.
         seed: seed of everything random.
-        labels: class of each sample.
-        keys: permanent name of each sample; read only by ``random``, which depends on them.
         features: name of the feature network; ``existing`` refuses a partition made with another.
         on_progress: called with progress.
         kept_fine: cache of the first stage: a file, and a key that it must carry to be reused.
@@ -116,11 +106,10 @@ def fit_partition(
         UserError: more parts than (distinct) samples or classes, features that are not finite, a largest cluster
             over the configured limit, or an existing partition that does not fit.
     """
-    check_partition(config, round(len(rows) / config.fit_fraction))
+    check_partition(config, round(len(samples.labels) / config.fit_fraction))
     if config.kind == "kmeans":
-        rule, clusters = _two_stages(Rows([_in_memory(rows, config)]), config, seed, features, on_progress, kept_fine)
+        rule, clusters = _two_stages(samples.features, config, seed, features, on_progress, kept_fine)
     else:
-        samples = Samples(rows, labels, keys)
         rule = _rule(samples, config, seed, features)
         clusters = rule.assign(samples, config.device, on_progress)
 
@@ -154,7 +143,7 @@ def displaced_fractions(
     Measured on about 30,000 samples; None for other rules.
     """
     rule = partition.rule
-    if not isinstance(rule, NearestCentroid | PricedCentroid):
+    if not isinstance(rule, CentroidRule):
         return None
 
     some = np.arange(0, len(rows), max(1, len(rows) // _MOST_COMPARED))
@@ -170,7 +159,7 @@ def displaced_fractions(
 
 
 def fit_fine(
-    rows: Rows, config: PartitionConfig, generator: torch.Generator, on_progress: Callable[[], None] = lambda: None
+    rows: Rows, config: PartitionConfig, generator: torch.Generator, on_progress: OnProgress
 ) -> Float[Tensor, "f d"]:
     """Fit the fine centroids (first stage), on the CPU; ``on_progress`` is called after each pass over large data.
 
@@ -195,7 +184,7 @@ def group_fine(
     per_fine: Int64[Tensor, "f"],
     config: PartitionConfig,
     generator: torch.Generator,
-    features: str = "",
+    features: str,
 ) -> NearestCentroid:
     """Group the fine centroids into K clusters (second stage), balancing their numbers of samples.
 
@@ -224,10 +213,16 @@ def group_fine(
 
     cluster_of_fine = largest_first(cluster_of_fine, per_fine, config.num_clusters)
     centroids = weighted_means(x, weights, cluster_of_fine, x.new_zeros(config.num_clusters, x.shape[1]))
-    return NearestCentroid(fine, cluster_of_fine, centroids.float(), config.metric, features)
+    return NearestCentroid(
+        fine_centroids=fine,
+        cluster_of_fine=cluster_of_fine,
+        centroids=centroids.float(),
+        metric=config.metric,
+        features=features,
+    )
 
 
-def fit_flat(rows: Rows, config: PartitionConfig, generator: torch.Generator, features: str = "") -> PricedCentroid:
+def fit_flat(rows: Rows, config: PartitionConfig, generator: torch.Generator, features: str) -> PricedCentroid:
     """Fit K centroids and their prices to samples, all at once.
 
     Args:
@@ -260,7 +255,9 @@ def fit_flat(rows: Rows, config: PartitionConfig, generator: torch.Generator, fe
     limit = capacity(len(rows), config.num_clusters, largest_over_mean)
     prices = balanced_prices(squared_distances(x, centroids), limit)
     order = clusters.bincount(minlength=config.num_clusters).argsort(descending=True, stable=True)
-    return PricedCentroid((centroids + mean)[order], prices[order], config.metric, features)
+    return PricedCentroid(
+        centroids=(centroids + mean)[order], prices=prices[order], metric=config.metric, features=features
+    )
 
 
 def _refusal(config: PartitionConfig, key: str, problem: object) -> UserError:
@@ -285,17 +282,11 @@ def _two_stages(
     kept_fine: tuple[Path, str] | None,
 ) -> tuple[Rule, Int64[np.ndarray, "n"]]:
     generator = torch.Generator().manual_seed(seed)
-    size = len(rows)
-    passes = count(1)
-    total = (config.num_iterations + 1) * size
+    rows = Rows([_in_memory(rows, config)])
 
     def fit() -> dict[str, Tensor]:
-        fine = fit_fine(rows, config, generator, lambda: on_progress(next(passes) * size, total)).contiguous()
-
-        def last_pass(done: int, num: int) -> None:
-            on_progress(total - num + done, total)
-
-        nearest_fine = nearest_of_rows(rows, fine, config.metric, config.device, last_pass)
+        fine = fit_fine(rows, config, generator, on_progress).contiguous()
+        nearest_fine = nearest_of_rows(rows, fine, config.metric, config.device)
         return {"fine": fine, "nearest": torch.from_numpy(nearest_fine), "generator": generator.get_state()}
 
     if kept_fine is None:
@@ -312,8 +303,8 @@ def _two_stages(
 
 def _cached(path: Path, key: str, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
     """Return the tensors of a file if it carries this key; otherwise make them and write the file."""
-    with suppress(FileNotFoundError, SafetensorError), safe_open(path, framework="pt") as stored:
-        if (stored.metadata() or {}).get("key") == key:
+    with suppress(FileNotFoundError), safe_open(path, framework="pt") as stored:
+        if stored.metadata() == {"key": key}:
             return {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
 
     tensors = make()
@@ -336,12 +327,11 @@ def _rule(samples: Samples, config: PartitionConfig, seed: int, features: str) -
 
 def _existing(config: PartitionConfig, rows: Rows, features: str) -> Rule:
     """Read the rule of another run's partition."""
-    assert config.path is not None, "check_experiment requires it"
-    found = Partition.load(Path(config.path).expanduser())
+    found = Partition.load(Path(str(config.path)).expanduser())
     if found.num_clusters != config.num_clusters:
         raise _refusal(config, "path", f"has {found.num_clusters} clusters; set prepare.partition.num_clusters to that")
 
-    if isinstance(found.rule, NearestCentroid | PricedCentroid):
+    if isinstance(found.rule, CentroidRule):
         theirs = found.rule.features
         size = found.rule.centroids.shape[1]
         if (size,) != rows.row_shape or (features and theirs and features != theirs):

@@ -162,7 +162,7 @@ class Rows(Sequence[Any]):
 
     Args:
         arrays: at least one; equal in dtype and in all dimensions but the first.
-        kept: ascending numbers of the rows to keep, for each array; None, for one array or for all, keeps every row.
+        kept: ascending numbers of the rows to keep, for each array; None for one array, or nothing, keeps every row.
 
     Raises:
         ValueError: no arrays, or arrays of different dtypes or row shapes.
@@ -171,13 +171,13 @@ class Rows(Sequence[Any]):
     def __init__(
         self,
         arrays: Sequence[Shaped[np.ndarray, "n ..."] | StoredArray | PackedStrings],
-        kept: Sequence[RowNumbers | None] | None = None,
+        kept: Sequence[RowNumbers | None] = (),
     ) -> None:
         if not arrays or len({(array.dtype, array.shape[1:]) for array in arrays}) != 1:
             raise ValueError("rows need at least one array, all of one dtype and row shape")
 
         self.arrays = list(arrays)
-        self.kept = [None] * len(self.arrays) if kept is None else list(kept)
+        self.kept = list(kept) or [None] * len(self.arrays)
         sizes = []
         for a, k in zip(self.arrays, self.kept, strict=True):
             sizes.append(len(a if k is None else k))
@@ -195,10 +195,6 @@ class Rows(Sequence[Any]):
         Raises:
             IndexError: a row outside 0 to ``len(self)`` - 1.
         """
-        rows = np.asarray(rows, dtype=np.int64)
-        if len(rows) and not 0 <= rows.min() <= rows.max() < len(self):
-            raise IndexError(f"rows {rows.min()} to {rows.max()} of {len(self)}")
-
         out = np.empty((len(rows), *self.row_shape), self.dtype)
         # In ascending order, so that a disk is read forwards.
         order = rows.argsort(kind="stable")

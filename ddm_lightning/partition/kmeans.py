@@ -183,11 +183,9 @@ def repair(cost: Costs, weights: Weights, assignment: Assignment, limit: float) 
     load = loads(assignment, weights, cost.shape[1])
     while float(load.max()) > limit:
         crowded = int(load.argmax())
-        change: list[tuple[int, int]] = []
-        for bound in (limit, float(load[crowded]) * (1 - 1e-6)):
-            change = change or _cheapest_move(cost, weights, assignment, load, crowded, bound)
-            change = change or _cheapest_swap(cost, weights, assignment, load, crowded, bound)
-
+        change = _cheapest_change(cost, weights, assignment, load, limit)
+        if not change:
+            change = _cheapest_change(cost, weights, assignment, load, float(load[crowded]) * (1 - 1e-6))
         if not change:
             break
 
@@ -199,37 +197,34 @@ def repair(cost: Costs, weights: Weights, assignment: Assignment, limit: float) 
     return assignment
 
 
-def _cheapest_move(
-    cost: Costs, weights: Weights, assignment: Assignment, load: PerCluster, crowded: int, limit: float
+def _cheapest_change(
+    cost: Costs, weights: Weights, assignment: Assignment, load: PerCluster, limit: float
 ) -> list[tuple[int, int]]:
+    """Move a sample out of the most crowded cluster or, if none fits, exchange it for a lighter one; none if neither.
+
+    Returns:
+        Samples and their new clusters.
+    """
+    crowded = int(load.argmax())
     members = ((assignment == crowded) & (weights > 0)).nonzero().squeeze(1)
+    heavy = weights[members].unsqueeze(1)
     # Cost per unit of weight, so that one heavy sample and many light ones compare fairly.
-    price = cost[members] - cost[members, crowded].unsqueeze(1)
-    price[load + weights[members].unsqueeze(1) > limit] = math.inf
+    more = cost[members] - cost[members, crowded].unsqueeze(1)
+    price = more.masked_fill(load + heavy > limit, math.inf)
     price[:, crowded] = math.inf
-    flat = int(price.argmin())
-    if math.isinf(float(price.flatten()[flat])):
-        return []
+    row, cluster = divmod(int(price.argmin()), len(load))
+    if not math.isinf(float(price[row, cluster])):
+        return [(int(members[row]), cluster)]
 
-    return [(int(members[flat // len(load)]), flat % len(load))]
-
-
-def _cheapest_swap(
-    cost: Costs, weights: Weights, assignment: Assignment, load: PerCluster, crowded: int, limit: float
-) -> list[tuple[int, int]]:
-    """Exchange a heavy sample of ``crowded`` for a lighter one of a cluster with room."""
-    members = (assignment == crowded).nonzero().squeeze(1)
     others = (assignment != crowded).nonzero().squeeze(1)
     home = assignment[others]
-    surplus = weights[members].unsqueeze(1) - weights[others]
-    price = weights[members].unsqueeze(1) * (cost[members][:, home] - cost[members, crowded].unsqueeze(1))
-    price = price + weights[others] * (cost[others, crowded] - cost[others, home])
+    surplus = heavy - weights[others]
+    price = heavy * more[:, home] + weights[others] * (cost[others, crowded] - cost[others, home])
     price[(surplus <= 0) | (load[home] + surplus > limit)] = math.inf
     if price.numel() == 0:
         return []
 
-    flat = int((price / surplus.clamp(min=1e-12)).argmin())
-    row, column = divmod(flat, len(others))
+    row, column = divmod(int((price / surplus.clamp(min=1e-12)).argmin()), len(others))
     if math.isinf(float(price[row, column])):
         return []
 

@@ -7,8 +7,6 @@ split the most crowded cell.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
@@ -16,7 +14,7 @@ from torch import Tensor
 from ddm_lightning.config.experiment import PartitionConfig
 from ddm_lightning.partition.columns import Rows
 from ddm_lightning.partition.kmeans import Centroids, PerCluster, means, plus_plus
-from ddm_lightning.partition.nearest import in_order, one_thread, prepared, rows_at_once
+from ddm_lightning.partition.nearest import OnProgress, in_order, one_thread, prepared, rows_at_once
 
 # Rows from which the starting centroids are drawn: per centroid, and at least.
 _ROWS_PER_CENTROID = 8
@@ -32,9 +30,7 @@ _GIVEN_UP = 0.5
 _SPLIT = 0.1
 
 
-def lloyd_kmeans(
-    rows: Rows, config: PartitionConfig, generator: torch.Generator, on_progress: Callable[[], None] = lambda: None
-) -> Centroids:
+def lloyd_kmeans(rows: Rows, config: PartitionConfig, generator: torch.Generator, on_progress: OnProgress) -> Centroids:
     """Run k-means to ``num_fine_centroids``; the result is the same for any split of the rows into arrays.
 
     Args:
@@ -42,7 +38,7 @@ def lloyd_kmeans(
         config: number of centroids, metric (with ``spherical``, centroids are means of unit vectors), passes, and the
             torch device that computes.
         generator: CPU generator of all random numbers.
-        on_progress: called after each pass.
+        on_progress: called after each pass, of which its caller makes one more.
 
     Returns:
         Centroids, float32, on the CPU.
@@ -57,7 +53,7 @@ def lloyd_kmeans(
         if iteration < config.num_iterations - _SETTLING_ITERATIONS:
             centroids = _relocated(centroids, counts, costs, generator)
 
-        on_progress()
+        on_progress((iteration + 1) * len(rows), (config.num_iterations + 1) * len(rows))
 
     return (centroids + centre).cpu()
 

@@ -31,7 +31,7 @@ OnProgress = Callable[[int, int], None]
 
 def rows_at_once(num_centroids: int) -> int:
     """Return the number of rows to compare at a time with ``num_centroids`` centroids."""
-    return max(_LEAST_ROWS, min(_MOST_ROWS, _SCORES_AT_ONCE // max(1, num_centroids)))
+    return max(_LEAST_ROWS, min(_MOST_ROWS, _SCORES_AT_ONCE // num_centroids))
 
 
 def prepared(
@@ -79,7 +79,7 @@ def nearest(
     centroids: Centroids,
     metric: str,
     device: str = "cpu",
-    prices: PerCluster | None = None,
+    prices: PerCluster | float = 0.0,
 ) -> Assignment:
     """Return the nearest centroid of each row by Euclidean distance; of equally near ones, the first.
 
@@ -91,7 +91,7 @@ def nearest(
         centroids: float32 or float64, on the CPU.
         metric: ``spherical`` normalises the rows; ``euclidean`` takes them as they are.
         device: torch device that computes.
-        prices: added to the squared distances from each centroid, at least 0; None for none.
+        prices: added to the squared distances from each centroid, at least 0.
 
     Raises:
         UserError: features are not finite.
@@ -99,7 +99,7 @@ def nearest(
     # Centred, because |x|² + |c|² - 2xc loses digits when the mean is large against the spread.
     centre = centroids.double().mean(0)
     near = centroids.double() - centre
-    half = (near.square().sum(1) + (0 if prices is None else prices)) / 2
+    half = (near.square().sum(1) + prices) / 2
     reach = float((2 * half.max()).sqrt() + centre.norm())
     centre, near, half = (values.to(device) for values in (centre, near, half))
     found = [torch.empty(0, dtype=torch.int64)]
@@ -123,7 +123,7 @@ def nearest_of_rows(
     metric: str,
     device: str = "cpu",
     on_progress: OnProgress = lambda *_: None,
-    prices: PerCluster | None = None,
+    prices: PerCluster | float = 0.0,
 ) -> Int32[np.ndarray, "n"]:
     """Apply ``nearest`` to features that may be larger than memory, in one pass.
 

@@ -36,19 +36,25 @@ class Samples(NamedTuple):
     """Permanent name of each sample."""
 
 
-@dataclass(frozen=True)
-class NearestCentroid:
+@dataclass(frozen=True, kw_only=True)
+class CentroidRule:
+    """Assigns a sample by the distance of its features from centroids."""
+
+    centroids: Centroids
+    """Means of the clusters in the fit."""
+    metric: str
+    """``spherical`` or ``euclidean``."""
+    features: str = ""
+    """Name of the feature network; a partition is not applied to features of another. Empty if unknown."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NearestCentroid(CentroidRule):
     """Assigns a sample to the cluster of its nearest fine centroid; kind ``kmeans``."""
 
     kind = "kmeans"
     fine_centroids: Float[Tensor, "f d"]
     cluster_of_fine: Int64[Tensor, "f"]
-    centroids: Centroids
-    """Means of the clusters: fine centroids weighted by their numbers of samples."""
-    metric: str
-    """``spherical`` or ``euclidean``."""
-    features: str = ""
-    """Name of the feature network; a partition is not applied to features of another. Empty if unknown."""
 
     def assign(
         self, samples: Samples, device: str = "cpu", on_progress: OnProgress = lambda *_: None
@@ -62,19 +68,13 @@ class NearestCentroid:
         return self.cluster_of_fine.numpy()[found]
 
 
-@dataclass(frozen=True)
-class PricedCentroid:
+@dataclass(frozen=True, kw_only=True)
+class PricedCentroid(CentroidRule):
     """Assigns a sample to the cluster of least squared distance plus price; kind ``flat``."""
 
     kind = "flat"
-    centroids: Centroids
-    """Means of the clusters in the fit."""
     prices: PerCluster
     """At least 0; a price keeps a cluster in a crowded place from growing too large."""
-    metric: str
-    """``spherical`` or ``euclidean``."""
-    features: str = ""
-    """As for ``kmeans``."""
 
     def assign(
         self, samples: Samples, device: str = "cpu", on_progress: OnProgress = lambda *_: None

@@ -512,11 +512,9 @@ class Preparation:
         fine_key = sha256_json([fine, seed, *samples])
         sample, _ = self.prepared.sample(config.fit_fraction)
         self._fitted = fit_partition(
-            sample.features,
+            sample,
             config,
             seed,
-            labels=sample.labels,
-            keys=sample.keys,
             features=sha256_json(asdict(self.config.features)),
             on_progress=partial(self.reporter.advance, "partition"),
             kept_fine=(self.folder / "fine.safetensors", fine_key),

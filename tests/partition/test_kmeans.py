@@ -181,12 +181,6 @@ def test_a_sample_without_weight_is_no_start():
     assert sorted(centroids.flatten().tolist()) == [0.0, 1.0] and assignment[0] != assignment[1] == assignment[2]
 
 
-def test_fewer_distinct_samples_than_clusters_are_refused():
-    x = torch.tensor([[0.0], [1.0]]).repeat(10, 1)
-    with pytest.raises(ValueError, match="only 2 distinct samples for 3 clusters"):
-        balanced_kmeans(x, 3, generator=generator())
-
-
 @pytest.mark.parametrize(
     ("total", "num_clusters", "ratio", "expected"),
     [(100, 4, 1.05, 26), (10, 4, 1.05, 3), (10, 5, 1.0, 2), (7, 2, 9.0, 31)],

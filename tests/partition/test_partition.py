@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from ddm_lightning.config.experiment import PartitionConfig
 from ddm_lightning.core.errors import UserError
@@ -39,14 +39,29 @@ def fit(*arguments, **options):
 
 
 def fit_and_assign(x, wanted, seed=0, labels=None, keys=None, **options):
+    return fit_partition(samples(x, labels, keys), wanted, seed, **options)
+
+
+def assign(partition, x, labels=None, keys=None):
+    return partition.rule.assign(samples(x, labels, keys))
+
+
+def samples(x, labels=None, keys=None):
+    """Samples with these features, of class 0 unless others are given."""
+    if labels is None:
+        labels = np.zeros(len(x), np.int64)
+
     rows = x if isinstance(x, Rows) else Rows([x])
-    labels = np.zeros(len(rows), np.int64) if labels is None else labels
-    return fit_partition(rows, wanted, seed, labels=labels, keys=keys or keys_of(len(rows)), **options)
+    return Samples(rows, labels, keys or keys_of(len(x)))
 
 
-def assign(partition, features, labels=None, keys=None):
-    labels = np.zeros(len(features), np.int64) if labels is None else labels
-    return partition.rule.assign(Samples(Rows([features]), labels, keys or keys_of(len(features))))
+def on_sphere(features, metric):
+    """Features in float64; unit vectors if the metric is spherical."""
+    points = features.astype(np.float64)
+    if metric == "spherical":
+        points /= np.linalg.norm(points, axis=1, keepdims=True)
+
+    return points
 
 
 @pytest.fixture(params=["small", "large"])
@@ -57,22 +72,13 @@ def either_way(request, monkeypatch):
 
 
 @pytest.mark.usefixtures("either_way")
-def test_planted_clusters_are_found_for_features_of_any_length():
-    features, origin = directions([100, 100, 100, 100])
-    partition = fit(features, config(4, 24))
-    found = assign(partition, features)
-    assert partition.counts.tolist() == [100] * 4
-    assert len({(a, b) for a, b in zip(origin.tolist(), found.tolist(), strict=True)}) == 4
-
-
-@pytest.mark.usefixtures("either_way")
 def test_clusters_are_balanced_when_the_data_is_not():
     features, _ = directions([500, 60, 50, 40, 30, 20])
+
     partition = fit(features, config(4, 70))
-    found = assign(partition, features)
-    assert partition.counts.sum() == len(features)
-    assert partition.counts.max() <= 1.05 * len(features) / 4
-    assert partition.counts.tolist() == np.bincount(found, minlength=4).tolist(), "counts are those of the samples"
+
+    assert partition.counts.max() <= 1.05 * 700 / 4
+    assert partition.counts.tolist() == np.bincount(assign(partition, features)).tolist()
     assert torch.equal(partition.counts, partition.counts.sort(descending=True).values)
     torch.testing.assert_close(partition.priors, partition.counts.double() / 700)
 
@@ -81,45 +87,41 @@ def test_clusters_are_balanced_when_the_data_is_not():
 @pytest.mark.parametrize("metric", ["spherical", "euclidean"])
 def test_every_sample_follows_its_nearest_fine_centroid(metric):
     features, _ = directions([80, 90, 70])
+
     partition = fit(features, config(3, 30, metric=metric, max_largest_over_mean=1.3), seed=1)
-    points = torch.from_numpy(features).double()
-    points = points / points.norm(dim=1, keepdim=True) if metric == "spherical" else points
-    found = torch.cdist(points, partition.rule.fine_centroids.double()).argmin(1)
-    clusters = partition.rule.cluster_of_fine[found]
-    assert assign(partition, features).tolist() == clusters.tolist()
+
+    rule = partition.rule
+    found = torch.cdist(torch.from_numpy(on_sphere(features, metric)), rule.fine_centroids.double()).argmin(1)
+    assert assign(partition, features).tolist() == rule.cluster_of_fine[found].tolist()
     # The clusters' centroids are weighted by samples, so they lie near the samples' own means.
-    per_fine = found.bincount(minlength=30).double()
+    per_fine = found.bincount(minlength=30)
     for k in range(3):
-        mine = partition.rule.cluster_of_fine == k
-        mean = np.average(partition.rule.fine_centroids[mine].numpy(), axis=0, weights=per_fine[mine].numpy())
-        np.testing.assert_allclose(partition.rule.centroids[k].numpy(), mean, rtol=1e-4, atol=1e-6)
+        mine = rule.cluster_of_fine == k
+        mean = np.average(rule.fine_centroids[mine], axis=0, weights=per_fine[mine])
+        np.testing.assert_allclose(rule.centroids[k], mean, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("metric", ["spherical", "euclidean"])
 def test_flat_clusters_balance_single_samples_by_a_stored_price(tmp_path, metric):
     features, _ = directions([500, 60, 50, 40, 30, 20], spread=0.3)
     wanted = config(4, 70, kind="flat", metric=metric, num_iterations=6)
+
     partition, clusters = fit_and_assign(Rows([features[:99], features[99:]]), wanted, features="A")
-    assert partition.counts.max() <= 1.05 * 700 / 4 and partition.counts.tolist() == np.bincount(clusters).tolist()
+
+    assert partition.counts.max() <= 1.05 * 700 / 4
+    assert partition.counts.tolist() == np.bincount(clusters).tolist()
     # The oracle: squared distance plus price, in float64.
-    points = features.astype(np.float64)
-    points = points / np.linalg.norm(points, axis=1, keepdims=True) if metric == "spherical" else points
-    rule = partition.rule
-    squares = np.linalg.norm(points[:, None] - rule.centroids.double().numpy(), axis=2) ** 2
-    np.testing.assert_array_equal((squares + rule.prices.numpy()).argmin(1), clusters)
+    centroids = partition.rule.centroids.double().numpy()
+    squares = np.square(on_sphere(features, metric)[:, None] - centroids).sum(2)
+    np.testing.assert_array_equal((squares + partition.rule.prices.numpy()).argmin(1), clusters)
     displaced, by_balance = displaced_fractions(partition, Rows([features]), clusters)
     assert displaced == by_balance == pytest.approx((squares.argmin(1) != clusters).mean())
-    # Nearer to their means than in two stages.
-    _, grouped = fit_and_assign(features, config(4, 70, metric=metric))
-    scatter = [
-        sum(((points[found == k] - points[found == k].mean(0)) ** 2).sum() for k in range(4))
-        for found in (clusters, grouped)
-    ]
-    assert scatter[0] < scatter[1]
+
     partition.save(tmp_path / "a")
     fit(features, wanted, features="A").save(tmp_path / "b")
-    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
     again = fit(features[:300], config(4, kind="existing", path=str(tmp_path / "a")), features="A")
+
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
     assert again.counts.tolist() == np.bincount(clusters[:300]).tolist()
 
 
@@ -128,27 +130,31 @@ def test_flat_clusters_of_a_sample_leave_room_for_the_others():
     features, _ = directions([2000, 300, 250, 200, 150, 100], spread=0.3)
     wanted = config(4, kind="flat", fit_fraction=0.3, max_largest_over_mean=1.3)
     sample = np.random.default_rng(0).permutation(features)[:900]
-    rule = build.fit_flat(Rows([sample]), wanted, torch.Generator().manual_seed(0))
-    found = np.bincount(assign(Partition(rule, torch.ones(4)), sample), minlength=4)
-    assert 1.05 < found.max() / 225 <= 1.3 - 3 * (4 / 900) ** 0.5 + 1 / 225
+
+    counts = fit(sample, wanted).counts
+
+    assert 1.05 < counts.max() / 225 <= 1.3 - 3 * (4 / 900) ** 0.5 + 1 / 225
 
 
-def test_a_sample_larger_than_the_memory_is_refused(monkeypatch):
-    monkeypatch.setattr(build, "free_bytes", lambda: 1600)
-    with pytest.raises(UserError, match=r"fit_fraction' = 1\.0: takes 1\.3 kB of memory, and 1\.6 kB are free; lower"):
-        fit(directions([10, 10])[0], config(2, 4))
-    monkeypatch.setattr(build, "free_bytes", lambda: 3600)  # enough for the features, but not to balance
-    with pytest.raises(UserError, match=r"fit_fraction' = 1\.0: takes 5\.4 kB of memory, and 3\.6 kB are free"):
-        fit(directions([10, 10])[0], config(2, kind="flat"))
+@pytest.mark.parametrize(("kind", "free", "needed"), [("kmeans", 1600, 1.3), ("flat", 3600, 5.4)])
+def test_a_sample_larger_than_the_memory_is_refused(monkeypatch, kind, free, needed):
+    monkeypatch.setattr(build, "free_bytes", lambda: free)
+
+    with pytest.raises(
+        UserError, match=rf"fit_fraction' = 1\.0: takes {needed} kB of memory, and {free / 1000} kB are"
+    ):
+        fit(directions([10, 10])[0], config(2, 4, kind=kind))
 
 
 def test_counts_beyond_the_sample_may_differ_from_the_limit_by_its_error():
     """Of a share of 1/4, known from 400 samples, four standard errors of at most a quarter each are 40 %."""
-    build.check_balance(torch.tensor([1469, 1, 1, 4]) + 1000, config(4, max_largest_over_mean=1.4), 400)
+    wanted = config(4, max_largest_over_mean=1.4)
+
+    build.check_balance(torch.tensor([1469, 1, 1, 4]) + 1000, wanted, 400)
     with pytest.raises(UserError, match="largest cluster has 2000"):
-        build.check_balance(torch.tensor([2000, 600, 700, 700]), config(4, max_largest_over_mean=1.4), 400)
+        build.check_balance(torch.tensor([2000, 600, 700, 700]), wanted, 400)
     with pytest.raises(UserError, match="stays empty"):
-        build.check_balance(torch.tensor([9, 0, 8, 9]), config(4), 400)
+        build.check_balance(torch.tensor([9, 0, 8, 9]), wanted, 400)
 
 
 @pytest.mark.usefixtures("either_way")
@@ -157,49 +163,51 @@ def test_seed_and_features_decide_every_byte_however_they_are_split(tmp_path):
     in_pieces = Rows([features[:7], features[7:100], features[100:]])
     for name, seed, rows in (("a", 3, features), ("b", 3, in_pieces), ("c", 4, features)):
         fit(rows, config(3, 20), seed=seed, features="a network").save(tmp_path / name)
-    written = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    assert written["a"] == written["b"] != written["c"]
+
     read = Partition.load(tmp_path / "a")
-    assert read.rule.kind == "kmeans" and read.num_clusters == 3
-    assert (read.rule.metric, read.rule.features) == ("spherical", "a network")
     read.save(tmp_path / "again")
-    assert (tmp_path / "again").read_bytes() == written["a"]
+
+    written = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert written["a"] == written["b"] == written["again"] != written["c"]
+    assert (read.rule.kind, read.rule.metric, read.rule.features) == ("kmeans", "spherical", "a network")
 
 
-def test_displaced_samples_are_counted_and_progress_is_reported():
+def test_displaced_samples_are_counted():
     features, _ = directions([300, 100, 60, 40], spread=0.4)
-    ticks = []
     rows = Rows([features[:123], features[123:]])
-    partition, clusters = fit_and_assign(rows, config(4, 60), on_progress=lambda *at: ticks.append(at))
-    assert clusters.dtype == np.int32 and clusters.tolist() == assign(partition, features).tolist()
-    points = features.astype(np.float64) / np.linalg.norm(features, axis=1, keepdims=True)
-    distances = np.linalg.norm(points[:, None] - partition.rule.centroids.numpy(), axis=2)
-    expected = float((distances.argmin(1) != clusters).mean())
+
+    partition, clusters = fit_and_assign(rows, config(4, 60))
     found, by_balance = displaced_fractions(partition, rows, clusters)
-    assert found == pytest.approx(expected) and 0 < by_balance < expected < 0.5
+
+    assert clusters.tolist() == assign(partition, features).tolist()
+    distances = np.linalg.norm(on_sphere(features, "spherical")[:, None] - partition.rule.centroids.numpy(), axis=2)
+    expected = (distances.argmin(1) != clusters).mean()
+    assert found == pytest.approx(expected)
+    assert 0 < by_balance < expected < 0.5
+
     # Without a limit each fine cell is in the cluster whose mean is nearest, and only the two stages displace.
     free, clusters = fit_and_assign(rows, config(4, 60, max_largest_over_mean=4.0))
     found, by_balance = displaced_fractions(free, rows, clusters)
     assert by_balance == 0 < found
-    assert len(set(ticks[-1])) == 1, "all that there was to read has been"
 
 
 def test_random_clusters_are_equal_and_depend_on_seed_and_key_alone(tmp_path):
-    keys, features = keys_of(1003), np.full((1003, 2), np.nan, np.float32)
-    partition = fit(features, config(4, kind="random"), seed=5, keys=keys)
-    assert sorted(partition.counts.tolist()) == [250, 251, 251, 251]
+    features = np.full((1003, 2), np.nan, np.float32)
+    wanted = config(4, kind="random")
+    partition, clusters = fit_and_assign(features, wanted, seed=5)
     partition.save(tmp_path / "p")
     read = Partition.load(tmp_path / "p")
-    found = assign(read, features, keys=keys)
-    assert np.bincount(found).tolist() == partition.counts.tolist()
-    backwards = [int(assign(read, features[:1], keys=[key])[0]) for key in reversed(keys)]
-    assert backwards[::-1] == found.tolist()
-    other = assign(fit(features, config(4, kind="random"), seed=6, keys=keys), features, keys=keys)
-    assert (found == other).mean() == pytest.approx(0.25, abs=0.06), "another seed is independent"
+
+    backwards = assign(read, features, keys=keys_of(1003)[::-1])
+    _, other = fit_and_assign(features, wanted, seed=6)
     new = assign(read, np.empty((4000, 0)), keys=[f"new-{number}" for number in range(4000)])
+
+    assert sorted(partition.counts.tolist()) == [250, 251, 251, 251]
+    assert np.bincount(clusters).tolist() == partition.counts.tolist()
+    assert backwards[::-1].tolist() == clusters.tolist()
+    assert (clusters == other).mean() == pytest.approx(0.25, abs=0.06), "another seed is independent"
     assert np.bincount(new).min() > 900
     assert fit(features, config(1, kind="random")).counts.tolist() == [1003]
-    assert fit(features[:1000], config(4, kind="random")).counts.tolist() == [250] * 4
 
 
 def test_random_clusters_are_independent_of_the_held_out_samples():
@@ -213,11 +221,11 @@ def test_whole_classes_are_packed_evenly():
     sizes = [40, 35, 30, 25, 20, 15, 15]
     labels = np.repeat([0, 2, 3, 4, 5, 6, 9], sizes)
     features = np.full((180, 2), np.nan, np.float32)
-    partition = fit(features, config(3, kind="labels", max_largest_over_mean=1.0), labels=labels)
-    assert partition.counts.tolist() == [60, 60, 60]
-    found = assign(partition, features, labels)
-    assert all(len(set(found[labels == label].tolist())) == 1 for label in set(labels.tolist()))
+
+    _, found = fit_and_assign(features, config(3, kind="labels", max_largest_over_mean=1.0), labels=labels)
+
     assert np.bincount(found).tolist() == [60, 60, 60]
+    assert len({*zip(labels.tolist(), found.tolist(), strict=True)}) == 7
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -270,9 +278,11 @@ def test_an_existing_partition_assigns_new_data(tmp_path):
     # Unevenly drawn: an existing partition is taken as it is.
     chosen = np.concatenate([np.flatnonzero(origin == k)[:count] for k, count in enumerate((90, 20, 10))])
     wanted = config(3, kind="existing", path=str(path), metric="euclidean")
-    partition = fit(features[chosen], wanted, features="A")
+
+    partition, clusters = fit_and_assign(features[chosen], wanted, features="A")
+
     assert sorted(partition.counts.tolist()) == [10, 20, 90]
-    assert assign(partition, features[chosen]).tolist() == assign(Partition.load(path), features[chosen]).tolist()
+    assert clusters.tolist() == assign(Partition.load(path), features[chosen]).tolist()
 
 
 @pytest.mark.parametrize(
@@ -292,36 +302,17 @@ def test_a_partition_that_does_not_fit_is_refused(tmp_path, num_clusters, dims, 
     assert str(refusal.value).startswith("key 'prepare.partition.path'")
 
 
-def test_an_empty_cluster_of_an_existing_partition_is_refused(tmp_path):
-    features, origin = directions([30, 30, 30])
-    fit(features, config(3, 12)).save(tmp_path / "p")
-    with pytest.raises(UserError, match="a cluster stays empty"):
-        fit(features[origin > 0], config(3, kind="existing", path=str(tmp_path / "p")))
-
-
 @pytest.mark.parametrize(
-    ("options", "key", "problem"),
+    ("wanted", "problem"),
     [
-        ({"num_clusters": 11, "num_fine_centroids": 12}, "prepare.partition.num_clusters", "only 10 samples"),
-        ({"num_clusters": 2, "num_fine_centroids": 12}, "prepare.partition.num_fine_centroids", "only 10 samples"),
-        (
-            {"num_clusters": 2, "num_fine_centroids": 11, "fit_fraction": 0.5},
-            "prepare.partition.fit_fraction",
-            "leaves 10 of 20 samples for 11 fine centroids",
-        ),
-        (
-            {"num_clusters": 11, "kind": "flat", "fit_fraction": 0.5},
-            "prepare.partition.fit_fraction",
-            "leaves 10 of 20 samples for 11 clusters",
-        ),
-        ({"num_clusters": 11, "kind": "random"}, "prepare.partition.num_clusters", "only 10 samples"),
+        (config(2, 11, fit_fraction=0.5), "num_fine_centroids' = 11: fitted are only 10 of 20 samples; use fewer, or"),
+        (config(11, kind="flat", fit_fraction=0.5), "num_clusters' = 11: fitted are only 10 of 20 samples"),
+        (config(11, kind="random"), "num_clusters' = 11: fitted are only 10 of 10 samples"),
     ],
 )
-def test_more_parts_than_samples_are_refused(options, key, problem):
-    features, _ = directions([5, 5])
-    with pytest.raises(UserError, match=problem) as refusal:
-        fit(features, PartitionConfig(**options))
-    assert key in str(refusal.value) and "\n" not in str(refusal.value)
+def test_more_parts_than_samples_are_refused(wanted, problem):
+    with pytest.raises(UserError, match=problem):
+        fit(directions([5, 5])[0], wanted)
 
 
 @pytest.mark.parametrize(
@@ -361,7 +352,7 @@ def test_a_partition_over_the_limit_is_refused_with_the_figure():
         fit(features, config(2, 8))
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("metric", ["spherical", "euclidean"])
 def test_features_that_are_not_finite_are_not_assigned(value, metric):
     features, _ = directions([30, 30])
@@ -371,15 +362,20 @@ def test_features_that_are_not_finite_are_not_assigned(value, metric):
         assign(partition, features)
 
 
-@pytest.mark.parametrize("damage", ["missing", "no safetensors", "other safetensors", "format 1"])
-def test_an_invalid_partition_file_is_refused(tmp_path, damage):
+@pytest.mark.parametrize(
+    "content",
+    [
+        None,
+        b"not at all",
+        save({"weight": torch.ones(2)}),
+        save({"counts": torch.ones(2)}, {"ddm_lightning": json.dumps({"kind": "partition", "format_version": 1})}),
+    ],
+    ids=["missing", "no safetensors", "other safetensors", "format 1"],
+)
+def test_an_invalid_partition_file_is_refused(tmp_path, content):
     path = tmp_path / "partition.safetensors"
-    if damage == "no safetensors":
-        path.write_bytes(b"not at all")
-    elif damage == "other safetensors":
-        save_file({"weight": torch.ones(2)}, path)
-    elif damage == "format 1":
-        header = json.dumps({"kind": "partition", "format_version": 1})
-        save_file({"counts": torch.ones(2)}, path, {"ddm_lightning": header})
+    if content is not None:
+        path.write_bytes(content)
+
     with pytest.raises(UserError, match=r"partition\.safetensors: .*run prepare again"):
         Partition.load(path)
