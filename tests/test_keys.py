@@ -35,7 +35,6 @@ from ddm_lightning.config.load import changeable_keys, fingerprint, load_experim
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import FEATURES, IMAGE_ENCODERS, METRICS
 from ddm_lightning.core.weights import read_header, save_weights
-from ddm_lightning.encoders.images import Pixels
 from ddm_lightning.ensemble.routing import Batch
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.evaluation.image_sets import FileImages, Generated, ShardImages
@@ -170,17 +169,17 @@ def test_the_noise_of_an_image_is_of_the_seed_its_key_and_the_step(of: str) -> N
 def test_features_are_kept_by_images_and_network(finished_run: Path, tmp_path: Path) -> None:
     manifest = Manifest.read(finished_run)
     shards = finished_run / "prepared" / "shards"
-    other = replace(manifest, image_encoder={**manifest.image_encoder, "params": {"x": 1}})
+    other = replace(manifest, image_encoder={**manifest.image_encoder, "params": {"image_size": 8}})
     elsewhere = replace(manifest, provenance={**manifest.provenance, "image_encoder": {"weights_sha256": "ab"}})
 
     def key(manifest: Manifest, side: str, max_num: int | None) -> Hashable:
-        return ShardImages(shards, manifest, Pixels(), side, max_num).sha256
+        return ShardImages(shards, manifest, side, max_num).sha256
 
     given = {"manifest": manifest, "side": TRAIN, "max_num": None}
     changes = [{"side": HELD_OUT}, {"max_num": 20}, {"max_num": 10}, {"manifest": other}, {"manifest": elsewhere}]
     all_differ(key, given, *changes)
 
-    whole, some = (ShardImages(shards, manifest, Pixels(), TRAIN, num) for num in (None, 20))
+    whole, some = (ShardImages(shards, manifest, TRAIN, num) for num in (None, 20))
     ids = whole.column(range(whole.num), "sample_id")
     assert some.column(range(20), "sample_id") == [ids[row * whole.num // 20] for row in range(20)], "evenly spaced"
 
@@ -206,7 +205,7 @@ def test_generated_images_are_kept_by_all_that_shapes_them(finished_run: Path, t
     def key(*more: str, **own: str) -> Hashable:
         values = [f"{name.replace('__', '.')}={value}" for name, value in own.items()]
         experiment = load_experiment(TINY, [*settings(run)[2:], *values])
-        return json.dumps(Generated(Run(experiment), Manifest.read(run), Pixels()).settings)
+        return json.dumps(Generated(Run(experiment), Manifest.read(run)).settings)
 
     shaping = {"num_steps": 3, "strategy": "full", "solver": "heun", "guidance_scale": 3, "guidance": "mixture"}
     shaping |= {"guidance_interval": "[0.1,0.9]", "router_temperature": 2, "member": "expert-0"}

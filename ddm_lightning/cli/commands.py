@@ -23,7 +23,7 @@ from ddm_lightning.cli.islands import (
     show_status,
     table_of,
 )
-from ddm_lightning.config.experiment import Experiment
+from ddm_lightning.config.experiment import Experiment, SampleConfig
 from ddm_lightning.config.merge import island_of
 from ddm_lightning.core.devices import check_devices, configure_torch
 from ddm_lightning.core.environment import Ranks, check_meeting, leave_ranks
@@ -276,20 +276,21 @@ def _sample(experiment: Experiment, options: argparse.Namespace) -> None:
 
     given = {"--strategy": options.strategy, "--num": options.num, "--seed": options.seed}
     words = [f"{name} {value}" for name, value in given.items() if value is not None]
-    settings = resolve(
-        experiment,
+    ensemble = DecentralizedEnsemble.open(experiment, partial=True)
+    ensemble.manifest = resolve(
+        ensemble.manifest,
         options.overrides,
         source=" ".join(words) or options.config,
         strategy=options.strategy,
         num_per_prompt=options.num,
         seed=options.seed,
     )
-    path = _grid_to_write(settings, options)
-    ensemble = DecentralizedEnsemble.open(settings, partial=True)
+    settings = ensemble.about.sample
+    path = _grid_to_write(experiment, settings, options)
     files = write_samples(
         ensemble,
         path,
-        options.prompt or settings.sample.prompts,
+        options.prompt or settings.prompts,
         classes=options.classes or (),
         singles=path.with_suffix(""),
         gif=options.gif,
@@ -299,16 +300,17 @@ def _sample(experiment: Experiment, options: argparse.Namespace) -> None:
     for name, file in files.items():
         print(f"{name}: {file}")
 
-    print(f"settings: {settings_line(settings.sample)}")
+    print(f"settings: {settings_line(settings)}")
     cost = ensemble.cost
     print(f"cost: {cost.gflop:.3g} GFLOP per image, {cost.experts:.2f} active experts on average")
 
 
-def _grid_to_write(settings: Experiment, options: argparse.Namespace) -> Path:
+def _grid_to_write(experiment: Experiment, settings: SampleConfig, options: argparse.Namespace) -> Path:
     """The grid that ``fit`` writes if nothing but its strategy was asked for; else a new file, so that others stay."""
     from ddm_lightning.use.samples import check_out
 
-    folder = RunFolder.of(settings).samples
+    samples = RunFolder.of(experiment).samples
+    folder = samples
     if options.out is not None:
         folder = check_out(options.out)
         if folder.suffix == ".png":
@@ -316,10 +318,10 @@ def _grid_to_write(settings: Experiment, options: argparse.Namespace) -> Path:
 
     changed = [options.prompt, options.classes, options.num, options.seed is not None]
     changed += [text.startswith("sample.") for text in options.overrides]
-    if folder == RunFolder.of(settings).samples and not any(changed):
-        return _grid(settings)
+    if folder == samples and not any(changed):
+        return samples / f"{settings.strategy}.png"
 
-    name = settings.sample.member or settings.sample.strategy
+    name = settings.member or settings.strategy
     numbered = (folder / f"{name}-{number:03d}.png" for number in itertools.count(1))
     return next(path for path in numbered if not path.exists())
 

@@ -65,6 +65,19 @@ def check_experiment(
         UserError: the line names ``source``, key and remedy.
     """
     checks.check(asdict(experiment), Experiment, "", str(source), references=False)
+    if sampling_only:
+        problems = _problems_of_sampling(experiment)
+    else:
+        _check_changes(experiment, source, overrides)
+        problems = _problems(experiment)
+
+    for key, problem in problems:
+        value = OmegaConf.select(OmegaConf.create(asdict(experiment)), key)
+        raise UserError(f"{blamed(source, overrides, key, problem)}: key {key!r} = {value!r}: {problem}")
+
+
+def _check_changes(experiment: Experiment, source: str | Path, overrides: Sequence[str]) -> None:
+    """Check sections that change others for some members, and the two forms of ``init_from``."""
     experts = _experts(experiment)
 
     def check_changes(section: str, changes: dict[str, Any], schema: type, names: Sequence[str], word: str) -> None:
@@ -90,15 +103,6 @@ def check_experiment(
             key = f"{section}.init_from"
             checks.check(init_keys(given), InitConfig, key, blamed(source, overrides, key), references=False)
 
-    if sampling_only:
-        problems = _problems_of_sampling(experiment)
-    else:
-        problems = _problems(experiment)
-
-    for key, problem in problems:
-        value = OmegaConf.select(OmegaConf.create(asdict(experiment)), key)
-        raise UserError(f"{blamed(source, overrides, key, problem)}: key {key!r} = {value!r}: {problem}")
-
 
 def _experts(experiment: Experiment) -> list[str]:
     return [f"expert-{number}" for number in range(experiment.num_experts)]
@@ -107,6 +111,9 @@ def _experts(experiment: Experiment) -> list[str]:
 def _problems(experiment: Experiment) -> Iterator[Problem]:
     partition = experiment.prepare.partition
     yield from _problems_of_columns(experiment.prepare)
+    if experiment.condition.kind not in ("class", "none") and experiment.prepare.caption_encoder is None:
+        yield "condition.kind", "needs prepare.caption_encoder, which is null; set it"
+
     if (partition.path is not None) != (partition.kind == "existing"):
         yield "prepare.partition.path", "belongs to prepare.partition.kind = existing; set both or neither"
 
@@ -245,9 +252,6 @@ def _problems_of_sampling(experiment: Experiment) -> Iterator[Problem]:
 
     if sample.solver not in SOLVERS.names():
         yield "sample.solver", f"is unknown; {SOLVERS.known()}"
-
-    if reads_text and experiment.prepare.caption_encoder is None:
-        yield "condition.kind", "needs prepare.caption_encoder, which is null; set it"
 
     if sample.prompts and not reads_text:
         yield (

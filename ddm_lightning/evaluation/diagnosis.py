@@ -15,7 +15,6 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core.devices import device_of
 from ddm_lightning.core.files import atomic_write_json
 from ddm_lightning.core.formatting import Bars
@@ -35,7 +34,6 @@ from ddm_lightning.shards.manifest import HELD_OUT, TRAIN
 from ddm_lightning.training.objective import build_objective
 from ddm_lightning.use.ensemble import DecentralizedEnsemble
 from ddm_lightning.use.saved import manifest_with_about
-from ddm_lightning.use.settings import resolve
 
 STRATEGIES_SHOWN = ("full", "top-1", "sample-1", "bayes")
 MAX_HELD_OUT = 2048
@@ -60,15 +58,14 @@ class Samples:
     sample_ids: Int[Tensor, " n"]
     condition: Condition | None
 
-    def rows(self, rows: Int[Tensor, " m"]) -> Samples:
-        """The chosen samples."""
+    def rows(self, rows: Int[Tensor, " m"], device: torch.device | None = None) -> Samples:
+        """The chosen samples, on ``device`` if there is one."""
         condition = self.condition and self.condition.rows(rows)
-        return Samples(self.x_0[rows], self.clusters[rows], self.sample_ids[rows], condition)
+        if condition is not None and device is not None:
+            condition = condition.to(device)
 
-    def to(self, device: torch.device) -> Samples:
-        """The same samples on ``device``."""
-        condition = self.condition and self.condition.to(device)
-        return Samples(self.x_0.to(device), self.clusters.to(device), self.sample_ids.to(device), condition)
+        x_0, clusters, ids = (values[rows].to(device) for values in (self.x_0, self.clusters, self.sample_ids))
+        return Samples(x_0, clusters, ids, condition)
 
 
 def diagnose(
@@ -93,18 +90,26 @@ def diagnose(
     """
     experiment = run.experiment
     device = device_of(experiment.island.accelerator)
-    whole = DecentralizedEnsemble(manifest_with_about(run.folder.root, experiment), experiment, device)
+    whole = DecentralizedEnsemble(manifest_with_about(run.folder.root, experiment), device)
     ensemble = whole.field
     ensemble.precision = experiment.sample.precision
-    chosen = _chosen(experiment, strategies, overrides)
-    if ensemble.router is None and ensemble.num_clusters > 1 and not strategies:
-        chosen = {name: own for name, own in chosen.items() if not strategy_of(own.sample).needs_router}
+    params = []
+    for text in overrides:
+        if strategies and text.startswith("sample.strategy_params."):
+            params.append(text)
+
+    chosen = {}
+    for name in strategies or (*STRATEGIES_SHOWN, experiment.sample.strategy):
+        own = whole.with_settings(params, f"--strategy {name}", strategy=name)
+        lacks_router = ensemble.router is None and strategy_of(own.about.sample).needs_router
+        if strategies or ensemble.num_clusters == 1 or not lacks_router:
+            chosen[name] = own
 
     train = _read(run, TRAIN, MAX_TRAIN, device)
     held_out = _read(run, HELD_OUT, MAX_HELD_OUT, device)
     num_held_out = len(held_out.x_0)
     draws = min(MAX_DRAWS, math.ceil(MIN_ROWS / num_held_out))  # of noise
-    noisy = held_out.rows(torch.arange(num_held_out).repeat(draws)).to(device)
+    noisy = held_out.rows(torch.arange(num_held_out).repeat(draws), device)
     times = stratified_timesteps().tolist()
     figures: Figures = {
         "num_held_out": num_held_out,
@@ -129,25 +134,9 @@ def diagnose(
     return figures
 
 
-def _chosen(
-    experiment: Experiment, strategies: Sequence[str] | None, overrides: Sequence[str]
-) -> dict[str, Experiment]:
-    """The experiment with each strategy; params of strategies that nobody named are their defaults."""
-    params = []
-    for text in overrides:
-        if strategies and text.startswith("sample.strategy_params."):
-            params.append(text)
-
-    chosen = {}
-    for name in strategies or (*STRATEGIES_SHOWN, experiment.sample.strategy):
-        chosen[name] = resolve(experiment, params, f"--strategy {name}", strategy=name)
-
-    return chosen
-
-
 def _share_figures(
     whole: DecentralizedEnsemble,
-    chosen: Mapping[str, Experiment],
+    chosen: Mapping[str, DecentralizedEnsemble],
     train: Samples,
     held_out: Samples,
     num: int,
@@ -167,9 +156,9 @@ def _share_figures(
         expected = clusters.bincount(minlength=num_clusters) / num
 
     found = {}
-    for name, settings in chosen.items():
+    for name, own in chosen.items():
         task = bars.add_task(name, total=num)
-        x_0 = whole.with_settings(settings).latents(
+        x_0 = own.latents(
             given.condition,
             num,
             batch_size=BATCH_SIZE,
@@ -178,12 +167,12 @@ def _share_figures(
         )
         shares = classifier.shares(_pixels(x_0))
         found[name] = {
-            "solver": settings.sample.solver,
+            "solver": own.about.sample.solver,
             "shares": shares.tolist(),
             "total_variation": total_variation(shares, expected),
         }
 
-    by_chance = classifier.by_chance(num, whole.experiment.seed)
+    by_chance = classifier.by_chance(num, whole.about.seed)
     return {
         "expected": expected.tolist(),
         "by_chance": float(by_chance.mean()),

@@ -132,11 +132,9 @@ class EmaWidths:
 
         steps = self.member.train.max_steps
         chosen = widths or [w for w in DEFAULT_WIDTHS if mixture(self._all, w, steps)[1] <= LARGEST_MISFIT]
-        current = self.meta.metrics.get(WIDTH)
-        if current is None:
-            name = "of the artifact"
-        else:
-            name = f"of the artifact (width {current:g})"
+        name = "of the artifact"
+        if WIDTH in self.meta.metrics:
+            name += f" (width {self.meta.metrics[WIDTH]:g})"
 
         with lock_member(self.folder), Bars(transient=True) as bars:
             averages = (
@@ -234,22 +232,14 @@ class EmaWidths:
 
 def widths_table(averages: Mapping[str, Mapping[str, float]]) -> Table:
     """Table of the figures from ``EmaWidths.compare``, with the lowest held-out loss marked."""
-    has_accuracy = any(_ACCURACY in metrics for metrics in averages.values())
-    losses = {name: loss_of(metrics, "held_out") for name, metrics in averages.items()}
-    known = {}
-    for name, loss in losses.items():
-        known[name] = math.inf if loss is None else loss
-
-    lowest = min(known, key=known.__getitem__)
+    losses = {name: loss_of(metrics, "held_out") or math.inf for name, metrics in averages.items()}
+    lowest = min(losses.values())
+    titles = ["average", "held-out loss", ""]
     rows = []
     for name, metrics in averages.items():
-        rows.append(
-            [
-                name,
-                f"{known[name]:.5f}",
-                *([f"{metrics.get(_ACCURACY, math.nan):.4f}"] if has_accuracy else []),
-                "lowest" if name == lowest else "",
-            ]
-        )
+        rows.append([name, f"{losses[name]:.5f}", "lowest" if losses[name] == lowest else ""])
+        if _ACCURACY in metrics:
+            rows[-1].insert(2, f"{metrics[_ACCURACY]:.4f}")
+            titles = ["average", "held-out loss", "accuracy", ""]
 
-    return table(["average", "held-out loss", *(["accuracy"] if has_accuracy else []), ""], rows)
+    return table(titles, rows)

@@ -26,14 +26,12 @@ from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write, atomic_write_json, read_json, sha256_file, sha256_json
 from ddm_lightning.core.formatting import Bars, table
 from ddm_lightning.core.grids import labelled_grid, save_png, scale_of
-from ddm_lightning.core.registry import IMAGE_ENCODERS, METRICS
-from ddm_lightning.encoders.interfaces import ImageEncoder
+from ddm_lightning.core.registry import METRICS
 from ddm_lightning.evaluation import image_sets
 from ddm_lightning.evaluation.image_sets import FileImages, Generated, ImageSet, ShardImages, parts
 from ddm_lightning.evaluation.metrics.features import FeatureMetric, Score, nearest
 from ddm_lightning.members.run import Run
 from ddm_lightning.shards.manifest import HELD_OUT, TRAIN
-from ddm_lightning.use.ensemble import built_encoder
 
 SETTINGS_FILE = "settings.json"
 RESULT_FILE = "evaluation.json"
@@ -63,45 +61,39 @@ class Evaluation:
         self.settings = experiment.evaluate
         manifest = run.manifest if run.folder.shards.exists() else None
         device = device_of(experiment.island.accelerator)
-        encoder: ImageEncoder = built_encoder(IMAGE_ENCODERS, experiment.prepare.image_encoder)
-        self.metrics = []
-        try:
-            for plugin in self.settings.metrics:
-                metric = METRICS.build(plugin.name, plugin.params)
-                self.metrics.append((plugin.name, metric.to(device)))
-        except UserError as error:
-            raise UserError(f"key 'evaluate.metrics': {error}") from None
+        self.metrics = [
+            (plugin, METRICS.build(plugin.name, plugin.params).to(device)) for plugin in self.settings.metrics
+        ]
 
         def of_shards(side: str, max_num: int | None = None) -> ShardImages:
-            return ShardImages(run.folder.shards, manifest, encoder, side, max_num)
+            return ShardImages(run.folder.shards, manifest, side, max_num)
 
-        self.generated: ImageSet = FileImages(images) if images else Generated(run, manifest, encoder)
+        self.generated: ImageSet = FileImages(images) if images else Generated(run, manifest)
         wanted = self.settings.reference
         is_side = wanted in (HELD_OUT, TRAIN)
         self.reference: ImageSet = of_shards(wanted) if is_side else FileImages(Path(wanted).expanduser())
         if self.generated.shape != self.reference.shape:
-            height, width, _ = self.reference.shape
-            own_height, own_width, _ = self.generated.shape
             raise UserError(
-                f"key 'evaluate.reference' = {wanted!r}: its images and the generated ones have {height} × {width} "
-                f"and {own_height} × {own_width} pixels; give a reference of the generated images' size"
+                f"key 'evaluate.reference' = {wanted!r}: its images have {self.reference.shape[:2]} pixels, the "
+                f"generated ones {self.generated.shape[:2]}; give a reference of the generated images' size"
             )
 
         self.by_features: list[FeatureMetric] = []
-        for name, metric in self.metrics:
+        for plugin, metric in self.metrics:
             if isinstance(metric, FeatureMetric):
-                metric.check_nums(name, self.generated.num, self.reference.num)
+                metric.check_nums(plugin.name, self.generated.num, self.reference.num)
                 _ = metric.provenance  # looks for the weights
                 self.by_features.append(metric)
             elif hasattr(metric, "captioned") and (images or experiment.condition.kind in ("class", "none")):
-                raise UserError(f"metric {name!r} needs captions, and these images have none; use kid")
+                raise UserError(f"metric {plugin.name!r} needs captions, and these images have none; use kid")
 
         self.known: list[ShardImages] = []
         """Training and held-out images, for the check of memorised samples."""
-        if self.by_features and self.settings.max_train_images and manifest is not None:
-            has_held_out = any(cluster.held_out for cluster in manifest.clusters)
-            if has_held_out and self.generated.shape == image_sets.decoded_shape(encoder, manifest.x_shape):
-                self.known = [of_shards(TRAIN, self.settings.max_train_images), of_shards(HELD_OUT)]
+        has_held_out = manifest is not None and any(cluster.held_out for cluster in manifest.clusters)
+        if self.by_features and self.settings.max_train_images and has_held_out:
+            known = [of_shards(TRAIN, self.settings.max_train_images), of_shards(HELD_OUT)]
+            if self.generated.shape == known[0].shape:
+                self.known = known
 
         self.folder = self._open(out)
 
@@ -173,7 +165,7 @@ class Evaluation:
     def scores(self) -> dict[str, Score]:
         """Compute all metrics from the finished parts; a metric's params follow a name that another one has."""
         found: dict[str, Score] = {}
-        for plugin, (name, metric) in zip(self.settings.metrics, self.metrics, strict=True):
+        for plugin, metric in self.metrics:
             values: Any
             if isinstance(metric, FeatureMetric):
                 generated = self.all_features(metric, self.generated).to(metric.device)
@@ -185,7 +177,7 @@ class Evaluation:
                 values = metric.scores() if hasattr(metric, "scores") else metric.compute()
 
             if not isinstance(values, dict):
-                values = {name: values}
+                values = {plugin.name: values}
 
             for key, value in values.items():
                 if key in found:

@@ -15,10 +15,12 @@ import torch
 from jaxtyping import Int, UInt8
 from PIL import Image
 
+from ddm_lightning.config.experiment import PluginConfig
 from ddm_lightning.core.devices import resolve_precision
 from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.files import atomic_write, sha256_file, sha256_json
 from ddm_lightning.core.grids import save_png
+from ddm_lightning.core.registry import IMAGE_ENCODERS
 from ddm_lightning.encoders.interfaces import ImageEncoder, StoredForm
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.randomness import keyed_generator
@@ -29,7 +31,7 @@ from ddm_lightning.prepare.sources.urls import Files
 from ddm_lightning.shards.manifest import HELD_OUT, TRAIN, Manifest, shard_name
 from ddm_lightning.shards.mds import Shards, open_shards
 from ddm_lightning.shards.verify import verify_shards
-from ddm_lightning.use.ensemble import DecentralizedEnsemble, text_condition
+from ddm_lightning.use.ensemble import DecentralizedEnsemble, built_encoder, text_condition
 
 PART_SIZE = 256
 Images = UInt8[np.ndarray, "n h w 3"]
@@ -46,7 +48,6 @@ class ShardImages:
     Args:
         shards: folder ``prepared/shards``.
         manifest: the run's; None if the shards are not here.
-        encoder: the image encoder.
         side: ``TRAIN`` or ``HELD_OUT``.
         max_num: takes this many, evenly spaced, if there are more.
 
@@ -54,16 +55,14 @@ class ShardImages:
         UserError: see ``open_side``.
     """
 
-    def __init__(
-        self, shards: Path, manifest: Manifest | None, encoder: ImageEncoder, side: str, max_num: int | None = None
-    ) -> None:
+    def __init__(self, shards: Path, manifest: Manifest | None, side: str, max_num: int | None = None) -> None:
         self._shards, hashes = open_side(shards, manifest, side)
         assert manifest is not None, "``open_side`` refuses that"
         self.name = side
-        self._encoder = encoder
+        self._encoder: ImageEncoder = built_encoder(IMAGE_ENCODERS, PluginConfig(**manifest.image_encoder))
         self._stored = StoredForm(manifest.stores, manifest.normalisation)
         self.num = min(len(self._shards), max_num or len(self._shards))
-        self.shape = decoded_shape(encoder, manifest.x_shape)
+        self.shape = self._encoder.decode(torch.zeros(1, *manifest.x_shape)).shape[1:]
         made_by = [manifest.image_encoder, manifest.provenance.get("image_encoder")]
         self.sha256 = sha256_json([hashes, made_by, self.num])
 
@@ -111,11 +110,6 @@ def open_side(shards: Path, manifest: Manifest | None, side: str) -> tuple[Shard
         verify_shards(folder, hashes=side == HELD_OUT, index_sha256=index_sha256)
 
     return open_shards(folders), hashes
-
-
-def decoded_shape(encoder: ImageEncoder, x_shape: tuple[int, int, int]) -> tuple[int, ...]:
-    """Height, width and 3 of the images that ``encoder`` decodes from samples of ``x_shape``."""
-    return encoder.decode(torch.zeros(1, *x_shape)).shape[1:]
 
 
 class FileImages:
@@ -215,7 +209,6 @@ class Generated:
     Args:
         run: of its experiment, the seed and the sections ``sample`` and ``evaluate`` count.
         manifest: the run's; None if the shards are not here.
-        encoder: its image encoder.
 
     Raises:
         UserError: no ensemble, neither shards nor prompts, or damaged shards.
@@ -225,20 +218,22 @@ class Generated:
     folder: Path
     sha256: str
 
-    def __init__(self, run: Run, manifest: Manifest | None, encoder: ImageEncoder) -> None:
+    def __init__(self, run: Run, manifest: Manifest | None) -> None:
         experiment = run.experiment
         self._ensemble = DecentralizedEnsemble.open(experiment)
-        self._kind = experiment.condition.kind
+        self._evaluate = experiment.evaluate
+        meta = self._ensemble.meta
+        self._kind = meta.condition.kind
         self.num = experiment.evaluate.num_images
-        self.shape = decoded_shape(encoder, self._ensemble.meta.x_shape)
+        self.shape = self._ensemble.decode(torch.zeros(1, *meta.x_shape)).shape[1:]
         self._given: ShardImages | None = None
         self._own: Sequence[Any] = experiment.sample.prompts
         if self._kind == "class":
-            self._own = range(self._ensemble.meta.condition.size)
+            self._own = range(meta.condition.size)
 
         if self._kind != "none" and manifest is not None:
             side = HELD_OUT if any(cluster.held_out for cluster in manifest.clusters) else TRAIN
-            self._given = ShardImages(run.folder.shards, manifest, encoder, side)
+            self._given = ShardImages(run.folder.shards, manifest, side)
         elif self._kind != "none" and not self._own:
             raise UserError(
                 f"{run.folder.shards}: no shards with captions; copy them to this folder, or set sample.prompts"
@@ -267,7 +262,7 @@ class Generated:
         if self._given is None:
             return [self._own[row % len(self._own)] for row in rows]
 
-        generator = keyed_generator(self._ensemble.experiment.seed, "conditions")
+        generator = keyed_generator(self._ensemble.about.seed, "conditions")
         order = torch.randperm(self._given.num, generator=generator)
         chosen = order[torch.tensor(rows) % len(order)]
         return self._given.column(chosen.tolist(), column)
@@ -278,16 +273,17 @@ class Generated:
         if self._kind == "class":
             return Condition.of(torch.tensor([int(label) for label in self.given(rows, "label")]))
 
-        return text_condition(self.given(rows, "caption"), self._ensemble.experiment)
+        return text_condition(self.given(rows, "caption"), self._ensemble.meta)
 
     def images(self, rows: range) -> Images:
         """Return one part, generated now if it is not there."""
         path = self.folder / "parts" / f"{rows.start:08d}.npz"
-        experiment = self._ensemble.experiment
-        settings = experiment.evaluate
+        settings = self._evaluate
         if not path.exists():
             clusters = None
-            if self._given is not None and experiment.sample.member is None:  # one alone makes images of all clusters
+            if (
+                self._given is not None and self._ensemble.about.sample.member is None
+            ):  # one alone makes images of all clusters
                 clusters = torch.tensor(self.given(rows, "cluster"))
 
             x_0 = self._ensemble.latents(

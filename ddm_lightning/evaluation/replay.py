@@ -30,7 +30,7 @@ class ReplayedSample:
 
     sample_id: int
     t: float
-    not_finite: tuple[str, ...]
+    not_finite: list[str]
     """Columns of the shards that hold a NaN or an infinity."""
     loss: float
     gradient_norm: float
@@ -84,35 +84,22 @@ def replay_step(name: str, run: Run, step: int | None, rank: int) -> tuple[Skipp
             loss = objective.compute_losses(noisy.rows(one), alone)["loss"].sum()
 
         loss.backward()
-        squares = []
-        for p in network.parameters():
-            if p.grad is not None:
-                squares.append(p.grad.double().square().sum())
-
-        if squares:
-            norm = math.sqrt(float(torch.stack(squares).sum()))
-        else:
-            norm = 0.0
-
-        columns = (name for name, rows in batch.items() if not bool(rows[row].isfinite().all()))
-        found.append(ReplayedSample(sample_id, float(noisy.t[row]), tuple(columns), float(loss.detach()), norm))
+        gradients = [p.grad.double() for p in network.parameters() if p.grad is not None]
+        norm = float(torch.nn.utils.get_total_norm(gradients))
+        columns = [name for name, values in batch.items() if not values[row].isfinite().all()]
+        found.append(ReplayedSample(sample_id, float(noisy.t[row]), columns, float(loss.detach()), norm))
 
     return skipped, nearest or "the initial weights", found
 
 
 def _find(folder: Path, step: int | None, rank: int) -> SkippedStep:
-    skipped = {}
-    for one in skipped_of(folder):
-        if one.rank == rank:
-            skipped[one.step] = one
+    skipped = {one.step: one for one in skipped_of(folder) if one.rank == rank}
+    chosen = max(skipped, default=None) if step is None else step
+    if chosen not in skipped:
+        steps = ", ".join(map(str, skipped)) or "none"
+        raise UserError(f"{folder}: nothing to replay; steps of rank {rank} that were skipped: {steps}")
 
-    if not skipped or step not in (None, *skipped):
-        raise UserError(
-            f"{folder}: nothing to replay; steps of rank {rank} that were skipped: "
-            f"{', '.join(map(str, skipped)) or 'none'}"
-        )
-
-    return skipped[max(skipped) if step is None else step]
+    return skipped[chosen]
 
 
 def _load_nearest(network: nn.Module, checkpoints: Path, step: int) -> str | None:
@@ -149,14 +136,9 @@ def _samples(data: ClusterDataModule, skipped: SkippedStep) -> dict[str, Tensor]
 def replay_table(samples: list[ReplayedSample]) -> Table:
     """Tabulate the samples, those to blame first."""
     columns = "no finite number in the shards"
-    rows = [
-        (
-            str(sample.sample_id),
-            f"{sample.t:.4f}",
-            ", ".join(sample.not_finite),
-            f"{sample.loss:.4g}",
-            f"{sample.gradient_norm:.4g}",
-        )
-        for sample in sorted(samples, key=lambda sample: math.isfinite(sample.gradient_norm))
-    ]
+    rows = []
+    for one in sorted(samples, key=lambda sample: math.isfinite(sample.gradient_norm)):
+        numbers = (f"{one.loss:.4g}", f"{one.gradient_norm:.4g}")
+        rows.append((str(one.sample_id), f"{one.t:.4f}", ", ".join(one.not_finite), *numbers))
+
     return table(("sample", "t", columns, "loss", "gradient norm"), rows, texts=[columns])

@@ -67,12 +67,10 @@ class DecentralizedPipeline(DiffusionPipeline):  # type: ignore[misc]  # diffuse
         class_labels: str | int | Sequence[str | int] | None = None,
         num_images_per_prompt: int = 1,
         num_inference_steps: int | None = None,
-        guidance_scale: float | None = None,
         negative_prompt: str | Sequence[str] | None = None,
         generator: torch.Generator | Sequence[torch.Generator] | None = None,
         output_type: str = "pil",
         return_dict: bool = True,
-        strategy: str | None = None,
         **settings: Any,
     ) -> ImagePipelineOutput | tuple[Any]:
         """Generate images; None takes the ensemble's own setting.
@@ -82,14 +80,12 @@ class DecentralizedPipeline(DiffusionPipeline):  # type: ignore[misc]  # diffuse
             class_labels: one or several names or numbers, for an ensemble conditioned on classes.
             num_images_per_prompt: images per prompt or class.
             num_inference_steps: steps from noise to data.
-            guidance_scale: classifier-free guidance; 1 is none.
             negative_prompt: refused unless empty: guidance uses the null condition.
             generator: gives the seed of the noise; a list gives each image its own seed. None uses torch's default
                 generator, so each call gives other images.
             output_type: ``pil``, or ``np`` or ``pt`` for numbers from 0 to 1, [n h w 3] or [n 3 h w].
             return_dict: whether to return an object with ``.images`` instead of a tuple.
-            strategy: routing strategy.
-            settings: other keys of ``DecentralizedEnsemble.sample``.
+            settings: other keys of ``DecentralizedEnsemble.sample``, such as ``guidance_scale`` and ``strategy``.
 
         Raises:
             UserError: as ``DecentralizedEnsemble.sample``, prompts and classes, a negative prompt, another
@@ -102,31 +98,21 @@ class DecentralizedPipeline(DiffusionPipeline):  # type: ignore[misc]  # diffuse
         if prompt is not None and class_labels is not None:
             raise UserError("prompt and class_labels: give one of them")
 
-        settings = {
-            "num_steps": num_inference_steps,
-            "guidance_scale": guidance_scale,
-            "strategy": strategy,
-            "precision": self._precision,
-            **settings,
-        }
+        settings = {"num_steps": num_inference_steps, "precision": self._precision, **settings}
         kind = "classes" if prompt is None else "prompts"
         rows = class_labels if prompt is None else prompt
-        if generator is None or isinstance(generator, torch.Generator):
-            settings = {kind: rows, "num": num_images_per_prompt, "seed": _seed(generator), **settings}
-            images: Any = self.ensemble.sample(**settings)
-        else:
-            given = [] if rows is None else listed(rows)
-            if rows is None and self.ensemble.meta.condition.kind == "none":
-                given = [None]
-
-            num_images = len(given) * num_images_per_prompt
+        calls: list[Any] = [(rows, num_images_per_prompt, generator)]
+        if isinstance(generator, Sequence):
+            each = listed(rows) or [None]
+            num_images = len(each) * num_images_per_prompt
             if len(generator) != num_images:
                 raise UserError(f"generator: {len(generator)} for {num_images} images; give one, or one per image")
 
-            images = []
-            for index, own in enumerate(generator):
-                row = given[index // num_images_per_prompt]
-                images += self.ensemble.sample(**settings | {kind: row, "num": 1, "seed": _seed(own)})
+            calls = [(each[i // num_images_per_prompt], 1, own) for i, own in enumerate(generator)]
+
+        images: Any = []
+        for given, num, own in calls:
+            images += self.ensemble.sample(**{kind: given, "num": num, "seed": _seed(own), **settings})
 
         if output_type != "pil":
             images = VaeImageProcessor.pil_to_numpy(images)
@@ -139,6 +125,5 @@ class DecentralizedPipeline(DiffusionPipeline):  # type: ignore[misc]  # diffuse
 
 
 def _seed(generator: torch.Generator | None) -> int:
-    device = None if generator is None else generator.device
-    drawn = torch.randint(2**63 - 1, (), generator=generator, device=device)
+    drawn = torch.randint(2**63 - 1, (), generator=generator, device=getattr(generator, "device", None))
     return int(drawn)

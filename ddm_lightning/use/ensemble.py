@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from functools import cached_property, lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,23 +19,19 @@ from torch import Tensor
 
 from ddm_lightning.config.experiment import Experiment, PluginConfig
 from ddm_lightning.core.devices import check_devices, configure_cuda, device_of, own_defaults
-from ddm_lightning.core.errors import UserError, first_line, note
+from ddm_lightning.core.errors import DOWNLOADS, UserError, first_line, note
 from ddm_lightning.core.registry import CAPTION_ENCODERS, IMAGE_ENCODERS, Registry, require
 from ddm_lightning.ensemble.load import load_ensemble
 from ddm_lightning.ensemble.manifest import About, EnsembleManifest
-from ddm_lightning.ensemble.routing import Trace
+from ddm_lightning.ensemble.routing import Key, Trace
 from ddm_lightning.ensemble.sampler import sample
 from ddm_lightning.ensemble.velocity import Cost, Ensemble
 from ddm_lightning.flow.condition import Condition
-from ddm_lightning.members.artifact import ArtifactMeta
-from ddm_lightning.members.member import ROUTER
-from ddm_lightning.members.run_folder import RunFolder
+from ddm_lightning.members.artifact import REMEDY, ArtifactMeta
+from ddm_lightning.members.run_folder import ENSEMBLE_FILE, MEMBER_FILE, RunFolder, load_run
 from ddm_lightning.use.download import fetched
 from ddm_lightning.use.saved import manifest_with_about, save_ensemble
-from ddm_lightning.use.settings import experiment_of, load_settings, resolve
-
-Row: TypeAlias = tuple[str, str, Condition | None]
-"""Label, noise key and condition of a row of images."""
+from ddm_lightning.use.settings import refuse_paths, resolve
 
 MAX_ROWS = 32
 """Largest number of rows in a grid."""
@@ -44,15 +39,19 @@ MAX_ROWS = 32
 BATCH_SIZE = 64
 
 
-def first_indices(rows: Sequence[Row], num: int) -> list[int]:
-    """Index of each row's first image of ``num``: a row that repeats another one goes on where that one ends."""
-    counts = Counter[str]()
-    found = []
-    for _, key, _ in rows:
-        found.append(counts[key])
-        counts[key] += num
+class Row(NamedTuple):
+    """A row of images."""
 
-    return found
+    label: str
+    noise: str
+    """Begins the keys of its noise."""
+    condition: Condition | None = None
+    repeats: int = 0
+    """Rows with the same noise before it."""
+
+    def key(self, index: int, num: int) -> Key:
+        """Key of an image's noise in a row of ``num``: a row that repeats another one goes on where that one ends."""
+        return self.noise, self.repeats * num + index
 
 
 def usable_device(device: torch.device | str) -> torch.device:
@@ -70,7 +69,9 @@ def usable_device(device: torch.device | str) -> torch.device:
 
 
 def listed(given: Any) -> list[Any]:
-    """Return one thing, or several, as a list."""
+    """Return one thing, several or None as a list."""
+    if given is None:
+        return []
     if isinstance(given, str) or not isinstance(given, Iterable):
         return [given]
 
@@ -87,13 +88,14 @@ def built_encoder(registry: Registry, plugin: PluginConfig) -> Any:
     return _built(registry, plugin.name, json.dumps(plugin.params))
 
 
-def text_condition(texts: Sequence[str], experiment: Experiment) -> Condition:
-    """Encode ``texts`` as vectors, tokens or both with the experiment's caption encoder."""
-    plugin = experiment.prepare.caption_encoder
-    assert plugin is not None, "check_experiment asks for one"
-    encoder = built_encoder(CAPTION_ENCODERS, plugin)
+def text_condition(texts: Sequence[str], meta: ArtifactMeta) -> Condition:
+    """Encode ``texts`` as vectors, tokens or both with the caption encoder of the experts."""
+    if meta.caption_encoder is None:
+        raise UserError(f"{meta.member}: key 'caption_encoder' is null in {MEMBER_FILE}; {REMEDY}")
+
+    encoder = built_encoder(CAPTION_ENCODERS, meta.caption_encoder)
     parts = []
-    for kind in experiment.condition.kind.split("+"):
+    for kind in meta.condition.kind.split("+"):
         # An encoder may have only one of the two methods.
         if kind == "tokens":
             values = encoder.tokens(list(texts))
@@ -105,20 +107,25 @@ def text_condition(texts: Sequence[str], experiment: Experiment) -> Condition:
     return Condition.of(*parts)
 
 
-def _rows_of_prompts(prompts: Sequence[str], experiment: Experiment) -> list[Row]:
+def _rows_of_prompts(prompts: Sequence[str], meta: ArtifactMeta) -> list[Row]:
     for prompt in prompts:
         if not prompt.strip():
             raise UserError("a prompt is empty; describe an image")
         if re.search(r"[\udc80-\udcff]", prompt):  # as Python reads other bytes
             raise UserError("a prompt is not UTF-8; set the terminal's encoding to it")
 
-    condition = text_condition(prompts, experiment)
-    return [(prompt, prompt, condition.rows(torch.tensor([row]))) for row, prompt in enumerate(prompts)]
+    condition = text_condition(prompts, meta)
+    rows = []
+    for row, prompt in enumerate(prompts):
+        rows.append(Row(prompt, prompt, condition.rows(torch.tensor([row])), prompts[:row].count(prompt)))
+
+    return rows
 
 
 def _rows_of_classes(classes: Sequence[str | int], names: Sequence[Any]) -> list[Row]:
     numbers = range(len(names))
-    rows: list[Row] = []
+    chosen: list[int] = []
+    rows = []
     for given in classes or numbers[:MAX_ROWS]:
         num_named = names.count(given)
         if num_named == 1:
@@ -132,7 +139,9 @@ def _rows_of_classes(classes: Sequence[str | int], names: Sequence[Any]) -> list
                 f"{', '.join(names[:5])}"
             )
 
-        rows.append((names[number], f"class {number}", Condition.of(torch.tensor([number]))))
+        condition = Condition.of(torch.tensor([number]))
+        rows.append(Row(names[number], f"class {number}", condition, chosen.count(number)))
+        chosen.append(number)
 
     return rows
 
@@ -141,16 +150,12 @@ class DecentralizedEnsemble:
     """Experts, router, caption encoder and image decoder, ready to sample; or one member, as an ensemble of one.
 
     Args:
-        manifest: members and the field ``about``, as ``manifest_with_about`` returns it.
-        experiment: settings of sampling, seed and encoders; None takes those of the manifest.
+        manifest: members, and settings in the field ``about``, as ``manifest_with_about`` or ``resolve`` returns it.
         device: where to sample.
     """
 
-    def __init__(
-        self, manifest: EnsembleManifest, experiment: Experiment | None = None, device: torch.device | str = "cpu"
-    ) -> None:
+    def __init__(self, manifest: EnsembleManifest, device: torch.device | str = "cpu") -> None:
         self.manifest = manifest
-        self.experiment = experiment or experiment_of(manifest)
         self.device = torch.device(device)
 
     def __repr__(self) -> str:
@@ -184,24 +189,28 @@ class DecentralizedEnsemble:
             UserError: a file is missing, damaged or of other data, or leads out of the folder; torch cannot use the
                 device, ``resident_experts`` below 2, or an encoder's path is not allowed.
         """
-        accelerator = "auto"
-        if device is not None:
-            accelerator = "gpu" if usable_device(device).type == "cuda" else "cpu"
+        place = device_of("auto") if device is None else usable_device(device)
+        folder = fetched(folder_or_url)
+        record = RunFolder(folder).experiment
+        experiment = None
+        if record.exists() and str(folder) not in DOWNLOADS:
+            experiment = load_run(record)
 
-        overrides = ["sample.member=null", f"island.accelerator={accelerator}", "sample.resident_experts=null"]
-        if resident_experts is not None:
-            overrides[-1] = f"sample.resident_experts={resident_experts}"
+        manifest = manifest_with_about(folder, experiment, partial=True)
+        if experiment is None and not allow_paths:
+            refuse_paths(manifest)
 
-        experiment = load_settings(fetched(folder_or_url), overrides, allow_paths=allow_paths)
-        ensemble = cls.open(experiment, partial=True)
-        return ensemble.to(device or ensemble.device)
+        manifest.description.sample.resident_experts = None
+        ensemble = cls(resolve(manifest, resident_experts=resident_experts))
+        ensemble._note_lost(folder)
+        return ensemble.to(place)
 
     @classmethod
     def open(cls, experiment: Experiment, *, partial: bool = False) -> DecentralizedEnsemble:
         """Open a run's or saved ensemble, or the run's ``sample.member``, on the device of ``island.accelerator``.
 
         Args:
-            experiment: from ``load_settings`` or ``resolve``.
+            experiment: from ``load_settings``.
             partial: whether to leave out members whose artifacts are missing, with a note on stderr.
 
         Raises:
@@ -210,16 +219,16 @@ class DecentralizedEnsemble:
         run = RunFolder.of(experiment)
         member = experiment.sample.member
         manifest = manifest_with_about(run.root, experiment, member=member, partial=partial)
-        if manifest.lost:
-            names = ", ".join(manifest.lost)
-            line = f"{run.ensemble}: the artifact of {names} is missing; samples are made without it"
-            if names != ROUTER:
-                line += ", and the weights of the other experts are renormalised"
-
-            note(line)
-
         check_devices(experiment.island.accelerator, 1)
-        return cls(manifest, experiment, device_of(experiment.island.accelerator))
+        ensemble = cls(manifest, device_of(experiment.island.accelerator))
+        ensemble._note_lost(run.root)
+        return ensemble
+
+    def _note_lost(self, folder: Path) -> None:
+        if self.manifest.lost:
+            names = ", ".join(self.manifest.lost)
+            path = folder / ENSEMBLE_FILE
+            note(f"{path}: the artifact of {names} is missing; the weights of the rest are renormalised")
 
     @property
     def about(self) -> About:
@@ -246,7 +255,7 @@ class DecentralizedEnsemble:
         Raises:
             UserError: an artifact is damaged or unusable.
         """
-        return load_ensemble(self.manifest, self.device, self.experiment.sample.resident_experts)
+        return load_ensemble(self.manifest, self.device, self.about.sample.resident_experts)
 
     @property
     def cost(self) -> Cost:
@@ -265,27 +274,32 @@ class DecentralizedEnsemble:
             configure_cuda()
 
         vars(self).pop("field", None)  # first, to free its memory
-        self.field = load_ensemble(self.manifest, usable, self.experiment.sample.resident_experts)
+        self.field = load_ensemble(self.manifest, usable, self.about.sample.resident_experts)
         self.device = usable
         return self
 
-    def with_settings(self, experiment: Experiment, factors: Sequence[float] | None = None) -> DecentralizedEnsemble:
+    def with_settings(
+        self,
+        overrides: Sequence[str] = (),
+        source: str = "sample",
+        factors: Sequence[float] | None = None,
+        **arguments: Any,
+    ) -> DecentralizedEnsemble:
         """A copy with other settings, which shares the networks.
 
         Args:
-            experiment: from ``resolve``.
+            overrides, source, arguments: as in ``resolve``.
             factors: as in ``sample``.
 
         Raises:
-            UserError: as ``Ensemble.reweighted``.
+            UserError: as ``resolve`` and ``Ensemble.reweighted``.
         """
-        field = self.field
-        if factors is not None:
-            field = field.reweighted(listed(factors))
-
         changed = copy(self)
-        changed.experiment = experiment
-        changed.field = field
+        changed.manifest = resolve(self.manifest, overrides, source, **arguments)
+        changed.field = self.field
+        if factors is not None:
+            changed.field = self.field.reweighted(listed(factors))
+
         return changed
 
     def latents(self, condition: Condition | None, num: int, **more: Any) -> Float[Tensor, "num c h w"]:
@@ -307,16 +321,15 @@ class DecentralizedEnsemble:
             condition,
             num,
             self.meta.x_shape,
-            self.experiment.sample,
+            self.about.sample,
             shift=self.meta.timestep_shift,
-            seed=self.experiment.seed,
+            seed=self.about.seed,
             **more,
         )
 
     def decode(self, x_0: Float[Tensor, "n c h w"]) -> UInt8[np.ndarray, "n h w 3"]:
         """Decode samples to images."""
-        encoder = built_encoder(IMAGE_ENCODERS, self.experiment.prepare.image_encoder)
-        return encoder.decode(x_0)
+        return built_encoder(IMAGE_ENCODERS, self.meta.image_encoder).decode(x_0)
 
     def rows(self, prompts: Sequence[str] = (), classes: Sequence[str | int] = ()) -> list[Row]:
         """Condition the rows of a grid: one per prompt or class; by default the first classes or one row without.
@@ -328,20 +341,20 @@ class DecentralizedEnsemble:
         Raises:
             UserError: not this ensemble's kind of condition, an empty prompt, or a class that does not exist.
         """
-        kind = self.experiment.condition.kind
-        name = self.experiment.name
+        kind = self.meta.condition.kind
+        name = self.about.name
         if prompts and kind in ("class", "none"):
             raise UserError(f"{name} is conditioned on {kind!r}, not on text; leave prompts out")
         if classes and kind != "class":
             raise UserError(f"{name} is conditioned on {kind!r}, not on class; leave classes out")
 
         if prompts:
-            return _rows_of_prompts(prompts, self.experiment)
+            return _rows_of_prompts(prompts, self.meta)
         if kind == "class":
             num_classes = self.meta.condition.size
             return _rows_of_classes(classes, self.about.class_names or [f"class {c}" for c in range(num_classes)])
 
-        return [("no condition", "no condition", None)]
+        return [Row("no condition", "no condition")]
 
     def images(
         self,
@@ -364,14 +377,13 @@ class DecentralizedEnsemble:
             Row, index within the row, and image.
         """
         total = num * len(rows)
-        firsts = first_indices(rows, num)
         for first in range(0, total, BATCH_SIZE):
             places = [divmod(i, num) for i in range(first, min(first + BATCH_SIZE, total))]
             keys = []
             conditions = []
             for row, index in places:
-                _, key, condition = rows[row]
-                keys.append((key, firsts[row] + index))
+                keys.append(rows[row].key(index, num))
+                condition = rows[row].condition
                 if condition is not None:
                     conditions.append(condition)
 
@@ -418,20 +430,19 @@ class DecentralizedEnsemble:
         Raises:
             UserError: an empty prompt or list, an unknown class, strategy or setting, or a value out of range.
         """
-        texts = [] if prompts is None else listed(prompts)
-        shown = [] if classes is None else listed(classes)
+        texts = listed(prompts)
+        shown = listed(classes)
         is_empty = (prompts is not None and not texts) or (classes is not None and not shown)
         if is_empty or not all(isinstance(text, str) for text in texts):
             raise UserError("sample: give prompts (strings) or classes, or leave both out for the experiment's")
 
-        settings = {"num_per_prompt": num, **settings}
-        experiment = resolve(self.experiment, strategy=strategy, seed=seed, **settings)
-        chosen = self.with_settings(experiment, factors)
+        settings = {"num_per_prompt": num, "strategy": strategy, "seed": seed, **settings}
+        chosen = self.with_settings(factors=factors, **settings)
+        own = chosen.about.sample
         if not texts and not shown:
-            texts = experiment.sample.prompts
+            texts = own.prompts
 
-        rows = chosen.rows(texts, shown)
-        images = chosen.images(rows, experiment.sample.num_per_prompt, trace=trace)
+        images = chosen.images(chosen.rows(texts, shown), own.num_per_prompt, trace=trace)
         return [Image.fromarray(image) for _, _, image in images]
 
     def save_pretrained(self, folder: str | Path, licence: str | None = None) -> None:

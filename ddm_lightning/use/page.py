@@ -20,7 +20,6 @@ import gradio as gr
 import torch
 import uvicorn
 from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import PlainTextResponse
 from PIL import Image, ImageOps
 
@@ -46,7 +45,6 @@ _ROUTES = {
     r"|/gradio_api/(info|app_id|queue/data|heartbeat/\w+|file=/.+)",
     "POST": "/gradio_api/queue/join",
 }
-_MAX_BYTES = 1 << 20
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -77,11 +75,6 @@ def serve(ensemble: DecentralizedEnsemble, listener: socket.socket, host: str, c
     app = FastAPI(openapi_url=None)
     theme = gr.themes.Base()
     gr.mount_gradio_app(app, page(ensemble, captions), "/", theme=theme, css=_CSS, footer_links=[], ssr_mode=False)
-    for kind in (RequestValidationError, KeyError):  # the latter for an unknown function
-        app.routes[-1].app.add_exception_handler(  # Gradio's own
-            kind, lambda *_: PlainTextResponse("the values do not match /gradio_api/info\n", 422)
-        )
-
     _guard(app, host)
     if host not in ("127.0.0.1", "localhost"):
         note(f"anyone who can reach {host} can use the page; it asks for no password")
@@ -108,22 +101,7 @@ def _guard(app: FastAPI, host: str) -> None:
         if re.fullmatch(_ROUTES.get(request.method, ""), request.url.path) is None:
             return PlainTextResponse("not part of the page\n", 404)
 
-        is_long = request.method == "POST" and int(request.headers.get("content-length", _MAX_BYTES + 1)) > _MAX_BYTES
-        if is_long or "transfer-encoding" in request.headers:  # whose body has no known end
-            return PlainTextResponse(f"send a Content-Length of at most {_MAX_BYTES}\n", 413)
-
         return await go_on(request)
-
-
-class _Page(gr.Blocks):  # type: ignore[misc]  # gradio is not checked
-    """Blocks that answer a call with wrong values in one line, without a traceback."""
-
-    async def preprocess_data(self, *args: Any, **more: Any) -> list[Any]:
-        try:
-            return await super().preprocess_data(*args, **more)
-        except Exception as error:  # noqa: BLE001 (values may be any JSON)
-            other = "the values do not match /gradio_api/info"
-            raise gr.Error(error.message if isinstance(error, gr.Error) else other, print_exception=False) from None
 
 
 def page(ensemble: DecentralizedEnsemble, captions: Sequence[str] = ()) -> gr.Blocks:
@@ -135,7 +113,7 @@ def page(ensemble: DecentralizedEnsemble, captions: Sequence[str] = ()) -> gr.Bl
     """
     field = ensemble.field
     kind = ensemble.meta.condition.kind
-    defaults = ensemble.experiment.sample
+    defaults = ensemble.about.sample
     num_threads = torch.get_num_threads()
 
     def check(prompt: str) -> None:
@@ -183,9 +161,10 @@ def page(ensemble: DecentralizedEnsemble, captions: Sequence[str] = ()) -> gr.Bl
         larger = [ImageOps.scale(image, scale, Image.Resampling.LANCZOS) for image in images]
         return larger, cost, _weights(trace, field.cluster_names)
 
-    with _Page(title=ensemble.about.name, analytics_enabled=False, delete_cache=(600, 3600), fill_width=True) as blocks:
+    title = ensemble.about.name
+    with gr.Blocks(title=title, analytics_enabled=False, delete_cache=(600, 3600), fill_width=True) as blocks:
         # Not Markdown, which may load images from elsewhere.
-        gr.HTML(f"<h1>{escape(ensemble.about.name)}</h1><p>{escape(ensemble.credit_line)}</p>")
+        gr.HTML(f"<h1>{escape(title)}</h1><p>{escape(ensemble.credit_line)}</p>")
         with gr.Row():
             with gr.Column(scale=1, min_width=260):
                 if kind not in ("class", "none"):
@@ -214,7 +193,7 @@ def page(ensemble: DecentralizedEnsemble, captions: Sequence[str] = ()) -> gr.Bl
                 if kind != "none":
                     guidance = gr.Slider(0, _MAX_GUIDANCE, defaults.guidance_scale, step=0.1, label="Guidance")
 
-                settings += [guidance, gr.Number(ensemble.experiment.seed, label="Seed")]
+                settings += [guidance, gr.Number(ensemble.about.seed, label="Seed")]
                 if field.num_clusters > 1:
                     gr.Markdown("**Experts**: each one's weight is multiplied by its number; 0 switches it off.")
                     settings += [gr.Slider(0, 1, 1, step=0.05, label=name) for name in field.cluster_names]

@@ -22,7 +22,7 @@ from ddm_lightning.core.files import atomic_files
 from ddm_lightning.core.formatting import Bars, format_bytes
 from ddm_lightning.core.grids import labelled_grid, save_png, scale_of
 from ddm_lightning.ensemble.routing import Key, Trace
-from ddm_lightning.use.ensemble import MAX_ROWS, DecentralizedEnsemble, first_indices
+from ddm_lightning.use.ensemble import MAX_ROWS, DecentralizedEnsemble
 
 # Images whose trajectory is drawn.
 MAX_TRAJECTORIES = 4
@@ -62,7 +62,7 @@ def write_samples(
     Raises:
         UserError: a damaged artifact, an empty prompt, no such class, or too many images for the disk.
     """
-    settings = ensemble.experiment.sample
+    settings = ensemble.about.sample
     rows = ensemble.rows(prompts, classes)
     num = settings.num_per_prompt
     if singles is None:
@@ -71,13 +71,12 @@ def write_samples(
 
     in_rows = rows[:MAX_ROWS]
     num_columns = min(num, MAX_COLUMNS)
-    firsts = first_indices(in_rows, num)
     in_grid: dict[Key, str] = {}
     for index in range(num_columns):
-        for (label, key, _), first in zip(in_rows, firsts, strict=True):
-            in_grid[key, first + index] = label
+        for row in in_rows:
+            in_grid[row.key(index, num)] = row.label
 
-    shown: list[tuple[str, list[np.ndarray]]] = [(label, []) for label, _, _ in in_rows]
+    shown: list[tuple[str, list[np.ndarray]]] = [(row.label, []) for row in in_rows]
     labels = dict(itertools.islice(in_grid.items(), MAX_TRAJECTORIES))
     trace = None
     if singles is not None:
@@ -96,15 +95,14 @@ def write_samples(
 
         task = progress.add_task("images", total=total)
         images = ensemble.images(rows, num, lambda done: progress.update(task, completed=done), trace)
-        for row, index, image in images:
+        for number, index, image in images:
             if singles is not None:
-                label, _, _ = rows[row]
-                words = re.sub(r"\W+", "-", label)[:40].strip("-")
-                single = folder / singles.name / f"{row:03d}-{words}-{index:04d}.png"
+                words = re.sub(r"\W+", "-", rows[number].label)[:40].strip("-")
+                single = folder / singles.name / f"{number:03d}-{words}-{index:04d}.png"
                 save_png(single, Image.fromarray(image))
 
-            if row < MAX_ROWS and index < MAX_COLUMNS:
-                _, columns = shown[row]
+            if number < MAX_ROWS and index < MAX_COLUMNS:
+                _, columns = shown[number]
                 columns.append(image.copy())  # a view would keep the whole batch
 
         title = settings_line(settings)

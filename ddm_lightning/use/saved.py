@@ -57,20 +57,17 @@ def manifest_with_about(
     else:
         ensemble = read_ensemble(run.ensemble, partial=partial)
 
+    about = ensemble.about
     if experiment is not None:
         for name, meta in ensemble.metas.items():
             check_used(meta.member, ensemble.folders[name], experiment)
 
-        if ensemble.about is None:
+        if about is None:
             check_manifest(experiment, manifest_path(folder))
+        else:
+            about = replace(about, seed=experiment.seed, sample=experiment.sample)
 
-    if ensemble.about is None:
-        about = _about_of_run(run, ensemble, experiment or load_run(run.experiment))
-    elif experiment is not None:
-        about = replace(ensemble.about, seed=experiment.seed, sample=experiment.sample)
-    else:
-        about = ensemble.about
-
+    about = about or _about_of_run(run, ensemble, experiment or load_run(run.experiment))
     num_names = len(about.class_names or ())
     condition = ensemble.meta.condition
     if condition.kind == "class" and num_names not in (0, condition.size):
@@ -81,13 +78,13 @@ def manifest_with_about(
 
 
 def _refuse_unfinished(run: RunFolder, experiment: Experiment, member: str | None) -> None:
-    known = all_members(experiment)
-    if member is not None and member not in known:
-        raise UserError(f"sample.member={member}: unknown member; name one of {', '.join(known)}")
-
     path = run.sampled_from(member)
     if path.exists():
         return
+
+    known = all_members(experiment)
+    if member is not None and member not in known:
+        raise UserError(f"sample.member={member}: unknown member; name one of {', '.join(known)}")
 
     missing = [member] if member else [name for name in ensemble_members(experiment) if not run.has_artifact(name)]
     if not missing:

@@ -15,18 +15,12 @@ from typing import Any
 import numpy as np
 from omegaconf import OmegaConf
 
-from ddm_lightning.config.experiment import (
-    ConditionConfig,
-    Experiment,
-    PartitionConfig,
-    PrepareConfig,
-    SampleConfig,
-)
+from ddm_lightning.config.experiment import ConditionConfig, Experiment, SampleConfig
 from ddm_lightning.config.load import read_override
 from ddm_lightning.config.merge import changed
 from ddm_lightning.config.validate import check_experiment
 from ddm_lightning.core import checks, remote
-from ddm_lightning.core.errors import DOWNLOADS, UserError
+from ddm_lightning.core.errors import UserError
 from ddm_lightning.ensemble.manifest import EnsembleManifest
 from ddm_lightning.ensemble.routing import strategy_of
 from ddm_lightning.members.preflight import check_strategy
@@ -38,10 +32,10 @@ from ddm_lightning.use.saved import manifest_with_about
 _FREE = ("island", "sample", "evaluate")
 
 
-def load_settings(place: str | Path, overrides: Sequence[str] = (), *, allow_paths: bool = False) -> Experiment:
+def load_settings(place: str, overrides: Sequence[str], *, allow_paths: bool) -> Experiment:
     """Load the experiment of a file, a run folder, a saved ensemble, or a URL of one of the last two, for sampling.
 
-    A URL is downloaded. For a saved ensemble, or a run at a URL, the experiment holds only what sampling needs.
+    A URL is downloaded. For a saved ensemble, or a run at a URL, the experiment holds only settings of sampling.
 
     Args:
         place: where it is.
@@ -54,7 +48,7 @@ def load_settings(place: str | Path, overrides: Sequence[str] = (), *, allow_pat
     """
     is_file = not remote.is_url(place) and not Path(place).is_dir()
     record = RunFolder(Path(place)).experiment
-    if is_file or (record.exists() and str(place) not in DOWNLOADS):
+    if is_file or record.exists():
         experiment = load_run(place if is_file else record, overrides)
         refuse_changed(experiment)
         return experiment
@@ -64,11 +58,12 @@ def load_settings(place: str | Path, overrides: Sequence[str] = (), *, allow_pat
     if not allow_paths:
         refuse_paths(manifest)
 
-    experiment = experiment_of(manifest)
+    experiment = _experiment_of(manifest)
     experiment.run_dir = str(folder)
+    experiment.sample.member = None
     for text in overrides:
         source = f"{place} with {text!r}"
-        change = read_override(text, str(place))
+        change = read_override(text, place)
         (section,) = change
         if section not in _FREE:
             raise UserError(f"{source}: a saved ensemble takes only {', '.join(_FREE)}; leave it out")
@@ -83,21 +78,11 @@ def load_settings(place: str | Path, overrides: Sequence[str] = (), *, allow_pat
     return experiment
 
 
-def experiment_of(manifest: EnsembleManifest) -> Experiment:
-    """Build the part of an experiment that sampling from an ensemble needs."""
+def _experiment_of(manifest: EnsembleManifest) -> Experiment:
+    """Settings of sampling alone."""
     about = manifest.description
-    meta = manifest.meta
-    return Experiment(
-        name=about.name,
-        seed=about.seed,
-        sample=replace(about.sample, member=None),
-        condition=ConditionConfig(kind=meta.condition.kind),
-        prepare=PrepareConfig(
-            image_encoder=meta.image_encoder,
-            caption_encoder=meta.caption_encoder,
-            partition=PartitionConfig(num_clusters=len(manifest.priors)),
-        ),
-    )
+    condition = ConditionConfig(kind=manifest.meta.condition.kind)
+    return Experiment(name=about.name, seed=about.seed, sample=replace(about.sample), condition=condition)
 
 
 def refuse_paths(manifest: EnsembleManifest) -> None:
@@ -117,18 +102,18 @@ def refuse_paths(manifest: EnsembleManifest) -> None:
 
 
 def resolve(
-    experiment: Experiment, overrides: Sequence[str] = (), source: str = "sample", **arguments: Any
-) -> Experiment:
-    """Give an experiment the arguments of one call, and check its settings of sampling.
+    ensemble: EnsembleManifest, overrides: Sequence[str] = (), source: str = "sample", **arguments: Any
+) -> EnsembleManifest:
+    """Give an ensemble the settings of one call, and check them.
 
     Another strategy keeps only the params that an override names, and gets its own solver if none is given; another
     solver keeps no params.
 
     Args:
-        experiment: from ``load_settings``, overrides included.
+        ensemble: from ``manifest_with_about``.
         overrides: those of the experiment.
         source: begins error lines.
-        arguments: ``seed`` and keys of the section ``sample``; None is the experiment's.
+        arguments: ``seed`` and keys of the section ``sample``; None is the ensemble's.
 
     Returns:
         A changed copy.
@@ -141,14 +126,15 @@ def resolve(
         if value is not None:
             given[key] = value.item() if isinstance(value, np.generic) else value
 
-    seed = given.pop("seed", experiment.seed)
-    before = experiment.sample
+    resolved = _experiment_of(ensemble)
+    resolved.seed = given.pop("seed", resolved.seed)
+    before = resolved.sample
     known = [field.name for field in fields(SampleConfig) if field.name != "member"]
     for key in given:
         if key not in known:
             raise UserError(f"{source}: no setting {key!r}; known: {', '.join(known)}")
 
-    sample = replace(before, **given)
+    resolved.sample = sample = replace(before, **given)
     overridden = [text.partition("=")[0] for text in overrides]
     if sample.strategy != before.strategy and "strategy_params" not in given:
         sample.strategy_params = {}
@@ -159,12 +145,12 @@ def resolve(
     if sample.solver != before.solver and "solver_params" not in given:
         sample.solver_params = {}
 
-    resolved = replace(experiment, sample=sample, seed=seed)
     check_experiment(resolved, source, overrides, sampling_only=True)
     if "strategy" in given and "solver" not in given and "sample.solver" not in overridden:
         solvers = strategy_of(sample).solvers
         if solvers and sample.solver not in solvers:
-            resolved.sample = replace(sample, solver=solvers[0], solver_params={})
+            sample.solver = solvers[0]
+            sample.solver_params = {}
 
     check_strategy(resolved, source, overrides)
-    return resolved
+    return replace(ensemble, about=replace(ensemble.description, seed=resolved.seed, sample=sample))

@@ -18,7 +18,6 @@ from ddm_lightning.cli import commands
 from ddm_lightning.cli.parser import main
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.registry import FEATURES, METRICS
-from ddm_lightning.encoders.images import Pixels
 from ddm_lightning.evaluation import evaluate as evaluation
 from ddm_lightning.evaluation import image_sets
 from ddm_lightning.evaluation.image_sets import FileImages, Generated, ShardImages
@@ -89,7 +88,7 @@ def test_the_oracle_takes_the_cluster_of_the_image_whose_caption_it_gets(run, tm
 
 def generated(run, *more, manifest=True):
     settings = [f"run_dir={run}", *SMALL, *more]
-    return Generated(Run(load_experiment(TINY, settings)), Manifest.read(run) if manifest else None, Pixels())
+    return Generated(Run(load_experiment(TINY, settings)), Manifest.read(run) if manifest else None)
 
 
 def test_without_shards_prompts_are_repeated_in_turn(run):
@@ -112,7 +111,7 @@ def test_an_image_is_the_same_in_parts_of_any_size(run, tmp_path, monkeypatch):
 def test_conditions_are_those_of_all_held_out_images_in_an_order_of_the_seed(run):
     first, second = (generated(run, f"seed={seed}") for seed in (0, 1))
     order = first.given(range(21), "sample_id")
-    held_out = ShardImages(run / "prepared" / "shards", Manifest.read(run), Pixels(), HELD_OUT)
+    held_out = ShardImages(run / "prepared" / "shards", Manifest.read(run), HELD_OUT)
     assert sorted(order) == sorted(held_out.column(range(21), "sample_id")) != order
     assert first.given(range(15, 42), "sample_id") == order[15:] + order
     other = second.given(range(21), "sample_id")
@@ -167,7 +166,7 @@ def kid(params, *images):
 
 
 def decoded(run, side):
-    images = ShardImages(run / "prepared" / "shards", Manifest.read(run), Pixels(), side)
+    images = ShardImages(run / "prepared" / "shards", Manifest.read(run), side)
     return np.concatenate([images.images(rows) for rows in image_sets.parts(images)])
 
 
@@ -278,7 +277,7 @@ def test_bad_input_is_one_line(run, tmp_path, capsys):
         "evaluate.metrics=[{name: kid, params: {features: inception}}]": "are missing; download them from https://",
         "evaluate.metrics=[{name: fib}]": "unknown metric 'fib'",
         "evaluate.metrics=[{name: kid, params: {features: dino}}]": "unknown feature network 'dino'",
-        f"evaluate.reference={tmp_path}/large.npz": "its images and the generated ones have 9 × 9 and 8 × 8 pixels",
+        f"evaluate.reference={tmp_path}/large.npz": "its images have (9, 9) pixels, the generated ones (8, 8)",
         f"evaluate.reference={tmp_path}/floats.npz": "holds float64 [5, 8, 8, 3], not uint8",
         f"evaluate.reference={tmp_path}/none": "none: holds no images; give",
         f"evaluate.reference={tmp_path}/nowhere": "nowhere: is neither a folder nor an .npz file",

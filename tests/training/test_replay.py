@@ -75,7 +75,7 @@ def test_each_sample_has_its_own_loss_and_gradient_at_the_nearest_weights(finish
         loss = functional.mse_loss(predicted.float(), one.noise - one.x_0)
         gradients = torch.autograd.grad(loss, list(module.network.parameters()), allow_unused=True)
         norm = torch.cat([part.flatten() for part in gradients if part is not None]).norm()
-        assert sample.t == float(one.t) and sample.not_finite == ()
+        assert sample.t == float(one.t) and not sample.not_finite
         assert sample.loss == pytest.approx(float(loss.detach()), rel=1e-5)
         assert sample.gradient_norm == pytest.approx(float(norm), rel=1e-4)
 

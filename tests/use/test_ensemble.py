@@ -28,18 +28,16 @@ from diffusers import DiffusionPipeline
 from hub import hub as hub
 from PIL import Image
 from saved_ensembles import images, load, saved
-from tiny_runs import ROOT, TINY, copy_run, settings
+from tiny_runs import ROOT, copy_run, settings
 
 from ddm_lightning import DecentralizedEnsemble
 from ddm_lightning.cli.parser import main
-from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import sha256_file
 from ddm_lightning.ensemble.routing import Trace
 from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.members.artifact import read_meta
 from ddm_lightning.use.export import export_diffusers
-from ddm_lightning.use.settings import resolve
 
 
 @pytest.fixture
@@ -480,9 +478,9 @@ def test_steps_are_shifted_as_in_the_experts_training(tmp_path: Path) -> None:
     assert trace.times.tolist() == [1, 0.75, 0]
 
 
-def test_params_stay_with_their_solver_and_strategy() -> None:
-    own = ("sample.solver=dormand-prince", "sample.solver_params={rtol: 0.1}", "sample.strategy=top-k")
-    experiment = load_experiment(TINY, [*own, "sample.strategy_params={top_k: 1}"])
+def test_params_stay_with_their_solver_and_strategy(three: Path) -> None:
+    own = {"solver": "dormand-prince", "solver_params": {"rtol": 0.1}, "strategy": "top-k"}
+    ensemble = load(three).with_settings(**own, strategy_params={"top_k": 1})
     for arguments, solver, strategy in (
         ({"seed": 1}, {"rtol": 0.1}, {"top_k": 1}),
         ({"solver": "dormand-prince", "strategy": "top-k"}, {"rtol": 0.1}, {"top_k": 1}),
@@ -490,7 +488,7 @@ def test_params_stay_with_their_solver_and_strategy() -> None:
         ({"strategy": "full"}, {"rtol": 0.1}, {}),
         ({"strategy": "bayes"}, {}, {}),  # which has a solver of its own
     ):
-        found = resolve(experiment, **arguments).sample
+        found = ensemble.with_settings(**arguments).about.sample
         assert (found.solver_params, found.strategy_params) == (solver, strategy), arguments
 
 

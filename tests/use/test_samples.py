@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from artifact_files import make_meta
 from PIL import Image
-from saved_ensembles import saved
+from saved_ensembles import ABOUT, saved
 from tiny_runs import TINY, settings
 
 import ddm_lightning
@@ -22,35 +23,26 @@ from ddm_lightning.cli.parser import main
 from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.errors import UserError
+from ddm_lightning.ensemble.manifest import EnsembleManifest
+from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.use import ensemble, samples
-
-
-def test_a_name_of_two_classes_needs_a_number() -> None:
-    names = ("crane", "dog", "crane")
-    with pytest.raises(UserError, match="class 'crane': several classes have this name; give a number"):
-        rows_of("class", names, classes=["crane"])
-    assert [int(condition.values) for _, _, condition in rows_of("class", names, classes=["0", "2", "dog"])] == [
-        0,
-        2,
-        1,
-    ]
 
 
 def by_class(kind: str = "class") -> Experiment:
     return load_experiment(TINY, [f"condition.kind={kind}", "sample.prompts=[]"])
 
 
-def rows_of(kind: str, names: Sequence[str] | None = None, **given: Any) -> list[ensemble.Row]:
-    """Rows of an ensemble of three classes."""
-    about, meta = SimpleNamespace(class_names=names), SimpleNamespace(condition=SimpleNamespace(size=3))
-    opened: Any = SimpleNamespace(experiment=by_class(kind), about=about, meta=meta)
-    return DecentralizedEnsemble.rows(opened, **given)
+def opened(kind: str, names: Sequence[str] | None = None) -> DecentralizedEnsemble:
+    """An ensemble of three classes, without members."""
+    meta = make_meta(condition=ConditionSpec(kind, 3 if kind == "class" else 0))
+    about = replace(ABOUT, class_names=None if names is None else [*names])
+    return DecentralizedEnsemble(EnsembleManifest((1.0,), "", {}, {"expert-0": meta}, about=about))
 
 
 def test_rows_of_classes_are_named() -> None:
     def shown(*classes: str, names: Sequence[str] | None = ("cat", "2", "dog")) -> list[tuple[str, str, int]]:
-        rows = rows_of("class", names, classes=classes)
-        return [(label, key, int(condition.values)) for label, key, condition in rows if condition is not None]
+        rows = opened("class", names).rows(classes=classes)
+        return [(row.label, row.noise, int(row.condition.values)) for row in rows]  # type: ignore[union-attr]
 
     cat, two, dog = ("cat", "class 0", 0), ("2", "class 1", 1), ("dog", "class 2", 2)
     assert shown() == [cat, two, dog]
@@ -61,6 +53,11 @@ def test_rows_of_classes_are_named() -> None:
             UserError, match=rf"class '{wrong}': .* a number from 0 to 2, or a name such as cat, 2, dog"
         ):
             shown(wrong)
+
+    twice = ("crane", "dog", "crane")
+    assert [number for _, _, number in shown("0", "2", "dog", names=twice)] == [0, 2, 1]
+    with pytest.raises(UserError, match="class 'crane': several classes have this name; give a number"):
+        shown("crane", names=twice)
 
 
 @pytest.mark.parametrize(("kind", "end"), [("text", " --prompt …"), ("class", " --class …"), ("none", "sample -c f")])
@@ -78,7 +75,7 @@ def test_memory_does_not_grow_with_the_number_of_images(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(ensemble, "sample", sample)
     one = DecentralizedEnsemble.from_pretrained(saved(tmp_path, (100,)), "cpu")
-    settings, grid, singles = one.experiment.sample, tmp_path / "grid.png", tmp_path / "singles"
+    settings, grid, singles = one.about.sample, tmp_path / "grid.png", tmp_path / "singles"
     settings.num_per_prompt = 200
     samples.write_samples(one, grid, "ab", singles=singles)
     assert max(nums) == ensemble.BATCH_SIZE and sum(nums) == 400 == len(list(singles.iterdir()))
@@ -143,7 +140,7 @@ def test_the_python_api_refuses_what_the_command_refuses(finished_run: Path, tmp
 
 def test_an_unconditional_experiment_takes_no_prompt() -> None:
     with pytest.raises(UserError, match=r"is conditioned on 'none', not on text; leave prompts out"):
-        rows_of("none", prompts=["red disc"])
+        opened("none").rows(["red disc"])
 
 
 def test_the_package_offers_the_ensemble_and_nothing_else() -> None:
