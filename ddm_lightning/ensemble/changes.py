@@ -27,18 +27,17 @@ def removed(ensemble: EnsembleManifest, name: str) -> EnsembleManifest:
     Raises:
         UserError: there is no such expert, or no other.
     """
-    counts = _counts(ensemble)
     folders = dict(ensemble.folders)
     if name not in ensemble.lost:
         _require(ensemble, name)
         for other, k in ensemble.places.items():
             if k == ensemble.places[name]:
-                del counts[other], folders[other]
+                del folders[other]
 
-    if not counts:
+    if not folders.keys() - {ROUTER}:
         raise UserError(f"{name}: is the only expert; an ensemble needs one")
 
-    return _changed(ensemble, folders, counts)
+    return _changed(ensemble, folders)
 
 
 def added(ensemble: EnsembleManifest, folder: Path, num_images: int, router: Path | None = None) -> EnsembleManifest:
@@ -83,11 +82,11 @@ def replaced(ensemble: EnsembleManifest, name: str, folder: Path, num_images: in
         UserError: there is no such expert, or as ``added``.
     """
     _require(ensemble, name)
-    return _with_artifact(ensemble, name, folder, num_images or _counts(ensemble)[name])
+    return _with_artifact(ensemble, name, folder, num_images)
 
 
 def _with_artifact(
-    ensemble: EnsembleManifest, name: str, folder: Path, num_images: int, router: Path | None = None
+    ensemble: EnsembleManifest, name: str, folder: Path, num_images: int | None, router: Path | None = None
 ) -> EnsembleManifest:
     meta = read_meta(folder)
     if meta.role != EXPERT:
@@ -95,45 +94,39 @@ def _with_artifact(
 
     # Refuses weights that no sampling could load.
     load_network(folder, mapped=True, bases=Bases([folder, *ensemble.folders.values()]))
-    counts = _counts(ensemble)
-    counts[name] = num_images
-    for other, k in ensemble.places.items():
-        if k == ensemble.places.get(name):  # experts of one cluster
-            counts[other] = num_images
-
-    counts = {key: counts[key] for key in sorted(counts, key=expert_number)}
-    artifacts = {**ensemble.folders, name: folder}
-    folders = {key: artifacts[key] for key in counts}
-    router = router or ensemble.folders.get(ROUTER)
+    folders = {**ensemble.folders, name: folder}
+    former = folders.pop(ROUTER, None)
+    router = router or former
     if router is not None and knows(read_meta(router), name, meta):
         folders[ROUTER] = router
 
-    return _changed(ensemble, folders, counts)
+    return _changed(ensemble, folders, name, num_images)
 
 
-def _changed(ensemble: EnsembleManifest, folders: dict[str, Path], counts: dict[str, int]) -> EnsembleManifest:
-    images: dict[int | str, int] = {}  # of each cluster, by its former place or its new expert
-    places = {}
-    for name, count in counts.items():
-        cluster = ensemble.places.get(name, name)
-        images[cluster] = count
-        places[name] = list(images).index(cluster)
-
-    total = sum(images.values())
+def _changed(
+    ensemble: EnsembleManifest, folders: dict[str, Path], name: str = "", num_images: int | None = None
+) -> EnsembleManifest:
+    """The ensemble of ``folders``; the cluster of the expert ``name`` has ``num_images``, the others as before."""
     about = ensemble.description
     sample = about.sample
+    images: dict[int | str, int] = {}  # of each cluster, by its former place or its new expert
+    places = {}
+    for expert in sorted(folders.keys() - {ROUTER}, key=expert_number):
+        cluster = ensemble.places.get(expert, expert)
+        if num_images is not None and cluster == ensemble.places.get(name, name):
+            images[cluster] = num_images
+        else:
+            images[cluster] = max(1, round(ensemble.shares[expert] * about.num_images))
+
+        places[expert] = list(images).index(cluster)
+
+    total = sum(images.values())
     if ROUTER not in folders and STRATEGIES.get(sample.strategy).needs_router:  # type: ignore[attr-defined]
         sample = replace(sample, strategy="bayes", strategy_params={}, solver="ancestral", solver_params={})
 
     priors = [count / total for count in images.values()]
     manifest = checked(Path(ENSEMBLE_FILE), folders, priors, places, changed=True)
     return replace(manifest, about=replace(about, num_images=total, sample=sample))
-
-
-def _counts(ensemble: EnsembleManifest) -> dict[str, int]:
-    """Images of each expert's cluster, at least 1."""
-    num_images = ensemble.description.num_images
-    return {name: max(1, round(share * num_images)) for name, share in ensemble.shares.items()}
 
 
 def _require(ensemble: EnsembleManifest, name: str) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
@@ -40,13 +38,12 @@ def load_ensemble(
         networks.append(network if takes_turns else network.to(device))
 
     router: nn.Module | None = None
-    of_router: dict[str, Any] = {}
     if ROUTER in manifest.folders:
-        meta, router = load_network(manifest.folders[ROUTER])
+        _, router = load_network(manifest.folders[ROUTER])
         router.to(device)
-        of_router["router_conditional"] = meta.condition.kind != "none"
-        of_router["temperatures"] = temperatures_of(meta)
 
+    # Without a router, no matter whose.
+    of_router = manifest.metas.get(ROUTER, manifest.meta)
     metas = [manifest.metas[name] for name in names]
     return Ensemble(
         ResidentExperts(networks, torch.device(device), num_resident) if takes_turns else networks,
@@ -58,5 +55,6 @@ def load_ensemble(
         intervals=[meta.interval for meta in metas],
         class_counts=manifest.class_counts,
         paths=[meta.path for meta in metas],
-        **of_router,
+        router_conditional=of_router.condition.kind != "none",
+        temperatures=temperatures_of(of_router),
     )

@@ -12,16 +12,13 @@ from ddm_lightning.config.merge import expert_clusters
 from ddm_lightning.core import checks
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write_json, inside, sha256_file
-from ddm_lightning.core.weights import check_recorded
 from ddm_lightning.members.artifact import (
     FORMAT_VERSION,
     REMEDY,
-    WEIGHTS_FILE,
     ArtifactMeta,
     MemberName,
     read_meta,
 )
-from ddm_lightning.members.load import Bases
 from ddm_lightning.members.member import EXPERT, ROUTER, expert_name, expert_number, role_of
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import ENSEMBLE_FILE, MEMBER_FILE, RunFolder
@@ -68,16 +65,16 @@ class _Entry:
 class Document:
     """Contents of ``ensemble.json``."""
 
-    format_version: Annotated[int, checks.version(FORMAT_VERSION)] = FORMAT_VERSION
+    format_version: Annotated[int, checks.version(FORMAT_VERSION)]
     num_clusters: checks.Size
     priors: checks.Shares
     partition_sha256: checks.Sha256
     members: list[_Entry]
-    expert_clusters: list[checks.Count] | None = None
-    """Place of each expert's cluster in ``priors``; None for one expert per cluster."""
-    changed: bool = False
+    expert_clusters: list[checks.Count]
+    """Place of each expert's cluster in ``priors``."""
+    changed: bool
     """Whether experts were added, removed or replaced."""
-    about: About | None = None
+    about: About | None
     """Part of a saved ensemble."""
 
 
@@ -187,7 +184,7 @@ def write_ensemble(
     path = run_dir / ENSEMBLE_FILE
     present = {read_meta(folder).member: folder for folder in folders}
     places = _of_partition(range(len(priors)) if expert_clusters is None else expert_clusters)
-    lost = _missing(places, present) if partial else ()
+    lost = _members(places) - present.keys() if partial else ()
     manifest = checked(path, present, priors, places, lost=lost)
     write_manifest(run_dir, replace(manifest, priors=tuple(priors), places=places))
     return manifest
@@ -198,13 +195,13 @@ def _of_partition(expert_clusters: Sequence[int]) -> dict[str, int]:
     return {expert_name(number): cluster for number, cluster in enumerate(expert_clusters)}
 
 
-def _missing(places: Mapping[str, int], present: Collection[str]) -> set[str]:
-    """Members of an ensemble whose experts have not been changed, but for those that are present."""
-    missing = places.keys() - present
-    if max(places.values()) and ROUTER not in present:
-        missing.add(ROUTER)
+def _members(places: Mapping[str, int]) -> set[str]:
+    """Members of an ensemble whose experts have not been changed."""
+    members = {*places}
+    if len({*places.values()}) > 1:
+        members.add(ROUTER)
 
-    return missing
+    return members
 
 
 def write_manifest(root: Path, manifest: EnsembleManifest) -> None:
@@ -215,6 +212,7 @@ def write_manifest(root: Path, manifest: EnsembleManifest) -> None:
         members.append(_Entry(name, relative.as_posix(), sha256_file(folder / MEMBER_FILE)))
 
     document = Document(
+        format_version=FORMAT_VERSION,
         num_clusters=len(manifest.priors),
         priors=manifest.priors,
         partition_sha256=manifest.partition_sha256,
@@ -247,36 +245,29 @@ def read_ensemble(path: Path, *, partial: bool = False) -> EnsembleManifest:
             expert is missing; or members do not belong together.
     """
     document = read_document(path)
-    priors = document.priors
-    clusters = document.expert_clusters or range(len(priors))
     folders = {}
     for entry in document.members:
         folders[entry.member] = _artifact_folder(entry, path, is_run=document.about is None)
 
-    present = folders
-    if partial:
-        present = {name: folder for name, folder in folders.items() if (folder / MEMBER_FILE).exists()}
-
     if document.changed:
         experts = [name for name in folders if name != ROUTER]
-        if len(experts) != len(clusters):
-            raise UserError(f"{path}: key 'expert_clusters' is not of {', '.join(experts)}; {_REMEDY}")
-
-        places = dict(zip(experts, clusters, strict=True))
-        lost = folders.keys() - present
+        places = dict(zip(experts, document.expert_clusters, strict=False))
+        members = {*folders}
     else:
-        places = _of_partition(clusters)
-        lost = _missing(places, present) if partial else set()
+        places = _of_partition(document.expert_clusters)
+        members = _members(places)
 
-    manifest = checked(path, present, priors, places, lost=lost, changed=document.changed)
+    present = folders
+    lost = set[str]()
+    if partial:
+        present = {name: folder for name, folder in folders.items() if (folder / MEMBER_FILE).exists()}
+        lost = members - present.keys()
+
+    manifest = checked(path, present, document.priors, places, lost=lost, changed=document.changed)
     for entry in document.members:
         file = folders[entry.member] / MEMBER_FILE
         if entry.member in present and sha256_file(file) != entry.member_json_sha256:
             raise UserError(f"{file}: is not the {entry.member} that {path} lists; {REMEDY}")
-
-    is_other = not document.changed and manifest.partition_sha256 != document.partition_sha256
-    if is_other or len(priors) != document.num_clusters:
-        raise UserError(f"{path}: key 'partition_sha256' or 'num_clusters' differs from its members'; {_REMEDY}")
 
     return replace(manifest, about=document.about)
 
@@ -331,7 +322,6 @@ def checked(
 
     metas = {name: read_meta(folders[name]) for name in names}
     _check_members(path, folders, metas, kept, changed)
-    _check_adapters(folders, metas)
     num_clusters = metas[names[0]].num_clusters
     if not changed and num_clusters != len(priors):
         raise UserError(f"{path}: {len(priors)} priors, but the members know {num_clusters} clusters; {_REMEDY}")
@@ -385,16 +375,6 @@ def _check_members(
                     f"{file}: was trained on another {key} than {folders[first] / MEMBER_FILE}; "
                     "take members of one run, or fit one of the two again"
                 )
-
-
-def _check_adapters(folders: Mapping[str, Path], metas: Mapping[str, ArtifactMeta]) -> None:
-    adapters = [name for name, meta in metas.items() if meta.lora is not None]
-    for name in adapters:
-        if metas[name].base_sha256 != metas[adapters[0]].base_sha256:
-            raise UserError(
-                f"{folders[name] / MEMBER_FILE}: is an adapter for another base than that of {adapters[0]}; "
-                "take adapters of one base"
-            )
 
 
 def _check_experts(path: Path, metas: Mapping[str, ArtifactMeta], changed: bool) -> None:
@@ -462,18 +442,11 @@ def assemble(run: Run, *, partial: bool = False) -> bool:
             folders.append(folder)
 
     try:
-        listed = read_ensemble(run.folder.ensemble, partial=partial).metas
+        before = read_ensemble(run.folder.ensemble, partial=partial).metas
     except UserError:  # none yet, or its artifacts have changed
-        listed = {}
-
-    for folder in folders:
-        meta = read_meta(folder)
-        if listed.get(meta.member) != meta:  # hash only new weights: they are gigabytes
-            check_recorded(folder / WEIGHTS_FILE, meta.model_sha256, REMEDY)
-        if meta.base_sha256 is not None:
-            Bases([folder]).file(meta, str(folder / MEMBER_FILE))
+        before = {}
 
     priors = run.manifest.priors
     clusters = expert_clusters(run.experiment)
     written = write_ensemble(run.folder.root, folders, priors, partial=partial, expert_clusters=clusters)
-    return written.metas != listed
+    return written.metas != before

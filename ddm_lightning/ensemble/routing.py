@@ -74,12 +74,10 @@ class Trace:
         # Solvers also evaluate between steps, and some choose their own steps. Take the closest; of equals, the last.
         distances = (t.flip(0) - times[:-1, None, None].to(t)).abs()
         nearest = len(t) - 1 - distances.argmin(1)
-        rows = torch.arange(len(self._batch), device=t.device)
-        weights = weights[nearest, rows].float().cpu()
-        steps = nearest[:, self._rows]
-        columns = rows[: len(self._rows)]
-        x_t = x_t[steps, columns].float().cpu()
-        estimates = estimates[steps, columns].float().cpu()
+        weights = weights.take_along_dim(nearest[..., None], 0).float().cpu()
+        steps = nearest[:, self._rows, None, None, None]
+        x_t = x_t.take_along_dim(steps, 0).float().cpu()
+        estimates = estimates.take_along_dim(steps, 0).float().cpu()
         self.times = times.cpu()
         for row, key in enumerate(self._batch):
             if self._keys is None or key in self._keys:
@@ -129,11 +127,8 @@ class Batch:
 
         self.x_1 = self._drawn(torch.randn, self.x_shape, "x_1")
 
-    def guidance_scale(self, t: Times) -> float | Times:
+    def guidance_scale(self, t: Times) -> Times:
         """Scale of each row's guidance: 1 is none, as outside ``guidance_interval``."""
-        if not self._is_guided:
-            return 1.0
-
         low, high = self.settings.guidance_interval
         return torch.where((t >= low) & (t <= high), self.settings.guidance_scale, 1.0).to(t)
 
@@ -183,13 +178,9 @@ class Batch:
             if route is not None:
                 own = [route(part) for part in self.probabilities(x_t, t).split(len(x_t))]
 
+            scale = self.guidance_scale(t) if self._is_guided else 1.0
             found = self.ensemble.velocity(
-                x_t,
-                t,
-                self.condition,
-                weights=own[0],
-                null_weights=own[-1],
-                guidance_scale=self.guidance_scale(t),
+                x_t, t, self.condition, weights=own[0], null_weights=own[-1], guidance_scale=scale
             )
             self.record(x_t, t, own[0], found)
             return found
@@ -203,11 +194,12 @@ class Batch:
 
     def mixed(self, t: Times, weights: BranchWeights, found: BranchVelocities) -> Samples:
         """Sum the experts' velocities ``found`` on all ``num_branches``, and guide the mixture."""
-        sums = torch.einsum("rk,rk...->r...", weights.to(found), found).split(len(t))
-        if self.num_branches == 2:
-            return guided(sums[0], sums[-1], self.guidance_scale(t))
+        mixed = mixture(weights, found)
+        if self.num_branches == 1:
+            return mixed
 
-        return sums[0]
+        conditional, unconditional = mixed.chunk(2)
+        return guided(conditional, unconditional, self.guidance_scale(t))
 
     def expert_velocities(self, x_t: Samples, t: Times, active: Bool[Tensor, "r K"]) -> BranchVelocities:
         """The active experts' velocities on all ``num_branches``; 0 for the others.
@@ -224,7 +216,6 @@ class Batch:
             return self.ensemble.expert_velocities(*self.branches(x_t, t), active)
 
         scale = self.guidance_scale(t)
-        assert isinstance(scale, Tensor)
         active = torch.cat([active, active & (scale != 1)[:, None]])
         both = self.ensemble.expert_velocities(*both_branches(x_t, t, self.condition), active)
         conditional, unconditional = both.chunk(2)
@@ -292,6 +283,11 @@ def strategy_of(settings: SampleConfig) -> Strategy:
         UserError: unknown strategy, or params that it refuses.
     """
     return STRATEGIES.build(settings.strategy, settings.strategy_params)
+
+
+def mixture(weights: BranchWeights, found: BranchVelocities) -> Samples:
+    """Sum the experts' velocities or means, weighted."""
+    return torch.einsum("rk,rk...->r...", weights.to(found), found)
 
 
 def normalised(

@@ -103,12 +103,13 @@ class Ensemble:
         for network in self.networks:
             network.eval()
 
+        num_experts = len(experts)
         self.priors = torch.tensor(priors, dtype=torch.float64)
         self.router_conditional = router_conditional
         self.predictions = [str(expert.prediction) for expert in self.experts]
-        self.paths = paths or ["linear"] * len(experts)
-        self.expert_clusters = list(expert_clusters) or list(range(len(experts)))
-        self.intervals = list(intervals) or [(0.0, 1.0)] * len(experts)
+        self.paths = paths or ["linear"] * num_experts
+        self.expert_clusters = list(expert_clusters) or list(range(num_experts))
+        self.intervals = list(intervals) or [(0.0, 1.0)] * num_experts
         self.temperatures = temperatures
         self.clusters = list(clusters) or list(range(len(priors)))
         # On the device, because a list would be copied there at each call.
@@ -119,12 +120,12 @@ class Ensemble:
             counts = torch.tensor(class_counts, dtype=torch.float64)
             self._class_shares = (counts / counts.sum(1, keepdim=True)).T.to(self.device)
 
-        self.names = list(names) or [f"expert-{k}" for k in range(len(experts))]
+        self.names = list(names) or [f"expert-{k}" for k in range(num_experts)]
         self.precision = "auto"
         """Precision of the networks, as ``sample.precision``; times, weights and velocities stay float32."""
         self.failed: set[int] = set()
         """Experts that returned NaN or an infinity so far; see ``failures``."""
-        self.work = Work([0] * len(experts))
+        self.work = Work([0] * num_experts)
         """Rows evaluated so far."""
         self._is_compiled = False
         self._is_watched = False
@@ -158,10 +159,7 @@ class Ensemble:
         if isinstance(self.experts, ResidentExperts):
             return self.experts.device
 
-        for parameter in self.networks[0].parameters():
-            return parameter.device
-
-        return torch.device("cpu")
+        return next(self.networks[0].parameters(), torch.empty(0)).device
 
     def cost(self, x_shape: tuple[int, int, int], condition: ConditionSpec) -> Cost:
         """Cost per image of the finished samples.
@@ -295,12 +293,11 @@ class Ensemble:
         t: Times,
         condition: Condition | None = None,
         *,
-        route: Route = lambda probabilities: probabilities,
         weights: Weights | None = None,
         null_weights: Weights | None = None,
         guidance_scale: float | Times = 1.0,
     ) -> Samples:
-        """Sum the experts' velocities, weighted by the router; by default the exact mixture.
+        """Sum the experts' velocities, weighted by the router: by default the exact mixture.
 
         Guidance takes ``u_0 + scale·(u_c - u_0)`` of the weighted sums with and without the condition. If both have the
         same weights, that is guidance inside each expert (Paris, 2510.03434). With ``null_weights`` p(k | x_t, t), it
@@ -310,8 +307,7 @@ class Ensemble:
             x_t: noisy samples.
             t: their times.
             condition: one per row, or None for the null condition in all, which guidance does not change.
-            route: maps p(k | x_t, t) to weights, such as ``Strategy.weights``; weight 0 skips an expert on that row.
-            weights: the experts' weights, instead of routed ones.
+            weights: the experts' weights, instead of the router's probabilities; weight 0 skips an expert on that row.
             null_weights: weights without the condition; None for the same.
             guidance_scale: one number, or one per row; 1 is none. Both branches are evaluated as one batch.
 
@@ -319,7 +315,7 @@ class Ensemble:
             UserError: several experts and no router.
         """
         if weights is None:
-            weights = route(self.probabilities(x_t, t, condition))
+            weights = self.probabilities(x_t, t, condition)
         if condition is None or (isinstance(guidance_scale, float) and guidance_scale == 1):
             return self._sum(x_t, t, condition, weights)
 

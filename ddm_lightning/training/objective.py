@@ -10,7 +10,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -350,11 +349,12 @@ class Distillation(Regression):
     def ends(self, noisy: NoisyBatch, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return the teacher's estimates of data and noise, the ends of each sample's path."""
         x_t, t = PATHS[self.member.path].to_linear(noisy.x_t, noisy.t)
-        weighting: dict[str, Any] = {"weights": F.one_hot(batch["cluster"], self.member.num_clusters).to(x_t)}
-        if self.strategy is not None:
-            weighting = {"route": self.strategy.weights}
+        if self.strategy is None:
+            weights = F.one_hot(batch["cluster"], self.member.num_clusters).to(x_t)
+        else:
+            weights = self.strategy.weights(self.teacher.probabilities(x_t, t, noisy.condition))
 
-        velocity = self.teacher.velocity(x_t, t, noisy.condition, **weighting)
+        velocity = self.teacher.velocity(x_t, t, noisy.condition, weights=weights)
         x_0 = x_0_from_velocity(x_t, velocity, t)
         return x_0, x_0 + velocity
 

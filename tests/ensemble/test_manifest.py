@@ -141,8 +141,8 @@ def test_ensemble_with_wrong_members(run_dir, tmp_path):
         ({"priors": [1.5, -0.5]}, ("'priors[1]'", "positive")),
         ({"priors": [1.0, 0.0]}, ("'priors[1]'", "positive")),
         ({"priors": ...}, ("'priors' is missing",)),
-        ({"num_clusters": 3}, ("num_clusters",)),
-        ({"partition_sha256": "cd" * 32}, ("partition_sha256", "fetch it again")),
+        ({"partition_sha256": "cd"}, ("'partition_sha256' = 'cd': must be 64 hexadecimal", "fetch it again")),
+        ({"expert_clusters": []}, ("2 priors of , but lists expert-0",)),
         ({"members": {}}, ("'members'", "a list")),
         ({"members": ["expert-0"]}, ("'members[0]': must be a section of keys",)),
         (

@@ -50,7 +50,7 @@ def test_velocity_is_the_weighted_sum_of_all_experts():
     dense = torch.stack([oracle.velocity(x_t, t, k) for k in range(4)], dim=1)
     for strategy in (TopK(4), TopK(3), Top1()):
         weights = strategy.weights(oracle.cluster_posterior(x_t, t))
-        got = ensemble.velocity(x_t, t, route=strategy.weights)
+        got = ensemble.velocity(x_t, t, weights=strategy.weights(ensemble.probabilities(x_t, t)))
         assert torch.allclose(got, (weights[:, :, None] * dense).sum(1), atol=1e-10)
 
 
@@ -60,7 +60,7 @@ def test_only_routed_rows_are_evaluated(top_k):
     x_t, t = noisy(points, 33, 2, low=0.4)  # below, probabilities may be exactly 0
     assert oracle.cluster_posterior(x_t, t).argmax(1).unique().numel() > 1  # several experts have work
     for call in (1, 2):
-        ensemble.velocity(x_t, t, route=TopK(top_k).weights)
+        ensemble.velocity(x_t, t, weights=TopK(top_k).weights(ensemble.probabilities(x_t, t)))
         seen = sum(expert.num_rows for expert in ensemble.experts)
         assert seen == sum(ensemble.work.expert_rows) == call * 33 * top_k
 
@@ -78,14 +78,15 @@ def test_guidance_happens_inside_each_expert():
             return torch.where(condition.values > 0.8, torch.tensor([5.0, -5.0]), torch.tensor([-5.0, 5.0]))
 
     ensemble = Ensemble(experts, ByRow(), [0.5, 0.5])
-    got = ensemble.velocity(x_t, t, condition, route=Top1().weights, guidance_scale=3.0)
+    weights = Top1().weights(ensemble.probabilities(x_t, t, condition))
+    got = ensemble.velocity(x_t, t, condition, weights=weights, guidance_scale=3.0)
     # unconditional + 3·(conditional - unconditional), each row in its own expert, by hand.
     scale = torch.tensor([1.0, 10.0, 10.0, 1.0, 1.0])
     kept = torch.tensor([1.0, -2.0, 0.0, 3.0, 4.0])
     expected = (x_t - (3 * scale * kept).reshape(-1, 1, 1, 1)) / t.reshape(-1, 1, 1, 1)
     assert torch.allclose(got, expected, atol=1e-4)
     assert [expert.num_rows for expert in experts] == [6, 4] and sum(ensemble.work.expert_rows) == 10
-    ensemble.velocity(x_t, t, condition, route=Top1().weights, guidance_scale=1.0)
+    ensemble.velocity(x_t, t, condition, weights=weights, guidance_scale=1.0)
     assert sum(ensemble.work.expert_rows) == 15
 
 
@@ -124,7 +125,8 @@ def test_an_evaluation_waits_for_the_device_once(monkeypatch):
     ensemble = Ensemble([Plain(3, 3) for _ in range(5)], FixedRouter([0.0, 1.0, 2.0, -1.0, 3.0]), [0.2] * 5)
     x_t, t, condition = torch.randn(9, 3), torch.full((9,), 0.5), Condition.of(torch.ones(9, 1))
     syncs = Syncs(monkeypatch)
-    ensemble.velocity(x_t, t, condition, route=TopK(3).weights, guidance_scale=2.0)
+    weights = TopK(3).weights(ensemble.probabilities(x_t, t, condition))
+    ensemble.velocity(x_t, t, condition, weights=weights, guidance_scale=2.0)
     assert syncs.num == 1
 
 
@@ -160,8 +162,9 @@ def test_temperatures_divide_the_logits_of_their_rows_and_times():
 
 def test_a_single_model_needs_no_router():
     expert, x_t, t = Aimed(), torch.randn(4, 2), torch.full((4,), 0.5)
+    alone = Ensemble([expert], None, [1.0])
     for strategy in (Top1(), TopK(2)):
-        got = Ensemble([expert], None, [1.0]).velocity(x_t, t, route=strategy.weights)
+        got = alone.velocity(x_t, t, weights=strategy.weights(alone.probabilities(x_t, t)))
         assert torch.equal(got, expert(x_t, t, None))
 
 

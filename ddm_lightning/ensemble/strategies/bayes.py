@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from ddm_lightning.core.registry import STRATEGIES
-from ddm_lightning.ensemble.routing import Batch, BranchVelocities, BranchWeights, Images, Strategy, choose
-from ddm_lightning.flow.path import Samples, Times, expand_rows, time_rows
+from ddm_lightning.ensemble.routing import Batch, BranchWeights, Images, Strategy, choose, mixture
+from ddm_lightning.flow.path import expand_rows, time_rows
 from ddm_lightning.flow.solvers import Solver
 from ddm_lightning.flow.solvers.built_in import reverse_kernel
 from ddm_lightning.flow.timesteps import intervals
@@ -20,58 +18,11 @@ from ddm_lightning.flow.timesteps import intervals
 MIN_WEIGHT = 1e-4
 """An expert whose weight falls below this is dropped from the row for the rest of the chain."""
 
-Velocities: TypeAlias = Callable[[Samples, Times, Bool[Tensor, "r K"]], BranchVelocities]
-"""``velocities(x_t, t, active)``: the active experts' velocities; r is b, or 2b with the unconditional branch."""
-
 
 @STRATEGIES.register("bayes")
 @dataclass(frozen=True)
 class Bayes(Strategy):
-    """Filter the cluster posterior along the chain; see ``filter_chain``.
-
-    With a condition, the partition's priors are not p(k | condition). ``router_prior`` therefore starts the filter
-    from the router's p(k | x_1, t = 1, condition) if there is a router. Otherwise it starts from p(k | class), which is
-    exact; under captions, from the priors, which is wrong.
-    """
-
-    needs_router = False
-    solvers = ("ancestral",)
-    router_prior: bool = True
-
-    def generate(self, batch: Batch, times: Float[Tensor, " num_times"], solver: Solver) -> Images:
-        """Run the filter from ``batch.x_1``."""
-
-        def record(x_t: Samples, t: Times, weights: Tensor, velocities: Tensor) -> None:
-            if batch.trace is not None:
-                batch.record(x_t, t, weights[: len(x_t)], batch.mixed(t, weights, velocities))
-
-        return filter_chain(
-            batch.expert_velocities,
-            batch.x_1,
-            times,
-            initial=batch.initial_weights(use_router=self.router_prior),
-            noise=batch.noise,
-            uniform=batch.uniform,
-            guidance_scale=batch.settings.guidance_scale,
-            guidance_interval=batch.settings.guidance_interval,
-            on_step=record,
-        )
-
-
-@torch.no_grad()
-def filter_chain(
-    velocities: Velocities,
-    x_1: Samples,
-    times: Float[Tensor, " num_times"],
-    *,
-    initial: BranchWeights,
-    noise: Callable[[int], Samples],
-    uniform: Callable[[int], Float[Tensor, " b"]],
-    guidance_scale: float = 1.0,
-    guidance_interval: Sequence[float] = (0.0, 1.0),
-    on_step: Callable[[Samples, Times, Tensor, Tensor], object] = lambda *_: None,
-) -> Samples:
-    """Sample from a mixture of experts and filter its weights along the chain.
+    """Sample from the mixture of experts and filter the cluster posterior along the chain.
 
     Expert k steps by the kernel q_k(x_s | x_t) = N(μ_k, σ²I) of ``reverse_kernel``, with its own estimate of x_0.
     The mixture's kernel is Σ_k w_k q_k with w_k = p(k | x_t). A step draws k ~ w, then x_s ~ q_k; by Bayes' rule
@@ -81,73 +32,69 @@ def filter_chain(
     unequal 2-D clusters and 20 steps, the mean total variation between w and the exact posterior is 0.001 over all
     steps and at most 0.005 at the worst one. It grows as clusters overlap.
 
-    Guidance inside each expert guides μ_k. Then the chain has the law of choosing k by ``initial`` once and following
-    the guided expert k to the end, and w is its exact posterior p(k | x_1 … x_t), which is proportional to
-    ``initial_k · Π q_k(x_s | x_t)``. So the clusters' shares are those of ``initial``.
+    With a condition, the partition's priors are not p(k | condition). ``router_prior`` therefore starts the filter
+    from the router's p(k | x_1, t = 1, condition) if there is a router. Otherwise it starts from p(k | class), which is
+    exact; under captions, from the priors, which is wrong.
+
+    Guidance inside each expert guides μ_k. Then the chain has the law of choosing k by the initial weights once and
+    following the guided expert k to the end, and w is its exact posterior p(k | x_1 … x_t), which is proportional to
+    ``initial_k · Π q_k(x_s | x_t)``. So the clusters' shares are those of the initial weights.
 
     Guidance of the mixture filters two sets of weights along the one chain, p(k | x_t, c) and p(k | x_t). Both are
     posteriors of the data, whatever law the chain has, because the same update holds for any x_t and x_s:
     p_s(x_s | k) / p_t(x_t | k) = q_k(x_s | x_t) / p(x_t | x_s), and the last denominator is the same for all k.
     A step draws k from the first set and adds to its mean
     ``(scale - 1)·(Σ_k p(k | x_t, c)·μ_k(c) - Σ_k p(k | x_t)·μ_k)``. In the limit of small steps this is the chain of
-    one guided model of all data.
+    one guided model of all data. Below the guidance interval, weights without the condition no longer change.
 
     This is a discrete-time relative of SuperDiff's density-weighted OR (2412.17762), with priors and pruning.
     Cooperative sampling from a mixture of decentralized diffusion models (OpenReview 1GCWcrZTX8) mixes experts by
     Langevin steps, also without a router.
-
-    Args:
-        velocities: the experts' velocities, guided if guidance happens inside each expert.
-        x_1: the state at ``times[0]``.
-        times: decreasing times, usually from 1 to 0 (``timesteps.sampling_times``).
-        initial: p(k) at ``times[0]`` of each sample, such as the partition's priors, [b, K]. For guidance of the
-            mixture, [2b, K]: those without the condition follow.
-        noise: ``noise(i)`` returns the standard normal numbers of step i.
-        uniform: ``uniform(i)`` returns the uniform numbers in [0, 1) that choose the experts of step i.
-        guidance_scale: scale of the mixture's guidance; ignored if ``initial`` has b rows.
-        guidance_interval: lowest and highest t at which it acts.
-        on_step: called before each step with x_t, t, the weights p(k | x_1 … x_t) [r, K] (float64) and the experts'
-            velocities [r, K, …]. Below the interval, weights without the condition no longer change.
-
-    Returns:
-        x_0 of each sample.
-
-    Raises:
-        ValueError: bad ``times``.
     """
-    num = len(x_1)
-    low, high = guidance_interval
-    # Logarithms, because likelihoods of many pixels underflow; float64, because their ratios are small differences.
-    log_weights = _pruned(initial.to(x_1.device, torch.float64).log())
-    rows = torch.arange(num, device=x_1.device)
-    num_branches = len(initial) // num
-    x_t = x_1
-    for i, (t, s) in enumerate(intervals(times)):
-        weights = log_weights.exp()
-        active = weights > 0
-        if t < low:
-            active[num:] = False  # no later step needs the unconditional branch
 
-        x = torch.cat([x_t] * num_branches)[:, None]
-        time = time_rows(t, x_t)
-        found = velocities(x_t, time, active)
-        on_step(x_t, time, weights, found)
-        means, variance = reverse_kernel(x.expand_as(found), x - t * found, t, s)
-        x_s = means[rows, choose(weights[:num], uniform(i))]
-        if num_branches == 2 and low <= t <= high:
-            mixed = torch.einsum("rk,rk...->r...", weights.to(means), means)
-            x_s = x_s + (guidance_scale - 1) * (mixed[:num] - mixed[num:])
+    needs_router = False
+    solvers = ("ancestral",)
+    router_prior: bool = True
 
-        if s > 0:
-            x_s = x_s + (variance.sqrt() * noise(i)).to(x_s.dtype)
-            differences = torch.cat([x_s] * num_branches)[:, None] - means
-            squares = differences.flatten(2).square().sum(dim=2, dtype=torch.float64)
-            log_weights = _pruned(log_weights - squares / (2 * variance))
+    @torch.no_grad()
+    def generate(self, batch: Batch, times: Float[Tensor, " num_times"], solver: Solver) -> Images:
+        """Run the filter from ``batch.x_1``."""
+        x_t = batch.x_1
+        num = len(x_t)
+        rows = torch.arange(num, device=x_t.device)
+        low, _ = batch.settings.guidance_interval
+        # Logarithms, because likelihoods of many pixels underflow; float64, because their ratios are small differences.
+        initial = batch.initial_weights(use_router=self.router_prior)
+        log_weights = _pruned(initial.to(x_t.device, torch.float64).log())
+        for i, (t, s) in enumerate(intervals(times)):
+            weights = log_weights.exp()
+            active = weights > 0
+            if t < low:
+                active[num:] = False  # no later step needs the unconditional branch
 
-        x_t = x_s
+            time = time_rows(t, x_t)
+            found = batch.expert_velocities(x_t, time, active)
+            if batch.trace is not None:
+                batch.record(x_t, time, weights[:num], batch.mixed(time, weights, found))
 
-    # The weights of a row in which an expert failed are NaN; its image must be, too, so that the sampler notices.
-    return x_t + expand_rows(0 * log_weights[:num].exp().sum(1), x_t).to(x_t)
+            x = torch.cat([x_t] * batch.num_branches)[:, None]
+            means, variance = reverse_kernel(x.expand_as(found), x - t * found, t, s)
+            x_s = means[rows, choose(weights[:num], batch.uniform(i))]
+            if batch.num_branches == 2:
+                conditional, unconditional = mixture(weights, means).chunk(2)
+                scale = expand_rows(batch.guidance_scale(time), x_s)
+                x_s = x_s + (scale - 1) * (conditional - unconditional)
+
+            if s > 0:
+                x_s = x_s + (variance.sqrt() * batch.noise(i)).to(x_s.dtype)
+                differences = torch.cat([x_s] * batch.num_branches)[:, None] - means
+                squares = differences.flatten(2).square().sum(dim=2, dtype=torch.float64)
+                log_weights = _pruned(log_weights - squares / (2 * variance))
+
+            x_t = x_s
+
+        # The weights of a row in which an expert failed are NaN; its image must be, too, so that the sampler notices.
+        return x_t + expand_rows(0 * log_weights[:num].exp().sum(1), x_t).to(x_t)
 
 
 def _pruned(log_weights: BranchWeights) -> BranchWeights:

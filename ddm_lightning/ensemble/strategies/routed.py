@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import count
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import one_hot
 
@@ -152,27 +152,25 @@ class Oracle(Strategy):
             UserError: a cluster has no expert in the ensemble.
         """
         num = len(batch.x_1)
+        clusters = batch.clusters
         if self.cluster is not None:
-            clusters = [self.cluster] * num
-        elif batch.clusters is not None:
-            clusters = batch.clusters.tolist()
-        else:
-            clusters = None
+            clusters = torch.full((num,), self.cluster)
 
         if clusters is None:
             places = choose(batch.initial_weights(use_router=False)[:num], batch.uniform(0))
         else:
-            places = torch.tensor([self._place(k, batch) for k in clusters]).to(batch.x_1.device)
+            places = _places(clusters.tolist(), batch.ensemble.clusters).to(batch.x_1.device)
 
         return batch.field(weights=one_hot(places, batch.ensemble.num_clusters).to(batch.x_1))
 
-    def _place(self, cluster: int, batch: Batch) -> int:
-        known = batch.ensemble.clusters
+
+def _places(clusters: list[int], known: list[int]) -> Int[Tensor, " b"]:
+    for cluster in clusters:
         if cluster not in known:
             numbers = ", ".join(map(str, known))
             raise UserError(f"strategy 'oracle': cluster = {cluster} has no expert here; choose one of {numbers}")
 
-        return known.index(cluster)
+    return torch.tensor([known.index(cluster) for cluster in clusters])
 
 
 @STRATEGIES.register("sample-each-step")
