@@ -17,7 +17,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ddm_lightning.config.experiment import Experiment, PluginConfig
+from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.config.merge import merge
 from ddm_lightning.config.validate import check_experiment
 from ddm_lightning.core import checks
@@ -229,14 +229,14 @@ def to_yaml(experiment: Experiment) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(asdict(experiment)))
 
 
-def _schema(section: Any, prefix: str = "") -> Iterator[tuple[str, Any, Field[Any], Any]]:
-    """Yield the dotted key of each field in ``section`` and in sections within it, its class, the field and default."""
+def _schema(section: Any, prefix: str = "") -> Iterator[tuple[str, Any, Field[Any], Any, bool]]:
+    """Yield each field of ``section``, and of the sections within it: key, class, field, default, whether a section."""
     kind: Any = type(section)
     for own in fields(section):
         default = getattr(section, own.name)
-        yield prefix + own.name, kind, own, default
         inner, _ = checks.without_none(checks.hints(kind)[own.name])
         is_section = is_dataclass(inner)
+        yield prefix + own.name, kind, own, default, is_section
         if is_section:
             yield from _schema(default or inner(), f"{prefix}{own.name}.")
 
@@ -247,23 +247,20 @@ def describe() -> Iterator[tuple[str, str, str]]:
     Yields:
         The dotted key; type, default and limits; documentation.
     """
-    for key, kind, own, default in _schema(Experiment()):
-        hint = checks.hints(kind)[own.name]
+    for key, kind, own, default, is_section in _schema(Experiment()):
         text = _docs(kind)[own.name].replace("``", "`")
-        inner, _ = checks.without_none(hint)
-        if is_dataclass(inner):
+        if is_section:
             yield key, "" if default else " null by default", text
             continue
 
-        form = inspect.formatannotation(hint).replace("typing.", "").replace("None", "null")
-        form = form.replace(f"{PluginConfig.__module__}.PluginConfig", "{name, params}")
+        form = str(own.type).replace("None", "null").replace("PluginConfig", "{name, params}")
         if default == checks.MISSING_MARK:
             form += ", required"
         else:
             form += f" = {json.dumps(default, default=asdict)}"
 
-        if own.name in checks.limits(kind):
-            _, wanted = checks.limits(kind)[own.name]
+        if "check" in own.metadata:
+            _, wanted = own.metadata["check"]
             form += f", {wanted}"
 
         yield key, f" {form}", text
@@ -272,7 +269,7 @@ def describe() -> Iterator[tuple[str, str, str]]:
 @functools.cache
 def changeable_keys() -> tuple[str, ...]:
     """Dotted keys of fields and sections that may differ between two starts, as the schema declares."""
-    return tuple(key for key, _, own, _ in _schema(Experiment()) if own.metadata.get("changeable"))
+    return tuple(key for key, _, own, *_ in _schema(Experiment()) if own.metadata.get("changeable"))
 
 
 def fingerprint(experiment: Experiment) -> str:

@@ -13,7 +13,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeAlias, TypeVar
 
@@ -149,13 +149,15 @@ def option(
 def hints(kind: Any) -> dict[str, Any]:
     """Types of a dataclass's fields by name, with the checks that narrow them."""
     resolved = typing.get_type_hints(kind, include_extras=True)
-    return {field.name: resolved[field.name] for field in fields(kind)}
+    return {own.name: narrowed(resolved[own.name], own) for own in fields(kind)}
 
 
-@functools.cache
-def limits(kind: Any) -> dict[str, Check]:
-    """Checks of a dataclass's ``option`` fields, by name."""
-    return {field.name: field.metadata["check"] for field in fields(kind) if "check" in field.metadata}
+def narrowed(kind: Any, own: Field[Any]) -> Any:
+    """The type of a field with the check of its ``option``, if it has one."""
+    if "check" in own.metadata:
+        return Annotated[kind, own.metadata["check"]]
+
+    return kind
 
 
 def check(value: Any, kind: Any, key: str, source: str, references: bool = True) -> None:
@@ -268,7 +270,10 @@ class _Checker:
 
         if hasattr(kind, "__metadata__"):
             found = self.checked(value, kind.__origin__, key)
-            self._check_limit(value, kind.__metadata__[0], key)
+            is_right, wanted = kind.__metadata__[0]
+            if value is not None and not is_right(value):
+                self._refuse(f"key {key!r} = {_short(value)}: must be {wanted}")
+
             return found
 
         if is_dataclass(kind):
@@ -324,12 +329,9 @@ class _Checker:
 
         found = {}
         for own in fields(kind):
-            below = _below(key, own.name)
+            below = f"{key}.{own.name}".lstrip(".")
             if own.name in value:
-                inner = value[own.name]
-                found[own.name] = self.checked(inner, kinds[own.name], below)
-                if "check" in own.metadata and inner is not None and not self._is_open(inner):
-                    self._check_limit(inner, own.metadata["check"], below)
+                found[own.name] = self.checked(value[own.name], kinds[own.name], below)
             elif self.remedy and own.default in (MISSING, MISSING_MARK) and own.default_factory is MISSING:
                 self._refuse(f"key {below!r} is missing")
 
@@ -337,7 +339,8 @@ class _Checker:
             if name not in kinds:
                 near = difflib.get_close_matches(str(name), kinds, n=1)
                 guess = f"did you mean {near[0]!r}? " if near else ""
-                self._refuse(f"unknown key {_below(key, name)!r}; {guess}{known}")
+                below = f"{key}.{name}".lstrip(".")
+                self._refuse(f"unknown key {below!r}; {guess}{known}")
 
         if not self.remedy:
             return found
@@ -347,10 +350,6 @@ class _Checker:
         except ValueError as error:
             self._refuse(f"key {key!r}: {error}" if key else str(error))
 
-    def _check_limit(self, value: Any, limit: Check, key: str) -> None:
-        is_right, wanted = limit
-        if not is_right(value):
-            self._refuse(f"key {key!r} = {_short(value)}: must be {wanted}")
 
     def _refuse_value(self, key: str, wanted: str, value: Any, remedy: str) -> NoReturn:
         where = f"key {key!r}: " if key else ""
@@ -361,13 +360,6 @@ class _Checker:
         remedy = self.remedy or remedy
         raise UserError(f"{self.source}: {problem}" + (f"; {remedy}" if remedy else ""))
 
-
-def _below(key: str, name: Any) -> str:
-    """Dotted key of an entry of a section."""
-    if key:
-        return f"{key}.{name}"
-
-    return str(name)
 
 
 def _short(value: Any) -> str:

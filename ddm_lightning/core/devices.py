@@ -125,7 +125,7 @@ def check_devices(accelerator: str, devices: int) -> None:
     Raises:
         UserError: torch can use no GPU, or fewer than ``devices``.
     """
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    count = torch.cuda.device_count()
     if resolve_accelerator(accelerator) == "gpu" and count < devices:
         raise UserError(
             f"key 'island.devices' = {devices} with 'island.accelerator' = {accelerator!r}, "

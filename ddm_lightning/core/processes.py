@@ -62,20 +62,17 @@ def _report(failed: threading.ExceptHookArgs) -> None:
         threading.__excepthook__(failed)
 
 
-def on_orphaned(parent: int, react: Callable[[], object] | None = None, over: threading.Event | None = None) -> None:
+def on_orphaned(parent: int, react: Callable[[], object] | None = None) -> None:
     """Call ``react`` from a thread soon after the process ``parent`` has died.
 
     Args:
         parent: process id of this process's parent.
         react: by default ends this process at once, even while it waits.
-        over: stops the watch when set.
     """
-    over = over or threading.Event()
 
     def watch() -> None:
         while os.getppid() == parent:
-            if over.wait(PARENT_SECONDS):
-                return
+            time.sleep(PARENT_SECONDS)
 
         if react is None:
             os._exit(1)

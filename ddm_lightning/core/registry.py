@@ -12,7 +12,7 @@ import inspect
 import pkgutil
 import re
 from collections.abc import Callable
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from importlib.metadata import PackageNotFoundError, distribution, entry_points
 from pathlib import Path
 from typing import Any, TypeVar
@@ -149,14 +149,6 @@ class Registry:
             if key in params:
                 checks.check(params[key], parameter.annotation, f"params.{key}", f"{self.kind} {name!r}")
 
-        for options in (factory, getattr(factory, "params", None)):
-            if not (isinstance(options, type) and is_dataclass(options)):
-                continue
-
-            for key, (is_right, wanted) in checks.limits(options).items():
-                if params.get(key) is not None and not is_right(params[key]):
-                    raise UserError(f"{self.kind} {name!r}: key 'params.{key}' = {params[key]!r}: must be {wanted}")
-
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -168,8 +160,14 @@ def parameters_of(factory: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     except NameError:  # an annotation imported for type checkers only; leave types unchecked
         found = dict(inspect.signature(factory).parameters)
 
+    if is_dataclass(factory):
+        for own in fields(factory):
+            if own.name in found:
+                one = found[own.name]
+                found[own.name] = one.replace(annotation=checks.narrowed(one.annotation, own))
+
     options = getattr(factory, "params", None)
-    if isinstance(options, type) and is_dataclass(options):
+    if is_dataclass(options):
         found = {name: one for name, one in found.items() if one.kind is not inspect.Parameter.VAR_KEYWORD}
         found |= parameters_of(options)
 

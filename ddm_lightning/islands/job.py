@@ -7,7 +7,7 @@ import subprocess
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from ddm_lightning.config.experiment import IslandConfig
@@ -27,10 +27,13 @@ class Job:
     """Devices and settings of the member's island."""
     folder: Path
     """Folder of the member on this machine, for logs."""
-    environment: dict[str, str] = field(default_factory=dict)
-    """Variables to set."""
     number: int = 0
     """Number of the member, which chooses its GPUs where members share a machine."""
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables to set."""
+        return variables_of(self.island)
 
     @property
     def name(self) -> str:
@@ -50,6 +53,11 @@ class Job:
         """The command line with its variables, for a shell."""
         variables = [f"{key}={shlex.quote(value)}" for key, value in self.environment.items()]
         return " ".join([*variables, shlex.join(self.command(python))])
+
+
+def variables_of(island: IslandConfig) -> dict[str, str]:
+    """Variables of a member's process."""
+    return {"OMP_NUM_THREADS": str(island.num_threads), "PYTHONUNBUFFERED": "1"}
 
 
 class Launcher(ABC):

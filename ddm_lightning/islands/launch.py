@@ -39,14 +39,12 @@ def jobs_of(run: Run, members: Sequence[str], config: str, overrides: Sequence[s
 
     jobs = []
     for name in members:
-        island = island_of(name, run.experiment)
         job = Job(
             member=name,
             run=run.experiment.name,
             arguments=("fit", "-c", config, *overrides, f"member={name}"),
-            island=island,
+            island=island_of(name, run.experiment),
             folder=run.folder.member(name),
-            environment={"OMP_NUM_THREADS": str(island.num_threads), "PYTHONUNBUFFERED": "1"},
             number=all_members(run.experiment).index(name),
         )
         jobs.append(job)

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from rich.console import Console
 
-from ddm_lightning.config.experiment import Experiment, IslandConfig
+from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.config.load import to_yaml
 from ddm_lightning.config.merge import island_of
 from ddm_lightning.core.devices import resolve_accelerator
@@ -25,6 +25,7 @@ from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write_text
 from ddm_lightning.core.formatting import Bars
 from ddm_lightning.core.processes import FITTED_BY, STARTED, STOPPED, end_imports, handling, num_cores
+from ddm_lightning.islands.job import variables_of
 from ddm_lightning.islands.publish import published
 from ddm_lightning.islands.slots import LEAVING_SECONDS, Slot, seconds_left
 from ddm_lightning.members.cost import relative_cost
@@ -40,7 +41,8 @@ POLL_SECONDS = 0.5
 class _Child:
     member: str
     process: subprocess.Popen[bytes]
-    slot: int
+    group: int
+    """Of GPUs."""
     log: Path
 
 
@@ -79,32 +81,41 @@ def default_jobs(members: Sequence[str], experiment: Experiment) -> int:
     return max(1, num_cores() // max(island.num_threads * island.devices for island in islands))
 
 
-def gpu_variables(slot: int, island: IslandConfig) -> dict[str, str]:
-    """Variables that give the member in ``slot`` GPUs of its own; none without GPUs."""
-    if resolve_accelerator(island.accelerator) != "gpu":
-        return {}
-
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    count = torch.cuda.device_count()
-    return {"CUDA_VISIBLE_DEVICES": gpus_of_slot(slot, island.devices, visible, count)}
-
-
-def gpus_of_slot(slot: int, devices: int, visible: str | None, count: int) -> str:
-    """``CUDA_VISIBLE_DEVICES`` for the members that train in ``slot``.
+def gpu_variables(group: int, accelerator: str, devices: int) -> dict[str, str]:
+    """Variables that give a member GPUs of its own, out of those that this process sees; none without GPUs.
 
     Args:
-        slot: from 0; slots beyond the last GPU share the first ones.
-        devices: GPUs that one member trains on.
-        visible: this process's own ``CUDA_VISIBLE_DEVICES``, whose entries are reused.
-        count: GPUs that this process sees.
+        group: number of its group of GPUs, from 0; groups beyond the last GPU share the first ones.
+        accelerator: ``island.accelerator``.
+        devices: GPUs of a group.
     """
-    if visible:
-        names = [name.strip() for name in visible.split(",")][:count]
-    else:
-        names = [str(i) for i in range(count)]
+    if resolve_accelerator(accelerator) != "gpu":
+        return {}
 
-    first = slot % max(1, count // devices) * devices
-    return ",".join(names[first : first + devices])
+    count = torch.cuda.device_count()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+    names = [name.strip() for name in visible.split(",")]
+    first = group % max(1, count // devices) * devices
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names[first : first + devices])}
+
+
+def start_in_background(command: Sequence[str], log: Path, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start a process in a session of its own, so that Ctrl-C in the terminal does not reach it.
+
+    Args:
+        command: its words.
+        log: file to which its output is appended.
+        variables: to set in its environment.
+    """
+    with log.open("ab") as stream:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **variables},
+            start_new_session=True,
+        )
 
 
 def fit_on_island(member: Member, run: Run) -> str:
@@ -198,14 +209,14 @@ def fit_members(members: Sequence[str], run: Run, jobs: int, console: Console) -
                             failures |= {name: Failure(STOPPED, "not started: the slot is over") for name in waiting}
                             waiting.clear()
 
-                    free = [slot for slot in range(jobs) if slot not in {child.slot for child in running}]
-                    for slot in free[: len(waiting)]:
+                    free = sorted({*range(jobs)} - {child.group for child in running})
+                    for group in free[: len(waiting)]:
                         if requests:
                             break
 
                         member = waiting.pop(0)
                         progress.start_task(tasks[member])
-                        running.append(_start(member, slot, run, widest))
+                        running.append(_start(member, group, run, widest))
 
                     _wait_for_any(running)
                     for child in list(running):
@@ -231,14 +242,12 @@ def fit_members(members: Sequence[str], run: Run, jobs: int, console: Console) -
     return failures
 
 
-def _start(member: str, slot: int, run: Run, widest: int) -> _Child:
+def _start(member: str, group: int, run: Run, widest: int) -> _Child:
     island = island_of(member, run.experiment)
     folder = run.folder.member(member)
-    environment = {
-        **os.environ,
-        **gpu_variables(slot, replace(island, devices=widest)),  # so that no two members share a GPU
-        "OMP_NUM_THREADS": str(island.num_threads),
-        "PYTHONUNBUFFERED": "1",
+    variables = {
+        **gpu_variables(group, island.accelerator, widest),  # so that no two members share a GPU
+        **variables_of(island),
         FITTED_BY: str(os.getpid()),
     }
     # Not the run's experiment.yaml, into which another fit may write the settings of another island meanwhile.
@@ -251,18 +260,8 @@ def _start(member: str, slot: int, run: Run, widest: int) -> _Child:
     atomic_write_text(settings, to_yaml(replace(run.experiment, islands=islands)))
     command = [sys.executable, "-m", "ddm_lightning", "fit", "-c", str(settings), f"member={member}"]
     log = folder / "log.txt"
-    with log.open("ab") as stream:
-        # In a new session, Ctrl-C in the terminal reaches only the parent, which stops the children in order.
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,
-        )
-
-    return _Child(member, process, slot, log)
+    # Ctrl-C reaches only the parent, which stops the children in order.
+    return _Child(member, start_in_background(command, log, variables), group, log)
 
 
 def _wait_for_any(running: list[_Child]) -> None:

@@ -139,7 +139,10 @@ class Publisher:
 
             if self._pull_checkpoint(one, there):
                 say(f"{self.name}: takes over the checkpoint of step {one.step} from {self.url}")
-                self._pull_rest(there)
+                # Curves, records of skipped steps and snapshots of averages, which the checkpoint does not hold.
+                for name in filter(_is_shared, there):
+                    remote.get(f"{self.url}/{name}", self.folder / name)
+
                 break
 
         for path, stamp in self._changed():
@@ -168,10 +171,6 @@ class Publisher:
         say(f"{self.url}/{one.name}: damaged checkpoint ({problem}); looks for the one before it")
         return False
 
-    def _pull_rest(self, there: Iterable[str]) -> None:
-        """Fetch curves, records of skipped steps and snapshots of averages, which the checkpoint does not hold."""
-        for name in filter(_is_shared, there):
-            remote.get(f"{self.url}/{name}", self.folder / name)
 
     # While it trains.
 

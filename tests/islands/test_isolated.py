@@ -1,6 +1,5 @@
 """Islands that share nothing but a store: a network namespace and a folder each."""
 
-import hashlib
 import random
 import shutil
 import subprocess
@@ -10,6 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 from islands.namespaces import islands
+from islands.watching import steps_of, weights
 from shards import servers
 from shards.mds import WARNINGS
 from tiny_runs import MEMBERS, STEPS, finish, read_status, settings, start
@@ -72,10 +72,6 @@ def reaches(island, address, port):
     )
 
 
-def weights(run, member):
-    return hashlib.sha256((run / "members" / member / "artifact/model.safetensors").read_bytes()).hexdigest()
-
-
 def test_members_that_reach_the_store_alone_give_the_same_bits(isolated, finished_run, tmp_path):
     url, within = isolated
     on = {"expert-0": within[0], "expert-1": within[1], "router": within[0]}
@@ -116,11 +112,6 @@ def test_a_member_killed_with_its_folder_at_random_moments_goes_on_elsewhere(
     finish(neighbour)
     assert weights(tmp_path / "last", "expert-0") == weights(finished_run, "expert-0")
     assert weights(tmp_path / "neighbour", "expert-1") == weights(finished_run, "expert-1")
-
-
-def steps_of(run):
-    lines = (run / "members/expert-0/sample_ids.txt").read_text().splitlines()
-    return [int(line.partition(":")[0]) for line in lines]
 
 
 def newest_published(url):

@@ -1,6 +1,5 @@
 """Members launched on this machine, by ssh and on SLURM: started once, stopped with a checkpoint, resumed."""
 
-import hashlib
 import json
 import os
 import shlex
@@ -8,14 +7,15 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from types import SimpleNamespace
 
 import pytest
 from artifact_files import put
+from islands.watching import refused, wait_for, weights
+from sample_log import python_path
 from shards import servers
 from shards.mds import WARNINGS
-from tiny_runs import ROOT, TINY, prepared
+from tiny_runs import ROOT, SETTINGS, TINY, prepared, read_status
 
 from ddm_lightning.cli.parser import main
 from ddm_lightning.config.experiment import IslandConfig
@@ -39,7 +39,7 @@ LONG = ("expert.train.max_steps=1200", "island.checkpoint_every_n_steps=1000")
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """The arguments of a run that is prepared and published in a folder."""
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'data'}")
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'data'}:{python_path()}")
     return ["-c", str(TINY), f"run_dir={tmp_path / 'run'}", f"remote={tmp_path / 'store'}"]
 
 
@@ -50,65 +50,56 @@ def launch(capsys, run, *more):
     return [line.partition(" (")[0] for line in lines]
 
 
-def wait_for(condition, seconds=120):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.1)
-
-
-def state(tmp_path, member="expert-0"):
-    path = tmp_path / "run" / "members" / member / "status.json"
-    return json.loads(path.read_text())["state"] if path.exists() else "waiting"
-
-
-def weights(folder):
-    return hashlib.sha256((folder / "members/expert-0/artifact/model.safetensors").read_bytes()).hexdigest()
-
-
 def stops_and_resumes(run, tmp_path, capsys, on, *more):
-    """Launch one expert, look twice, stop it in mid-training, launch it again: the bits of an undisturbed training."""
-    prepared(tmp_path / "run", *run[3:], *LONG)
-    own = [*LONG, *more, "--on", on, "--only", "expert-0"]
+    """Launch one expert, look twice, stop it in mid-training, launch it again."""
+    own = [*more, "--on", on, "--only", "expert-0"]
+
+    def wait_until(state):
+        wait_for(lambda: read_status(tmp_path / "run", "expert-0").get("state") == state)
+
     assert launch(capsys, run, *own) == ["expert-0: started"]
-    wait_for(lambda: state(tmp_path) == "training")
+    wait_until("training")
     assert launch(capsys, run, *own)[0] in ("expert-0: running", "expert-0: queued")
     assert launch(capsys, run, *own, "--cancel") == ["expert-0: stopped"]
-    wait_for(lambda: state(tmp_path) == "stopped")
+    wait_until("stopped")
     wait_for(lambda: launch(capsys, run, *own, "--cancel") == ["expert-0: not running"])
+
+    os.environ.pop("STEP_SECONDS", None)
     assert launch(capsys, run, *own) == ["expert-0: started"]
     wait_for(lambda: (tmp_path / "store/members/expert-0/artifact/member.json").exists())
     wait_for(lambda: launch(capsys, run, *own) == ["expert-0: finished"])
+
+
+def test_on_this_machine(run, tmp_path, capsys, monkeypatch, finished_run):
+    prepared(tmp_path / "run", *run[3:], *SETTINGS)
+    monkeypatch.setenv("STEP_SECONDS", "1")
+
+    stops_and_resumes(run, tmp_path, capsys, "local", *SETTINGS)
+
+    assert weights(tmp_path / "store") == weights(finished_run)
+
+
+def is_undisturbed_elsewhere(run, tmp_path, capsys, *more):
+    """Whether a training by an engine gives the bits of an undisturbed one."""
+    prepared(tmp_path / "run", *run[3:], *LONG)
+    stops_and_resumes(run, tmp_path, capsys, *more, *LONG)
     shutil.copytree(tmp_path / "run" / "prepared", tmp_path / "plain" / "prepared")
     assert main(["fit", "-c", str(TINY), f"run_dir={tmp_path / 'plain'}", "member=expert-0", *LONG]) == 0
-    assert weights(tmp_path / "store") == weights(tmp_path / "plain")
+    return weights(tmp_path / "store") == weights(tmp_path / "plain")
 
 
-def test_on_this_machine(run, tmp_path, capsys):
-    stops_and_resumes(run, tmp_path, capsys, "local")
-
-
+@pytest.mark.long
 def test_on_a_host_by_ssh(run, tmp_path, capsys, monkeypatch):
     with servers.sftp(tmp_path, tmp_path, monkeypatch) as (url, line):
         host = url.partition("://")[2].partition(":")[0]
         options = f"-p {line.port} -i {tmp_path / 'user'} -o UserKnownHostsFile={tmp_path / 'known'} -o BatchMode=yes"
         ssh = {"hosts": {"expert-0": host}, "folder": str(ROOT), "python": sys.executable, "options": options}
-        stops_and_resumes(run, tmp_path, capsys, "ssh", f"launch.ssh={json.dumps(ssh)}")
+        assert is_undisturbed_elsewhere(run, tmp_path, capsys, "ssh", f"launch.ssh={json.dumps(ssh)}")
 
 
 @pytest.mark.slurm
 def test_on_slurm(run, tmp_path, capsys):
-    stops_and_resumes(run, tmp_path, capsys, "slurm", "launch.slurm.cpus_per_device=1")
-
-
-def test_all_members_of_a_run_become_an_ensemble(run, tmp_path, capsys, quick_prepare):
-    assert main(["prepare", *run]) == 0
-    members = ["expert-0", "expert-1", "router"]
-    assert launch(capsys, run, "--on", "local") == [f"{name}: started" for name in members]
-    wait_for(lambda: launch(capsys, run, "--on", "local") == [f"{name}: finished" for name in members])
-    there = [*run[:2], f"run_dir={tmp_path / 'elsewhere'}", run[3]]
-    assert main(["sample", *there]) == 0
-    assert (tmp_path / "elsewhere/samples/top-1.png").exists()
+    assert is_undisturbed_elsewhere(run, tmp_path, capsys, "slurm", "launch.slurm.cpus_per_device=1")
 
 
 def test_a_job_of_slurm_has_the_nodes_devices_and_limits_of_its_island(tmp_path, monkeypatch):
@@ -125,9 +116,10 @@ def test_a_job_of_slurm_has_the_nodes_devices_and_limits_of_its_island(tmp_path,
             return SimpleNamespace(job_id=7)
 
     monkeypatch.setattr("submitit.AutoExecutor", Executor)
-    island = IslandConfig("gpu", devices=4, nodes=2)
-    job = Job("expert-0", "run", ("fit", "member=expert-0"), island, tmp_path, {"NAME": "value"}, number=3)
+    island = IslandConfig("gpu", devices=4, nodes=2, num_threads=5)
+    job = Job("expert-0", "run", ("fit", "member=expert-0"), island, tmp_path)
     launcher = SlurmLauncher("long", minutes=90, cpus_per_device=3, memory_gb=64.0, notice_seconds=33)
+
     assert launcher.submit(job) == "7"
     assert told.pop("slurm_max_num_timeout") > 1000
     assert told == {
@@ -139,7 +131,7 @@ def test_a_job_of_slurm_has_the_nodes_devices_and_limits_of_its_island(tmp_path,
         "timeout_min": 90,
         "cpus_per_task": 12,
         "slurm_signal_delay_s": 33,
-        "slurm_setup": ["export NAME=value"],
+        "slurm_setup": ["export OMP_NUM_THREADS=5", "export PYTHONUNBUFFERED=1"],
         "slurm_additional_parameters": {},
         "gpus_per_node": 4,
         "mem_gb": 64.0,
@@ -165,30 +157,38 @@ class Listed(Launcher):
         pass
 
 
+def run_and_jobs(tmp_path, *more):
+    """A run whose members are seen in its folder, and the job of its first expert."""
+    given = [f"run_dir={tmp_path}", *more]
+    shared = Run(load_experiment(TINY, [*given, f"remote={tmp_path / 'store'}"]))
+    return Run(load_experiment(TINY, given)), jobs_of(shared, ["expert-0"], "FILE", [])
+
+
 def test_a_finished_member_is_started_once_it_is_to_take_more_steps(tmp_path):
     launcher, said = Listed(), []
     for max_steps, on in ((6, "a"), (7, "a"), (8, "a"), (8, "a"), (8, "b")):
-        given = [f"run_dir={tmp_path}", f"expert.train.max_steps={max_steps}"]
-        run = Run(load_experiment(TINY, given))
-        jobs = jobs_of(Run(load_experiment(TINY, [*given, f"remote={tmp_path / 'store'}"])), ["expert-0"], "FILE", [])
+        run, jobs = run_and_jobs(tmp_path, f"expert.train.max_steps={max_steps}")
         put(run.folder.artifact("expert-0"), step=7)
         said.append(launch_jobs(run, jobs, launcher, on)["expert-0"])
+
     assert said == ["finished", "finished", "started (number 1)", "queued", "started (number 2)"]
-    run = Run(load_experiment(TINY, [f"remote={tmp_path / 'store'}"]))
-    assert [job.number for job in jobs_of(run, ["router", "expert-1"], "FILE", [])] == [2, 1], (
-        "whoever else is launched"
-    )
 
 
-@pytest.mark.parametrize("state", ["starting", "training", "stopped"])
-def test_a_member_that_starts_or_trains_is_not_started_again(tmp_path, state):
-    given = [f"run_dir={tmp_path}"]
-    jobs = jobs_of(Run(load_experiment(TINY, [*given, f"remote={tmp_path / 'store'}"])), ["expert-0"], "FILE", [])
-    run = Run(load_experiment(TINY, given))
+def test_a_member_has_its_number_whoever_else_is_launched(tmp_path):
+    run = Run(load_experiment(TINY, [f"remote={tmp_path}"]))
+
+    assert [job.number for job in jobs_of(run, ["router", "expert-1"], "FILE", [])] == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("state", "expected"), [("starting", "running"), ("training", "running"), ("stopped", "started (number 1)")]
+)
+def test_a_member_that_starts_or_trains_is_not_started_again(tmp_path, state, expected):
+    run, jobs = run_and_jobs(tmp_path)
     run.folder.member("expert-0").mkdir(parents=True)
     MemberStatus("expert-0", 60, state).write(run.folder.member("expert-0"))
-    found = launch_jobs(run, jobs, Listed(), "a")["expert-0"]
-    assert found == ("started (number 1)" if state == "stopped" else "running")
+
+    assert launch_jobs(run, jobs, Listed(), "a") == {"expert-0": expected}
 
 
 def test_each_launcher_is_asked_for_its_own_jobs_alone(tmp_path, monkeypatch):
@@ -249,18 +249,15 @@ def test_an_island_has_the_settings_of_its_kind_and_of_its_own():
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        (["--on", "slurm"], "error: expert-0: SLURM refuses the job: "),
-        (["--on", "ssh", "launch.ssh={hosts: {expert-0: me@127.0.0.1}, options: -p 1}"], "error: ssh me@127.0.0.1: "),
+        (["--on", "slurm"], "expert-0: SLURM refuses the job: "),
+        (["--on", "ssh", "launch.ssh={hosts: {expert-0: me@127.0.0.1}, options: -p 1}"], "ssh me@127.0.0.1: "),
     ],
 )
 def test_an_engine_out_of_reach_is_one_line(run, tmp_path, capsys, monkeypatch, more, words):
     prepared(tmp_path / "run", *run[3:])
     if "slurm" in more:
         monkeypatch.setenv("PATH", str(tmp_path))
-    capsys.readouterr()
-    assert main(["launch", *run, *more, "--only", "expert-0"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(words)
+    assert refused(capsys, "launch", *run, *more, "--only", "expert-0").startswith(words)
 
 
 # A host's shell whose start-up prints, in another encoding and without a line's end.
@@ -297,9 +294,11 @@ def test_a_shell_that_prints_lines_of_its_own_hides_no_answer(tmp_path, program)
     program("ssh", SSH)
     program("python", f"#!{sys.executable}\nimport time\ntime.sleep(120)\n")
     launcher = SshLauncher(hosts={"expert-0": "node"}, folder=str(tmp_path), python="python")
-    job = Job("expert-0", "run", ("fit",), load_experiment(TINY).island, tmp_path / "expert-0")
+    job = Job("expert-0", "run", ("fit",), IslandConfig(), tmp_path / "expert-0")
+
     handle = launcher.submit(job)
     assert launcher.is_active(handle)
+
     launcher.cancel(handle)
     wait_for(lambda: not launcher.is_active(handle))
 
@@ -307,7 +306,8 @@ def test_a_shell_that_prints_lines_of_its_own_hides_no_answer(tmp_path, program)
 def test_a_host_without_the_interpreter_starts_nothing(tmp_path, program):
     program("ssh", SSH)
     launcher = SshLauncher(hosts={"expert-0": "node"}, folder=str(tmp_path), python="~/venv/bin/python")
-    job = Job("expert-0", "run", ("fit",), load_experiment(TINY).island, tmp_path / "expert-0")
+    job = Job("expert-0", "run", ("fit",), IslandConfig(), tmp_path / "expert-0")
+
     with pytest.raises(UserError, match=r"ssh node: .*~/venv/bin/python: not found"):
         launcher.submit(job)
     assert not job.folder.exists()
@@ -386,9 +386,8 @@ def test_a_host_that_has_died_can_be_replaced(run, tmp_path, capsys, program, qu
 def test_forged_handles_reach_no_program(run, tmp_path, capsys, program, text):
     logs = [program(name, SSH) for name in ("ssh", "squeue", "scancel", "sky")]
     launched(tmp_path, text)
-    assert main(["launch", *run, "--cancel", "--only", "expert-0"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ")
+
+    refused(capsys, "launch", *run, "--cancel", "--only", "expert-0")
     assert not any(log.exists() for log in logs)
 
 
@@ -420,7 +419,4 @@ def test_forged_handles_reach_no_program(run, tmp_path, capsys, program, text):
     ],
 )
 def test_bad_input_is_one_line(run, tmp_path, capsys, more, words):
-    (tmp_path / "store/prepared").mkdir(parents=True)
-    assert main(["launch", *run, *more, "--dry-run"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert words in line
+    assert words in refused(capsys, "launch", *run, *more, "--dry-run")

@@ -23,7 +23,6 @@ from ddm_lightning.cli.parser import main
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core import processes
 from ddm_lightning.islands import local
-from ddm_lightning.members.member import expert_name
 from ddm_lightning.members.run import Run
 
 KILLED = "expert-1"
@@ -223,64 +222,53 @@ def test_two_fits_at_once_both_end_well(tmp_path):
         assert (run / "members" / name / "log.txt").read_text().count("M parameters") == 1, "trained once"
 
 
+@pytest.fixture
+def gpus(monkeypatch):
+    """Let torch see so many GPUs."""
+
+    def have(count, visible=""):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+
+    return have
+
+
 @pytest.mark.parametrize(
-    ("slot", "devices", "visible", "count", "expected"),
+    ("group", "devices", "visible", "count", "expected"),
     [
-        (0, 1, None, 4, "0"),
-        (3, 1, None, 4, "3"),
-        (1, 2, None, 4, "2,3"),
-        (0, 1, "2,3", 2, "2"),
-        (1, 1, "2,3", 2, "3"),
+        (3, 1, "", 4, "3"),
+        (1, 2, "", 4, "2,3"),
         (1, 1, "GPU-aa, GPU-bb", 2, "GPU-bb"),
-        (2, 1, None, 2, "0"),
-        (1, 1, None, 1, "0"),
+        (2, 1, "", 2, "0"),
         (1, 2, "4,5,6", 3, "4,5"),
     ],
 )
-def test_members_get_gpus_that_are_there(slot, devices, visible, count, expected):
-    assert local.gpus_of_slot(slot, devices, visible, count) == expected
+def test_members_get_gpus_that_are_there(gpus, group, devices, visible, count, expected):
+    gpus(count, visible)
+
+    assert local.gpu_variables(group, "auto", devices) == {"CUDA_VISIBLE_DEVICES": expected}
 
 
-def test_experts_of_one_gpu_fill_a_node_of_eight(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    experiment = load_experiment(TINY.with_name("laion_8x.yaml"))
-    members = [expert_name(number) for number in range(8)]
-    assert local.default_jobs(members, experiment) == 8
-    assert [local.gpus_of_slot(slot, experiment.island.devices, None, 8) for slot in range(8)] == list("01234567")
-    experiment.islands = {"router": {"devices": 4}}
-    assert local.default_jobs([*members, "router"], experiment) == 2
-
-
-def test_as_many_jobs_as_cores_that_this_process_may_use(monkeypatch):
-    experiment = load_experiment(TINY, ["island.accelerator=cpu"])
+@pytest.mark.parametrize(
+    ("count", "router", "expected"),
+    [
+        (8, {}, 8),
+        (8, {"devices": 4}, 2),
+        (0, {}, 6),
+        (0, {"devices": 2}, 3),
+        (0, {"devices": 2, "num_threads": 2}, 1),
+        (0, {"num_threads": 12}, 1),
+    ],
+)
+def test_as_many_jobs_as_gpus_or_cores_that_this_process_may_use(monkeypatch, gpus, count, router, expected):
+    gpus(count)
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
-    assert local.default_jobs(MEMBERS, experiment) == 6
-    experiment.island.devices = 2
-    assert local.default_jobs(MEMBERS, experiment) == 3
-    experiment.island.num_threads = 2
-    assert local.default_jobs(MEMBERS, experiment) == 1
-    experiment.island.num_threads = 12
-    assert local.default_jobs(MEMBERS, experiment) == 1
+    experiment = load_experiment(TINY)
+    experiment.islands = {"router": router}
 
-
-def test_a_member_s_process_gets_its_own_island_and_the_run_s_settings(tmp_path, monkeypatch):
-    started = []
-    monkeypatch.setattr(local.subprocess, "Popen", lambda *_, env, **__: started.append(env))
-    monkeypatch.setattr(local, "STARTED", time.monotonic() - 600)  # ten minutes ago
-    islands = {"expert": {"num_threads": 3}, "router": {"devices": 2, "strategy": "ddp"}}
-    experiment = load_experiment(TINY, [f"run_dir={tmp_path}", "island.max_minutes=60"])
-    experiment.islands = islands
-    run = Run(experiment)
-    run.folder.member("expert-0").mkdir(parents=True)
-    local._start("expert-0", 0, run, 2)
-    (environment,) = started
-    assert environment["OMP_NUM_THREADS"] == "3"
-    given = load_experiment(run.folder.member("expert-0") / "experiment.yaml")
-    left = given.islands.pop("expert-0")
-    assert given.islands == islands and given.island == experiment.island
-    assert left.pop("max_minutes") == pytest.approx(50, abs=0.5) and not left
+    assert local.default_jobs(MEMBERS, experiment) == expected
 
 
 class Ended:
@@ -297,10 +285,8 @@ class Ended:
     poll = wait
 
 
-def test_members_at_once_share_no_gpu_though_one_needs_more(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+def test_members_at_once_share_no_gpu_though_one_needs_more(tmp_path, monkeypatch, gpus):
+    gpus(8)
     monkeypatch.setattr(local.subprocess, "Popen", Ended)
     monkeypatch.setattr(local, "relative_cost", lambda member: MEMBERS.index(member.name))  # the router goes first
     monkeypatch.setattr(local, "POLL_SECONDS", 0)
@@ -310,6 +296,8 @@ def test_members_at_once_share_no_gpu_though_one_needs_more(tmp_path, monkeypatc
     monkeypatch.setattr(run, "member", lambda name: SimpleNamespace(name=name))
     for member in MEMBERS:
         run.folder.member(member).mkdir(parents=True)
+
     failures = local.fit_members(MEMBERS, run, 4, Console())
-    assert sorted(failures) == sorted(MEMBERS) and {failure.code for failure in failures.values()} == {1}
+
+    assert {member: failure.code for member, failure in failures.items()} == dict.fromkeys(MEMBERS, 1)
     assert Ended.started == [("router", "0,1"), ("expert-1", "2,3"), ("expert-0", "4,5")]

@@ -1,6 +1,5 @@
 """A run at a URL: members trained anywhere, killed and continued elsewhere, give the bits of an undisturbed one."""
 
-import hashlib
 import json
 import platform
 import shutil
@@ -12,15 +11,17 @@ import pytest
 import torch
 from artifact_files import put as put_artifact
 from deadline import within
+from islands.watching import refused, wait_for, weights
 from prepare.listed import hashes
 from shards import servers
 from shards.mds import WARNINGS
-from tiny_runs import MEMBERS, TINY, finish, prepared, settings, start
+from tiny_runs import MEMBERS, STEPS, TINY, finish, prepared, settings, start
 
 from ddm_lightning.cli.parser import main
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core import remote
 from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.files import sha256_file
 from ddm_lightning.islands import lease, publish
 from ddm_lightning.islands.publish import Publisher, published
 from ddm_lightning.islands.shared import pull_artifact
@@ -42,46 +43,42 @@ def store(request, tmp_path, monkeypatch):
     remote.disconnect()
 
 
-def weights(folder):
-    return hashlib.sha256((folder / "artifact" / "model.safetensors").read_bytes()).hexdigest()
-
-
 def published_steps(url):
     names = remote.files(f"{url}/members/expert-0/checkpoints")
     return sorted(name.split("/")[0] for name in names if name.endswith("/files.json"))
 
 
-def wait_for(condition, seconds=120):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
-def start_slowly(monkeypatch, run, *more):
-    """Train the first expert for at least half a minute."""
+def start_slowly(monkeypatch, run, *more, seconds=0.35):
+    """Train the first expert with so many seconds for each of 60 steps."""
     with monkeypatch.context() as patched:
-        patched.setenv("STEP_SECONDS", "0.5")
+        patched.setenv("STEP_SECONDS", str(seconds))
         return start("fit", run, "member=expert-0", *more, *QUICK)
 
 
-@pytest.mark.parametrize("store", ["s3", pytest.param("sftp", marks=pytest.mark.long)], indirect=True)
-def test_a_member_killed_with_its_folder_goes_on_elsewhere_to_the_same_bits(store, finished_run, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("store", "is_damaged"),
+    [("s3", True), pytest.param("sftp", False, marks=pytest.mark.long)],
+    indirect=["store"],
+    ids=["s3, the newest checkpoint is damaged", "sftp"],
+)
+def test_a_member_killed_with_its_folder_goes_on_elsewhere_to_the_same_bits(
+    store, finished_run, tmp_path, monkeypatch, is_damaged
+):
     url, _ = store
     first = start_slowly(monkeypatch, tmp_path / "one", f"remote={url}")
-    wait_for(lambda: published_steps(url))
+    wait_for(lambda: len(published_steps(url)) > is_damaged)
     first.kill()
     first.wait()
     shutil.rmtree(tmp_path / "one")
     steps = published_steps(url)
+    if is_damaged:
+        remote.write(f"{url}/members/expert-0/checkpoints/{steps[-1]}/trainer.pt", b"garbage")
+
     _, said = finish(start("fit", tmp_path / "two", f"remote={url}", "member=expert-0", *QUICK))
-    assert f"takes over the checkpoint of step {int(steps[-1][5:13])} from {url}" in said
-    assert weights(tmp_path / "two/members/expert-0") == weights(finished_run / "members/expert-0")
-    for member in ("expert-1", "router"):
-        assert main(["fit", *settings(tmp_path / member), f"remote={url}", f"member={member}"]) == 0
-    assert main(["sample", *settings(tmp_path / "three"), f"remote={url}"]) == 0
-    grid = "samples/top-1.png"
-    assert (tmp_path / "three" / grid).read_bytes() == (finished_run / grid).read_bytes()
+
+    assert f"takes over the checkpoint of step {int(steps[-1 - is_damaged][5:13])} from {url}" in said
+    assert ("damaged checkpoint (trainer.pt has changed since it was written)" in said) == is_damaged
+    assert weights(tmp_path / "two") == weights(finished_run)
 
 
 def test_several_members_of_one_machine_publish_each_for_itself(store, finished_run, tmp_path, capsys):
@@ -89,37 +86,31 @@ def test_several_members_of_one_machine_publish_each_for_itself(store, finished_
     finish(start("fit", tmp_path / "island", f"remote={url}"))
     shutil.rmtree(tmp_path / "island")
     capsys.readouterr()
-    assert main(["status", *settings(tmp_path / "nowhere"), f"remote={url}"]) == 0
-    rows = [line.split()[:3] for line in capsys.readouterr().out.splitlines()]
-    done = [["expert-0", "done", "60/60"], ["expert-1", "done", "60/60"], ["router", "done", "40/40"]]
-    assert [row for row in rows if row[:1] and row[0] in MEMBERS] == done
+
     assert main(["status", *settings(tmp_path / "nowhere"), f"remote={url}", "--json"]) == 0
     found = map(json.loads, capsys.readouterr().out.splitlines())
-    assert [(one["member"], one["step"], one["shown_state"]) for one in found] == [
-        ("expert-0", 60, "done"),
-        ("expert-1", 60, "done"),
-        ("router", 40, "done"),
-    ]
+    assert {one["member"]: (one["step"], one["shown_state"]) for one in found} == {
+        member: (steps, "done") for member, steps in STEPS.items()
+    }
     assert main(["status", *settings(tmp_path / "nowhere"), f"remote={url}", "--watch"]) == 0
     assert main(["fit", *settings(tmp_path / "again"), f"remote={url}"]) == 0
     for member in MEMBERS:
-        assert weights(tmp_path / "again/members" / member) == weights(finished_run / "members" / member)
+        assert weights(tmp_path / "again", member) == weights(finished_run, member)
 
 
 def test_a_store_that_is_down_costs_no_step(store, finished_run, tmp_path, monkeypatch):
     url, line = store
     shards = f"island.shards={tmp_path / 'home/prepared/shards'}"
-    process = start_slowly(monkeypatch, tmp_path / "one", f"remote={url}", shards)
+    process = start_slowly(monkeypatch, tmp_path / "one", f"remote={url}", shards, seconds=0.1)
     wait_for(lambda: published_steps(url))
     line.fail(0)
     wait_for(lambda: (tmp_path / "one/members/expert-0/artifact/member.json").exists())
     wait_for(lambda: line.num_failed > 8)  # three attempts, then a line
     line.fail(0, times=0)
     _, said = finish(process)
+
     assert "expert-0: cannot publish: " in said
-    assert hashlib.sha256(remote.read(f"{url}/members/expert-0/artifact/model.safetensors")).hexdigest() == weights(
-        finished_run / "members/expert-0"
-    )
+    assert remote.read(f"{url}/members/expert-0/artifact/model.safetensors") == weights(finished_run)
 
 
 def test_a_process_that_was_taken_over_stops_and_publishes_nothing_more(store, tmp_path, monkeypatch):
@@ -135,20 +126,6 @@ def test_a_process_that_was_taken_over_stops_and_publishes_nothing_more(store, t
     assert remote.files(f"{url}/members/expert-0") == before
 
 
-def test_a_damaged_published_checkpoint_gives_way_to_the_one_before_it(store, finished_run, tmp_path, monkeypatch):
-    url, _ = store
-    first = start_slowly(monkeypatch, tmp_path / "one", f"remote={url}")
-    wait_for(lambda: len(published_steps(url)) > 1)
-    first.kill()
-    first.wait()
-    older, newest = published_steps(url)[-2:]
-    remote.write(f"{url}/members/expert-0/checkpoints/{newest}/trainer.pt", b"garbage")
-    _, said = finish(start("fit", tmp_path / "two", f"remote={url}", "member=expert-0"))
-    assert "damaged checkpoint (trainer.pt has changed since it was written)" in said
-    assert f"takes over the checkpoint of step {int(older[5:13])}" in said
-    assert weights(tmp_path / "two/members/expert-0") == weights(finished_run / "members/expert-0")
-
-
 @pytest.fixture
 def publisher(tmp_path, tiny_prepared, monkeypatch):
     """Publishes the first expert of a run that this process has not trained, to a folder."""
@@ -158,6 +135,19 @@ def publisher(tmp_path, tiny_prepared, monkeypatch):
     held = lease.claim("expert-0", f"{run.url}/members/expert-0/lease")
     (run.folder.member("expert-0") / "tensorboard").mkdir(parents=True)
     return Publisher("expert-0", run, held)
+
+
+def checkpoint(publisher, step, *names):
+    """Leave a checkpoint of these files in the member's folder."""
+    folder = publisher.folder / f"checkpoints/step-{step:08d}.ckpt"
+    folder.mkdir(parents=True)
+    for name in ("files.json", *names):
+        (folder / name).write_text("{}")
+    return folder
+
+
+def finished_here(publisher):
+    put_artifact(publisher.run.folder.artifact("expert-0"), step=publisher.run.max_steps("expert-0"))
 
 
 @pytest.mark.parametrize(("way", "act"), [("put", Publisher.publish), ("get", Publisher.pull)])
@@ -186,15 +176,11 @@ def write_directly(url, content):
 
 
 def test_a_checkpoint_is_published_whole_though_training_removes_it_meanwhile(publisher, monkeypatch):
-    checkpoint = publisher.folder / "checkpoints/step-00000010.ckpt"
-    checkpoint.mkdir(parents=True)
-    for name in ("files.json", "trainer.pt"):
-        (checkpoint / name).write_text(name)
-    put = remote.put
-    monkeypatch.setattr(
-        remote, "put", lambda path, url: (shutil.rmtree(checkpoint, ignore_errors=True), put(path, url))
-    )
+    folder, put = checkpoint(publisher, 10, "trainer.pt"), remote.put
+    monkeypatch.setattr(remote, "put", lambda path, url: (shutil.rmtree(folder, ignore_errors=True), put(path, url)))
+
     publisher.publish()
+
     assert set(remote.files(f"{publisher.url}/checkpoints/step-00000010.ckpt.1")) == {"files.json", "trainer.pt"}
     assert {path.name for path in publisher.folder.iterdir()} == {"checkpoints", "tensorboard"}
 
@@ -215,27 +201,25 @@ def failing(*_):
 def test_the_file_that_makes_a_folder_count_goes_last(publisher, monkeypatch):
     sent, put = [], remote.put
     monkeypatch.setattr(remote, "put", lambda path, url: sent.append("/".join(url.split("/")[-2:])) or put(path, url))
-    folder = publisher.folder / "checkpoints/step-00000030.ckpt"
-    folder.mkdir(parents=True)
-    for name in ("files.json", "a.pt", "trainer.pt"):
-        (folder / name).write_text("{}")
-    put_artifact(publisher.run.folder.artifact("expert-0"), step=publisher.run.max_steps("expert-0"))
+    checkpoint(publisher, 30, "a.pt", "trainer.pt")
+    finished_here(publisher)
+
     publisher.publish()
-    checkpoint = [f"step-00000030.ckpt.1/{name}" for name in ("a.pt", "trainer.pt", "files.json")]
-    assert sent == [*checkpoint, "artifact/model.safetensors", "artifact/member.json"]
+
+    of_checkpoint = [f"step-00000030.ckpt.1/{name}" for name in ("a.pt", "trainer.pt", "files.json")]
+    assert sent == [*of_checkpoint, "artifact/model.safetensors", "artifact/member.json"]
 
 
 def test_what_a_killed_process_has_half_sent_is_removed(publisher):
-    folder = publisher.folder / "checkpoints/step-00000030.ckpt"
-    folder.mkdir(parents=True)
-    for name in ("files.json", "trainer.pt"):
-        (folder / name).write_text("{}")
+    checkpoint(publisher, 30, "trainer.pt")
     there = f"{publisher.url}/checkpoints"
     for stem in ("step-00000010.ckpt.1", "step-00000020.ckpt.0"):  # by steps, whichever process got there
         remote.write(f"{there}/{stem}/files.json", b"{}")
     for stem in ("step-00000025.ckpt.1", "step-00000040.ckpt.2"):  # the second one's process goes on
         remote.write(f"{there}/{stem}/trainer.pt", b"half")
+
     publisher.publish()
+
     assert {name.split("/")[0] for name in remote.files(there)} == {
         "step-00000020.ckpt.0",
         "step-00000030.ckpt.1",
@@ -273,45 +257,29 @@ def test_the_lease_breaks_a_dead_hosts_mark_of_a_disk_that_cannot_lock(publisher
 
 def test_only_curves_and_averages_are_sent_and_fetched(publisher):
     folder, snapshot = publisher.folder, "ema/width-0.1-step-00000010.safetensors"
-    ours = ("slurm/JOB_submitted.pkl", "wandb/metadata.json", "log.txt", ".tmp-ids.txt", "ids.txt")
-    for name in (*ours, "tensorboard/events", snapshot):
+    ours = ("slurm/JOB_submitted.pkl", "wandb/metadata.json", "log.txt", ".tmp-ids.txt")
+    shared = {"ids.txt", "csv/metrics.csv", "skipped_steps.jsonl", "tensorboard/events", snapshot}
+    for name in (*ours, *shared):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text("ours")
     publisher.publish()
-    assert {*remote.files(publisher.url)} == {"lease/1.json", "ids.txt", "tensorboard/events", snapshot}
+    assert {*remote.files(publisher.url)} == {"lease/1.json", *shared}
     for name in ("slurm/JOB_submitted.pkl", "tensorboard/events", "tensorboard/.hidden"):
         remote.write(f"{publisher.url}/{name}", b"theirs")
+    newest = Path(publisher.url) / "checkpoints/step-00000010.ckpt.1"
+    newest.mkdir(parents=True)
+    torch.save({}, newest / "trainer.pt")
+    (newest / "files.json").write_text(json.dumps({"trainer.pt": sha256_file(newest / "trainer.pt")}))
     publisher.pull()
-    publisher._pull_rest(remote.files(publisher.url))
     assert (folder / "slurm/JOB_submitted.pkl").read_text() == "ours"
     assert (folder / "tensorboard/events").read_text() == "theirs"
     assert not (folder / "tensorboard/.hidden").exists()
+    assert (folder / "checkpoints/step-00000010.ckpt/trainer.pt").exists()
     again = Publisher("expert-0", publisher.run, publisher.held)
     again.pull()
-    assert [path.name for path, _ in again._changed()] == ["ids.txt", "events"], (
-        "a snapshot that is there is not sent again"
-    )
+    assert snapshot not in {path.relative_to(folder).as_posix() for path, _ in again._changed()}
     (folder / snapshot).write_text("new!")  # by a resumed training, on a machine that rounds otherwise
     assert folder / snapshot in dict(again._changed())
-
-
-def test_a_machine_that_goes_on_has_the_curves_and_averages_of_the_one_before(publisher, tmp_path):
-    checkpoint = "checkpoints/step-00000010.ckpt"
-    (publisher.folder / checkpoint).mkdir(parents=True)
-    torch.save({}, publisher.folder / checkpoint / "trainer.pt")
-    content = {"trainer.pt": hashlib.sha256((publisher.folder / checkpoint / "trainer.pt").read_bytes()).hexdigest()}
-    (publisher.folder / checkpoint / "files.json").write_text(json.dumps(content))
-    names = ("tensorboard/events", "csv/metrics.csv", "skipped_steps.jsonl", "ema/width-0.1-step-00000010.safetensors")
-    for name in names:
-        (publisher.folder / name).parent.mkdir(exist_ok=True)
-        (publisher.folder / name).write_text(f"what {name} holds")
-    publisher.publish()
-    publisher.held.beat({}, released=True)
-    there = Run(replace(publisher.run.experiment, run_dir=str(tmp_path / "there")))
-    with published("expert-0", there):
-        folder = there.folder.member("expert-0")
-        assert (folder / checkpoint / "trainer.pt").exists()
-        assert {name: (folder / name).read_text() for name in names} == {name: f"what {name} holds" for name in names}
 
 
 def test_the_newer_artifact_wins_whether_it_is_here_or_there(publisher, finished_run, tmp_path):
@@ -360,9 +328,7 @@ def test_the_longest_publication_is_remembered(publisher, monkeypatch):
     put, seconds = remote.put, [0.3, 0.0]
     monkeypatch.setattr(remote, "put", lambda *given: time.sleep(seconds[0]) or put(*given))
     for step in (10, 20):
-        folder = publisher.folder / f"checkpoints/step-{step:08d}.ckpt"
-        folder.mkdir(parents=True)
-        (folder / "files.json").write_text("{}")
+        checkpoint(publisher, step)
         publisher.publish()
         seconds.pop(0)
     assert publisher.publication_seconds >= 0.3
@@ -376,7 +342,7 @@ def test_a_stop_without_a_store_is_no_failure_and_an_artifact_is_tried_for_longe
         monkeypatch.setattr(publish, name, 0 if (name == "FINAL_SECONDS") == is_finished else 1e6)
     (publisher.folder / "tensorboard/events").write_text("one")
     if is_finished:
-        put_artifact(publisher.run.folder.artifact("expert-0"), step=publisher.run.max_steps("expert-0"))
+        finished_here(publisher)
     publisher.start()
     monkeypatch.setattr(remote, "put", failing)
     with within(30):
@@ -388,25 +354,26 @@ def test_a_stop_without_a_store_is_no_failure_and_an_artifact_is_tried_for_longe
     assert "stopped, but its last checkpoint cannot be published: down; repeat the command" in capsys.readouterr().err
 
 
-def test_an_ensemble_samples_without_a_lost_island(store, finished_run, tmp_path, capsys):
-    url, _ = store
-    for member in ("expert-1", "router"):
-        assert main(["fit", *settings(tmp_path / member), f"remote={url}", f"member={member}"]) == 0
-    assert main(["sample", *settings(tmp_path / "alone"), f"remote={url}", "sample.member=expert-1"]) == 0
+def test_an_ensemble_samples_without_a_lost_island(finished_run, tmp_path, capsys, quick_prepare):
+    store = tmp_path / "store"
+    assert main(["prepare", *settings(tmp_path / "home"), f"remote={store}"]) == 0
+
+    def publish(member):
+        shutil.copytree(finished_run / f"members/{member}/artifact", store / f"members/{member}/artifact")
+
+    def sample(folder, *more):
+        assert main(["sample", *settings(tmp_path / folder), f"remote={store}", *more]) == 0
+        return capsys.readouterr().err
+
+    publish("expert-1")
+    publish("router")
+    sample("alone", "sample.member=expert-1")
     assert [path.name for path in (tmp_path / "alone/members").iterdir()] == ["expert-1"]
-    capsys.readouterr()
-    assert main(["sample", *settings(tmp_path / "rest"), f"remote={url}"]) == 0
-    assert "the artifact of expert-0 is missing; samples are made without it" in capsys.readouterr().err
-    assert main(["fit", *settings(tmp_path / "late"), f"remote={url}", "member=expert-0"]) == 0
-    assert main(["sample", *settings(tmp_path / "rest"), f"remote={url}", "--out", str(tmp_path / "all.png")]) == 0
+    assert "the artifact of expert-0 is missing; samples are made without it" in sample("rest")
+
+    publish("expert-0")
+    sample("rest", "--out", str(tmp_path / "all.png"))
     assert (tmp_path / "all.png").read_bytes() == (finished_run / "samples/top-1.png").read_bytes()
-
-
-def refused(capsys, *arguments):
-    capsys.readouterr()
-    assert main([*arguments]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    return line.removeprefix("error: ")
 
 
 def test_bad_remotes_are_one_line(store, tmp_path, capsys):

@@ -4,6 +4,7 @@ import shutil
 from functools import partial
 
 import pytest
+from islands.watching import refused
 from members.test_signatures import is_valid, make_key
 from shards.mds import WARNINGS
 from tiny_runs import MEMBERS, TINY, settings
@@ -33,13 +34,6 @@ def store(finished_run, tmp_path, lab, quick_prepare):
         sign = partial(sign_artifact, name=name, run=run)
         write_artifact(run.folder.artifact(name), weights, meta, sign)
     return store
-
-
-def refused(capsys, *arguments):
-    capsys.readouterr()
-    assert main([*arguments]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    return line.removeprefix("error: ")
 
 
 def test_a_hostile_store_is_found_out_before_anything_is_kept(store, tmp_path, lab, capsys):

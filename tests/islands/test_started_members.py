@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -233,21 +234,27 @@ def test_the_longest_members_are_started_first(alone, monkeypatch, counted):
 
 
 def test_a_member_gets_the_settings_of_the_fit_that_starts_it(alone, monkeypatch):
-    experiment = load_experiment(
-        TINY, [f"run_dir={alone.run.folder.root}", "island.num_threads=3", "island.accelerator=cpu"]
-    )
+    monkeypatch.setattr(local, "STARTED", time.monotonic() - 600)  # ten minutes ago
+    own = [f"run_dir={alone.run.folder.root}", "island.accelerator=cpu", "island.max_minutes=60"]
+    experiment = load_experiment(TINY, own)
+    experiment.islands = {"expert": {"num_threads": 3}, "router": {"attention": "sdpa"}}
     run = Run.open(experiment, create=True)
-    read = []
+    threads, read = {}, {}
     popen = subprocess.Popen
 
-    def spawn(command, **options):
+    def spawn(command, *, env, **_):
         Run.open(alone.run.experiment, create=True)  # by another fit, with other settings of the island
-        read.append(load_experiment(command[command.index("-c") + 1]))
+        member = command[-1].removeprefix("member=")
+        threads[member] = env["OMP_NUM_THREADS"]
+        read[member] = load_experiment(command[command.index("-c") + 1])
         return popen([sys.executable, "-S", "-c", ""])
 
     monkeypatch.setattr(subprocess, "Popen", spawn)
+
     local.fit_members(MEMBERS, run, 1, Console(file=io.StringIO()))
-    assert run.folder == alone.run.folder
-    assert load_experiment(alone.run.folder.experiment).island.num_threads == 1
-    assert [one.island.num_threads for one in read] == [3, 3, 3]
-    assert read == [experiment] * 3
+
+    assert load_experiment(alone.run.folder.experiment).island.max_minutes is None
+    assert threads == {"expert-0": "3", "expert-1": "3", "router": "1"}
+    for member, found in read.items():
+        assert found.islands[member].pop("max_minutes") == pytest.approx(50, abs=0.5)
+        assert found == replace(experiment, islands={member: {}, **experiment.islands})

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 from contextlib import suppress
 
 from ddm_lightning.core.processes import start_time
 from ddm_lightning.core.registry import LAUNCHERS
 from ddm_lightning.islands.job import Job, Launcher
-from ddm_lightning.islands.local import gpu_variables
+from ddm_lightning.islands.local import gpu_variables, start_in_background
 from ddm_lightning.members.status import MemberStatus
 
 
@@ -22,17 +21,8 @@ class LocalLauncher(Launcher):
 
     def submit(self, job: Job) -> str:
         job.folder.mkdir(parents=True, exist_ok=True)
-        environment = {**os.environ, **job.environment, **gpu_variables(job.number, job.island)}
-        with (job.folder / "log.txt").open("ab") as log:
-            process = subprocess.Popen(
-                job.command(),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                start_new_session=True,
-            )
-
+        gpus = gpu_variables(job.number, job.island.accelerator, job.island.devices)
+        process = start_in_background(job.command(), job.folder / "log.txt", {**job.environment, **gpus})
         return f"{process.pid} {start_time(process.pid)}"
 
     def is_active(self, handle: str) -> bool:

@@ -1,0 +1,30 @@
+"""Looking at members that train: waiting, weights, steps, refusals."""
+
+import time
+
+from ddm_lightning.cli.parser import main
+
+
+def wait_for(condition, seconds=120):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def weights(run, member="expert-0"):
+    return (run / "members" / member / "artifact/model.safetensors").read_bytes()
+
+
+def steps_of(run):
+    """Steps that the first expert has taken, here and in the places that it came from."""
+    lines = (run / "members/expert-0/sample_ids.txt").read_text().splitlines()
+    return [int(line.partition(":")[0]) for line in lines]
+
+
+def refused(capsys, *arguments):
+    """The error line of a command."""
+    capsys.readouterr()
+    assert main([*arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line.removeprefix("error: ")
