@@ -167,7 +167,7 @@ def parameters_of(factory: Callable[..., Any]) -> dict[str, inspect.Parameter]:
                 found[own.name] = one.replace(annotation=checks.narrowed(one.annotation, own))
 
     options = getattr(factory, "params", None)
-    if is_dataclass(options):
+    if isinstance(options, type) and is_dataclass(options):
         found = {name: one for name, one in found.items() if one.kind is not inspect.Parameter.VAR_KEYWORD}
         found |= parameters_of(options)
 
