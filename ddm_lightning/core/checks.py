@@ -350,7 +350,6 @@ class _Checker:
         except ValueError as error:
             self._refuse(f"key {key!r}: {error}" if key else str(error))
 
-
     def _refuse_value(self, key: str, wanted: str, value: Any, remedy: str) -> NoReturn:
         where = f"key {key!r}: " if key else ""
         found = "null" if value is None else _short(value)
@@ -359,7 +358,6 @@ class _Checker:
     def _refuse(self, problem: str, remedy: str = "") -> NoReturn:
         remedy = self.remedy or remedy
         raise UserError(f"{self.source}: {problem}" + (f"; {remedy}" if remedy else ""))
-
 
 
 def _short(value: Any) -> str:

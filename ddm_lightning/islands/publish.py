@@ -171,7 +171,6 @@ class Publisher:
         say(f"{self.url}/{one.name}: damaged checkpoint ({problem}); looks for the one before it")
         return False
 
-
     # While it trains.
 
     def start(self) -> None:
