@@ -69,8 +69,8 @@ class ShardImages:
     def column(self, rows: Sequence[int], name: str) -> list[Any]:
         """Return a column of some samples, such as ``caption`` or ``label``."""
         places = self._places(rows)
-        for text in self._shards.layout.texts:
-            if text.name == name:
+        for column in self._shards.columns:
+            if column.name == name and not column.num_bytes:
                 return self._shards.texts(places, name)
 
         return self._shards.take(places, (name,))[name].tolist()

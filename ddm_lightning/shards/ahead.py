@@ -17,7 +17,7 @@ import numpy as np
 
 from ddm_lightning.core import remote
 from ddm_lightning.shards.fetch import Origin
-from ddm_lightning.shards.mds import Ids, ShardFile, Shards
+from ddm_lightning.shards.mds import Ids, Shards
 
 _NUM_THREADS = 4
 # Shards on this machine that are checked, or read into memory, ahead of their first step.
@@ -41,14 +41,14 @@ class FetchedShards(Shards):
         num_bytes: bytes of each shard, uncompressed.
 
     Raises:
-        ShardError, UserError: see ``Origin.entries`` and ``Shards``.
+        UserError: see ``Shards``.
     """
 
     def __init__(self, origins: Sequence[Origin], max_bytes: float | None = None, *, is_keeper: bool = True) -> None:
-        self._entries = [(origin, entry) for origin in origins for entry in origin.entries()]
-        super().__init__([ShardFile.of(origin.folder, entry) for origin, entry in self._entries])
-        self.num_bytes = np.array([file.num_bytes for file in self.files])
-        self._is_fetched = np.array([origin.is_fetched for origin, _ in self._entries])
+        super().__init__([shard for origin in origins for shard in origin.shards])
+        self.num_bytes = np.array([shard.entry.raw_data.bytes for shard in self.shards])
+        self._origins = [origin for origin in origins for _ in origin.shards]
+        self._is_fetched = np.array([origin.is_fetched for origin in self._origins])
         self._cached_bytes = float(self.num_bytes[self._is_fetched].sum())
         self._max_bytes = np.inf
         if max_bytes is not None and max_bytes < self._cached_bytes:
@@ -77,8 +77,8 @@ class FetchedShards(Shards):
         """
         shards = self.shards_of(order)
         step = np.arange(len(order)) // step_size
-        self._first = np.full(len(self.files), _NEVER)
-        self._last = np.full(len(self.files), -1)
+        self._first = np.full(len(self.shards), _NEVER)
+        self._last = np.full(len(self.shards), -1)
         # Of several values for one shard, the last one stays.
         self._first[shards[::-1]] = step[::-1]
         self._last[shards] = step
@@ -93,7 +93,7 @@ class FetchedShards(Shards):
         self._missing = by_need[is_missing].tolist()
         self._present = by_need[~is_missing].tolist()
         self._to_pass = [shard for shard in self._last.argsort().tolist() if self._last[shard] >= 0]
-        self._read_ahead_steps = -(-_READ_AHEAD * len(self) // (step_size * len(self.files)))
+        self._read_ahead_steps = -(-_READ_AHEAD * len(self) // (step_size * len(self.shards)))
         self._jobs: PriorityQueue[tuple[int, int]] = PriorityQueue()
         self._stop = stop = Event()
         for _ in range(_NUM_THREADS):
@@ -171,11 +171,10 @@ class FetchedShards(Shards):
                 break
 
             _, shard = job
-            origin, entry = self._entries[shard]
             future = self._ready.get(shard, Future())
             with suppress(InvalidStateError):  # nobody waits for it any more
                 try:
-                    origin.bring(entry, stop)
+                    self._origins[shard].bring(self.shards[shard], stop)
                     future.set_result(None)
                 except Exception as error:  # noqa: BLE001  # raised where it is needed
                     future.set_exception(error)
@@ -186,9 +185,9 @@ class FetchedShards(Shards):
         """Remove shards from the cache; other ranks can still read those that they have mapped."""
         if self._is_keeper:
             for shard in shards:
-                origin, entry = self._entries[shard]
-                origin.remove(entry)
+                if self._is_fetched[shard]:
+                    self.shards[shard].path.unlink(missing_ok=True)
 
     def _in_cache(self) -> np.ndarray:
         """Whether each shard is in the cache."""
-        return np.array([origin.holds(entry) for origin, entry in self._entries])
+        return self._is_fetched & [shard.path.is_file() for shard in self.shards]

@@ -10,7 +10,7 @@ import shutil
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ _STORE = "store"
 _HELD_OUT_SHARE = 0.25
 
 
+@dataclass(eq=False, repr=False)
 class ClusterDataModule(L.LightningDataModule):
     """Batches of the MDS shards of some clusters.
 
@@ -48,50 +49,37 @@ class ClusterDataModule(L.LightningDataModule):
 
     Batches and their order do not depend on the place of the shards or the number of threads. With another number of
     ranks each step has the same samples. The loaders' ``state_dict`` resumes exactly with any of these.
-
-    Args:
-        shards: folder, or URL of a folder, with ``cluster-{k}/train`` and ``cluster-{k}/held-out``. Shards behind a URL
-            (``s3://``, ``sftp://``, ``gs://``, ``hf://`` …; ``file://`` for a mounted folder) are fetched, compressed
-            ones of a folder are decompressed into the cache.
-        clusters: the clusters k to load.
-        batch_size: samples per optimizer step, over all ranks.
-        seed: of the sample order.
-        cache: folder of this member alone, for fetched and uncompressed shards.
-        num_workers: threads per rank that gather batches ahead; 0 gathers each when it is needed.
-        max_cache_bytes: size of the cache; None keeps every shard that was fetched.
-        held_out_clusters: clusters whose held-out samples validate.
-        columns: the manifest's columns: name -> MDS encoding.
-        index_sha256: the manifest's hash of each ``index.json``, by ``cluster-{k}/{split}``.
-        pin_memory: whether to page-lock batches, for a GPU.
     """
 
-    def __init__(
-        self,
-        shards: str | Path,
-        clusters: Sequence[int],
-        batch_size: int,
-        seed: int,
-        cache: Path,
-        num_workers: int = 0,
-        max_cache_bytes: float | None = None,
-        held_out_clusters: Sequence[int] = (),
-        columns: Mapping[str, str] | None = None,
-        index_sha256: Mapping[str, str] | None = None,
-        pin_memory: bool = False,
-    ) -> None:
+    shards: str | Path
+    """Folder, or URL of a folder, with ``cluster-{k}/train`` and ``cluster-{k}/held-out``.
+
+    Shards behind a URL (``s3://``, ``sftp://``, ``gs://``, ``hf://`` …; ``file://`` for a mounted folder) are fetched,
+    compressed ones of a folder are decompressed into the cache."""
+    clusters: Sequence[int]
+    """The clusters k to load."""
+    batch_size: int
+    """Samples per optimizer step, over all ranks."""
+    seed: int
+    """Seed of the sample order."""
+    cache: Path
+    """Folder of this member alone, for fetched and uncompressed shards."""
+    num_workers: int = 0
+    """Threads per rank that gather batches ahead; 0 gathers each when it is needed."""
+    max_cache_bytes: float | None = None
+    """Size of the cache; None keeps every shard that was fetched."""
+    held_out_clusters: Sequence[int] = ()
+    """Clusters whose held-out samples validate."""
+    columns: Mapping[str, str] = field(default_factory=dict)
+    """The manifest's columns: name -> MDS encoding."""
+    index_sha256: Mapping[str, str] = field(default_factory=dict)
+    """The manifest's hash of each ``index.json``, by ``cluster-{k}/{split}``."""
+    pin_memory: bool = False
+    """Whether to page-lock batches, for a GPU."""
+
+    def __post_init__(self) -> None:
         super().__init__()
-        self.shards = str(shards)
-        self.clusters = list(clusters)
-        self.batch_size = batch_size
-        self.seed = seed
-        self.cache = cache
-        self.num_workers = num_workers
-        self.max_cache_bytes = max_cache_bytes
-        self.pin_memory = pin_memory
-        self.columns = dict(columns or {})
-        self.index_sha256 = dict(index_sha256 or {})
         self._training = [shard_name(k, TRAIN) for k in self.clusters]
-        self.held_out_clusters = list(held_out_clusters)
         self._held_out = [shard_name(k, HELD_OUT) for k in self.held_out_clusters]
         self._loaders: list[ShardLoader] = []
 
@@ -119,8 +107,7 @@ class ClusterDataModule(L.LightningDataModule):
         """Return shuffled batches of exactly ``batch_size / world_size`` samples.
 
         Raises:
-            UserError: the clusters hold fewer samples than one batch, the ranks cannot share a batch equally, or
-                the disk or ``max_cache_bytes`` is too small.
+            UserError: the clusters hold fewer samples than one batch, or the disk or ``max_cache_bytes`` is too small.
         """
         loader = self._loader(self._training, training=True)
         if len(loader.shards) < self.batch_size:
@@ -155,7 +142,7 @@ class ClusterDataModule(L.LightningDataModule):
             share = 1 - _HELD_OUT_SHARE if training else _HELD_OUT_SHARE
 
         max_bytes = self.max_cache_bytes and share * self.max_cache_bytes
-        address = self.shards.rstrip("/")
+        address = str(self.shards).rstrip("/")
         store = self.cache / _STORE
         origins = [Origin(f"{address}/{name}", store / name, self.index_sha256.get(name)) for name in names]
         is_keeper = self.trainer is None or self.trainer.local_rank == 0
@@ -185,15 +172,8 @@ class ClusterDataModule(L.LightningDataModule):
             rank = self.trainer.global_rank
             num_ranks = self.trainer.world_size
 
-        if self.batch_size % num_ranks:
-            raise UserError(
-                f"{self.batch_size} samples per step cannot be shared equally by {num_ranks} devices; "
-                "make train.global_batch_size a multiple of the devices (experts: of devices x clusters), "
-                "or change island.devices or island.nodes"
-            )
-
         shards = self._open(names, training)
-        found = {column.name: column.encoding for column in shards.layout.columns}
+        found = {column.name: column.encoding for column in shards.columns}
         if not self.columns.items() <= found.items():
             raise UserError(f"{self.shards}: columns {found} are not the manifest's, {self.columns}; copy both again")
 

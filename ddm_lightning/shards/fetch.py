@@ -13,15 +13,14 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from threading import Event
-from typing import Any
 
 from filelock import Timeout
 
 from ddm_lightning.core import remote
 from ddm_lightning.core.errors import UserError, first_line, note
-from ddm_lightning.core.files import inside, locked, sha256_file
+from ddm_lightning.core.files import locked, sha256_file
 from ddm_lightning.shards.mosaic import decompress
-from ddm_lightning.shards.verify import ShardError, file_problem, read_index, unreadable
+from ddm_lightning.shards.verify import File, Shard, ShardError, file_problem, read_index, unreadable
 
 PATIENCE_SECONDS = 600.0
 """Time to wait for a store that is down; below the time-out of the ranks that wait for this one."""
@@ -40,71 +39,55 @@ class Origin:
 
     Attributes:
         is_fetched: whether its shards go through the cache.
-        folder: holds the shards that are read: ``address`` or ``store``.
+        shards: read from ``address`` or ``store``.
 
     Raises:
-        UserError: the index of a folder is missing or damaged.
+        ShardError: the index cannot be fetched, or the URL's scheme is unknown.
+        UserError: it is missing, damaged, or of another preparation.
     """
 
     def __init__(self, address: str, store: Path, index_sha256: str | None = None) -> None:
         self.address = address
-        self.index_sha256 = index_sha256
-        self.is_fetched = remote.is_url(address) or any(entry["zip_data"] for entry in read_index(Path(address)))
-        self.folder = store if self.is_fetched else Path(address)
-        self._checked: set[Path] = set()
-        self._is_down = False
-
-    def entries(self) -> list[dict[str, Any]]:
-        """Read ``index.json``; fetch it unless it is in the store.
-
-        Raises:
-            ShardError: it cannot be fetched, or the URL's scheme is unknown.
-            UserError: it is damaged, or belongs to another preparation.
-        """
-        path = self.folder / "index.json"
-        if not path.exists():
+        self.is_fetched = remote.is_url(address) or any(shard.packed for shard in read_index(Path(address)))
+        folder = store if self.is_fetched else Path(address)
+        index = folder / "index.json"
+        if not index.exists():
             try:
-                remote.get(f"{self.address}/{path.name}", path)  # each rank: it appears whole
+                remote.get(f"{address}/{index.name}", index)  # each rank: it appears whole
             except OSError as error:
                 raise ShardError(
-                    f"{self.address}: shards cannot be opened: {first_line(error)}; check key 'island.shards'"
+                    f"{address}: shards cannot be opened: {first_line(error)}; check key 'island.shards'"
                 ) from error
 
             remote.disconnect()  # the threads that fetch have connections of their own
 
-        if self.index_sha256 is not None and sha256_file(path) != self.index_sha256:
+        if index_sha256 is not None and sha256_file(index) != index_sha256:
             raise UserError(
-                f"{self.address}/index.json: differs from the manifest's; put the shards of this run's prepare there"
+                f"{address}/index.json: differs from the manifest's; put the shards of this run's prepare there"
             )
 
-        return read_index(self.folder)
+        self.shards = read_index(folder)
+        self._checked: set[Path] = set()
+        self._is_down = False
 
-    def holds(self, entry: dict[str, Any]) -> bool:
-        """Whether the cache has a shard, perhaps a damaged one."""
-        return self.is_fetched and self._raw(entry).is_file()
-
-    def remove(self, entry: dict[str, Any]) -> None:
-        """Remove a shard from the cache; a process that has mapped it can still read it."""
-        if self.is_fetched:
-            self._raw(entry).unlink(missing_ok=True)
-
-    def bring(self, entry: dict[str, Any], stop: Event) -> None:
-        """Make sure that a shard is in ``folder`` and equals its entry; read it ahead if that is known.
+    def bring(self, shard: Shard, stop: Event) -> None:
+        """Make sure that a shard is on this machine and equals its entry; read it ahead if that is known.
 
         Args:
-            entry: entry of the shard in the index.
+            shard: one of ``shards``.
             stop: ends the wait for another process and for a store that is down.
 
         Raises:
             ShardError: it cannot be fetched, or differs from the index.
         """
-        raw = self._raw(entry)
+        raw = shard.path
+        entry = shard.entry
         try:
             if raw in self._checked and raw.is_file():
                 read_ahead(raw)
                 return
 
-            problem = file_problem(raw, entry["raw_data"])
+            problem = file_problem(raw, entry.raw_data)
             if problem and not self.is_fetched:
                 raise ValueError(problem)
 
@@ -112,8 +95,8 @@ class Origin:
             lock = Path(f"{raw}.lock")
             while problem and not stop.is_set():
                 with suppress(Timeout), locked(lock, _PAUSE_SECONDS):
-                    if file_problem(raw, entry["raw_data"]):
-                        self._fetch(entry, raw, stop)
+                    if file_problem(raw, entry.raw_data):
+                        self._fetch(shard, stop)
 
                     lock.unlink(missing_ok=True)  # the shard is there, so whoever waits needs no lock
                     problem = None
@@ -127,17 +110,17 @@ class Origin:
 
             raise unreadable(line) from error
 
-    def _fetch(self, entry: dict[str, Any], raw: Path, stop: Event) -> None:
-        stored = entry["zip_data"] or entry["raw_data"]
-        inside(self.folder, stored["basename"], self.folder / "index.json")
-        partial = Path(f"{raw}.part")
-        self._get(f"{self.address}/{stored['basename']}", partial, stored, stop)
-        if entry["zip_data"]:
-            partial.write_bytes(decompress(entry["compression"], partial.read_bytes()))
+    def _fetch(self, shard: Shard, stop: Event) -> None:
+        entry = shard.entry
+        stored = entry.zip_data or entry.raw_data
+        partial = Path(f"{shard.path}.part")
+        self._get(f"{self.address}/{stored.basename}", partial, stored, stop)
+        if entry.zip_data:
+            partial.write_bytes(decompress(entry.compression, partial.read_bytes()))
 
-        os.replace(partial, raw)
+        os.replace(partial, shard.path)
 
-    def _get(self, url: str, path: Path, stored: dict[str, Any], stop: Event) -> None:
+    def _get(self, url: str, path: Path, stored: File, stop: Event) -> None:
         """Fetch a file of the index; if the store is down or sends something else, try again for ten minutes."""
         end = time.monotonic() + PATIENCE_SECONDS * remote.is_url(url)
         while True:
@@ -159,12 +142,9 @@ class Origin:
 
                 stop.wait(_PAUSE_SECONDS)
 
-    def _raw(self, entry: dict[str, Any]) -> Path:
-        return self.folder / entry["raw_data"]["basename"]
-
 
 def tidy(store: Path, index_sha256: str | None) -> None:
-    """Remove what an earlier training left in its cache, if it is half-written or of another preparation.
+    """Remove from a cache what an earlier training left there of another preparation.
 
     Args:
         store: folder of the cache.
@@ -173,9 +153,6 @@ def tidy(store: Path, index_sha256: str | None) -> None:
     index = store / "index.json"
     if index.exists() and index_sha256 not in (None, sha256_file(index)):
         shutil.rmtree(store)
-
-    for leftover in (*store.rglob(".tmp-*"), *store.rglob("*.part")):
-        leftover.unlink(missing_ok=True)  # a thread of an epoch that was closed may end it now
 
 
 def read_ahead(path: Path) -> None:

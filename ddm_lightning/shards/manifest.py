@@ -116,16 +116,17 @@ class Manifest:
             ValueError: some do.
         """
         channels, *rest = self.x_shape
+        stored = [channels * (2 if self.stores == "posterior" else 1), *rest]
         shapes = {
-            "x_0": [channels * (2 if self.stores == "posterior" else 1), *rest],
+            "x_0": stored,
+            "x_0_flipped": stored,
             "text": [self.text_size],
-            "text_tokens": self.token_shape or (),
+            "text_tokens": self.token_shape or [],
         }
-        shapes["x_0_flipped"] = shapes["x_0"]
         for name, shape in shapes.items():
-            given = self.columns.get(name, "").split(":")[2:]
-            if (name == "x_0" or name in self.columns) and given != [",".join(map(str, shape))]:
-                raise ValueError(f"key 'columns' gives {name} another shape than {[*shape]}")
+            wanted = ",".join(map(str, shape))
+            if name in self.columns and self.columns[name].rpartition(":")[2] != wanted:
+                raise ValueError(f"key 'columns' gives {name} another shape than {wanted}")
 
         for name, values in self.normalisation.items():
             if isinstance(values, list) and len(values) not in (1, channels):

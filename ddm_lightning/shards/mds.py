@@ -8,12 +8,12 @@ columns in order.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias
+from typing import BinaryIO, TypeAlias
 
 import numpy as np
 import torch
@@ -21,23 +21,20 @@ from jaxtyping import Int
 from torch import Tensor
 
 from ddm_lightning.core.errors import UserError, first_line
-from ddm_lightning.core.files import inside
 from ddm_lightning.encoders.interfaces import parse_encoding
 from ddm_lightning.shards.mosaic import decompress
-from ddm_lightning.shards.verify import read_index, unreadable
+from ddm_lightning.shards.verify import Entry, Shard, read_index, unreadable
 
 Ids: TypeAlias = Int[np.ndarray, "m"]
 """Positions of samples, or of rows in one shard."""
 _TEXT = ("str", "json")
-# The first column of a batch.
-_ID = "sample_id"
 # Linux allows a process 65,530 maps.
 _MAX_MAPS = 1 << 14
 
 
 @dataclass(frozen=True)
 class Column:
-    """Position and type of a column of fixed size, or of a text."""
+    """Type of a column of fixed size, or of a text."""
 
     name: str
     encoding: str
@@ -45,156 +42,71 @@ class Column:
     shape: tuple[int, ...]
     num_bytes: int
     """Bytes of one value; 0 for a text."""
-    fixed_before: int
-    """Bytes of the fixed-size columns before it."""
-    variable_before: int
-    """Number of variable-size columns before it."""
 
 
-@dataclass(frozen=True)
-class Layout:
-    """The columns of a shard."""
-
-    columns: tuple[Column, ...]
-    """Those of fixed size, which batches hold."""
-    texts: tuple[Column, ...]
-    """Captions and other texts, in order."""
-    num_fixed_bytes: int
-
-    @classmethod
-    def of(cls, names: Sequence[str], encodings: Sequence[str], sizes: Sequence[int | None]) -> Layout:
-        """Make a layout of ``column_names``, ``column_encodings`` and ``column_sizes`` in ``index.json``.
-
-        Raises:
-            UserError: there is no ``sample_id``, or a column does not fit a batch.
-        """
-        if not len(set(names)) == len(names) == len(encodings) == len(sizes) or _ID not in names:
-            raise _refusal(f"{', '.join(names)}: {_ID!r} is missing, or some are listed twice or have no size")
-
-        columns: list[Column] = []
-        texts: list[Column] = []
-        fixed = 0
-        for name, encoding, size in zip(names, encodings, sizes, strict=True):
+def _columns(entry: Entry) -> list[Column]:
+    columns = []
+    try:
+        for name, encoding in zip(entry.column_names, entry.column_encodings, strict=True):
             if encoding in _TEXT:
-                texts.append(Column(name, encoding, np.dtype(np.uint8), (), 0, fixed, len(texts)))
-                continue
-
-            try:
+                columns.append(Column(name, encoding, np.dtype(np.uint8), (), 0))
+            else:
                 dtype, shape = parse_encoding(encoding)
-            except ValueError as error:
-                raise _refusal(f"{name!r}: {error}") from None
+                columns.append(Column(name, encoding, dtype, shape, dtype.itemsize * math.prod(shape)))
+    except ValueError as error:
+        raise UserError(f"the shards' columns: {error}; prepare them with this package") from None
 
-            if dtype.itemsize * math.prod(shape) != size:
-                raise _refusal(f"{name!r} ({encoding}) cannot have {size} bytes")
-
-            columns.append(Column(name, encoding, dtype, shape, size, fixed, len(texts)))
-            fixed += size
-
-        columns.sort(key=lambda column: column.name != _ID)
-        return cls(tuple(columns), tuple(texts), fixed)
-
-    @property
-    def num_sample_bytes(self) -> int:
-        """Bytes of a sample with empty texts."""
-        return 4 * len(self.texts) + self.num_fixed_bytes
-
-
-def _refusal(problem: str) -> UserError:
-    return UserError(f"the shards' columns: {problem}; prepare them with this package")
-
-
-@dataclass(frozen=True)
-class ShardFile:
-    """Index entry of one shard."""
-
-    path: Path
-    num_samples: int
-    num_bytes: int
-    """Its bytes, uncompressed."""
-    layout: Layout
-    packed: Path | None = None
-    """The compressed file, if there is one; it is read if ``path`` does not exist."""
-    compression: str | None = None
-    """How it is compressed."""
-
-    @classmethod
-    def of(cls, folder: Path, info: Mapping[str, Any]) -> ShardFile:
-        """Read an entry of ``shards`` in ``folder``/index.json.
-
-        Raises:
-            UserError: the shard is not MDS, its samples do not fit in its file, or see ``Layout.of``.
-        """
-        index = folder / "index.json"
-        raw = info["raw_data"]
-        num_samples = int(info["samples"])
-        if (info.get("format"), info.get("version")) != ("mds", 2):
-            raise UserError(f"{index}: lists shards that are not MDS version 2; prepare them again")
-
-        path = inside(folder, raw["basename"], index)
-        layout = Layout.of(info["column_names"], info["column_encodings"], info["column_sizes"])
-        least = 8 + num_samples * (4 + layout.num_sample_bytes)
-        if not least <= raw["bytes"] < 1 << 32:
-            raise UserError(
-                f"{index}: lists {num_samples} samples in {raw['bytes']} bytes, which is impossible; "
-                "copy the shards again"
-            )
-
-        packed = None
-        if info["zip_data"]:
-            packed = inside(folder, info["zip_data"]["basename"], index)
-
-        return cls(path, num_samples, raw["bytes"], layout, packed, info.get("compression"))
+    return columns
 
 
 class _Map:
     """One shard in memory, mapped if it is not compressed; rows are copied by byte offset, whatever their alignment."""
 
-    def __init__(self, file: ShardFile) -> None:
-        content = _content(file)
-        size = len(content)
-        if size != file.num_bytes:
-            raise ValueError(f"{size} bytes instead of {file.num_bytes}")
-
+    def __init__(self, shard: Shard, columns: Sequence[Column]) -> None:
+        content = _content(shard)
         count = int(content[:4].view(np.uint32)[0])
-        if count != file.num_samples:
-            raise ValueError(f"holds {count} samples instead of {file.num_samples}")
+        if count != shard.entry.samples:
+            raise ValueError(f"holds {count} samples instead of {shard.entry.samples}")
 
         self._offsets = content[4 : 8 + 4 * count].view(np.uint32)
-        lengths = np.diff(self._offsets.astype(np.int64))
-        least = file.layout.num_sample_bytes
-        fits = lengths >= least if file.layout.texts else lengths == least
-        if not fits.all() or self._offsets[-1] != size or self._offsets[0] < 8 + 4 * count:
-            raise ValueError("its samples do not have the columns that the index lists")
-
-        self._layout = file.layout
+        self._columns = columns
         self._content = content
+        sizes = [column.num_bytes for column in columns]
+        self._header = 4 * sizes.count(0)
+        least = self._header + sum(sizes)
+        lengths = np.diff(self._offsets.astype(np.int64))
+        fits = lengths >= least if self._header else lengths == least
+        if not fits.all() or self._offsets[-1] != len(content) or self._offsets[0] < 8 + 4 * count:
+            raise ValueError("its samples do not have the columns that the index lists")
 
     def gather(self, rows: Ids, out: dict[str, np.ndarray], places: Ids) -> None:
         """Copy ``rows`` to ``places`` of the columns in ``out``, one item per sample."""
-        begins = self._begins(rows)
-        for column in self._layout.columns:
+        for column, begin, _ in self._spans(rows):
             if column.name in out:
-                items = self._items(column.num_bytes)
-                out[column.name][places] = items[begins[column.variable_before] + column.fixed_before]
+                out[column.name][places] = self._items(column.num_bytes)[begin]
 
     def texts(self, rows: Ids, name: str) -> list[str]:
         """Return a text column of ``rows``."""
-        (column,) = (column for column in self._layout.texts if column.name == name)
-        begins = self._begins(rows)
-        first = begins[column.variable_before] + column.fixed_before
-        end = begins[column.variable_before + 1] + column.fixed_before
-        return [self._content[start:stop].tobytes().decode() for start, stop in zip(first, end, strict=True)]
+        for column, begin, end in self._spans(rows):
+            if column.name == name:
+                spans = zip(begin, end, strict=True)
+                return [self._content[first:last].tobytes().decode() for first, last in spans]
 
-    def _begins(self, rows: Ids) -> list[Ids]:
-        """Return, for each v, where a row's columns after v texts begin, without fixed-size columns before."""
-        begin = self._offsets[rows].astype(np.int64)
-        num_texts = len(self._layout.texts)
-        begins = [begin + 4 * num_texts]
-        for text in range(num_texts):
-            length = self._items(4)[begin + 4 * text].view(np.uint32)[:, 0]
-            begins.append(begins[-1] + length)
+        raise KeyError(name)
 
-        return begins
+    def _spans(self, rows: Ids) -> Iterator[tuple[Column, Ids, Ids]]:
+        """Yield each column with the bytes at which its values begin and end."""
+        header = self._offsets[rows].astype(np.int64)
+        begin = header + self._header
+        for column in self._columns:
+            if column.num_bytes:
+                end = begin + column.num_bytes
+            else:
+                end = begin + self._items(4)[header].view(np.uint32)[:, 0]
+                header = header + 4
+
+            yield column, begin, end
+            begin = end
 
     def _items(self, num_bytes: int) -> np.ndarray:
         """View the file as overlapping rows of ``num_bytes``; row i begins at byte i.
@@ -205,32 +117,39 @@ class _Map:
         return np.ndarray(shape, np.uint8, self._content, strides=(1, 1))
 
 
-def _content(file: ShardFile) -> np.ndarray:
-    if file.packed is not None and not file.path.is_file():
-        return np.frombuffer(decompress(file.compression, file.packed.read_bytes()), np.uint8)
+def _content(shard: Shard) -> np.ndarray:
+    if shard.packed is not None and not shard.path.is_file():
+        return np.frombuffer(decompress(shard.entry.compression, shard.packed.read_bytes()), np.uint8)
 
     # Not numpy.memmap, which keeps a file open: a member may have thousands of shards.
-    return torch.from_file(str(file.path), shared=False, size=file.path.stat().st_size, dtype=torch.uint8).numpy()
+    return torch.from_file(str(shard.path), shared=False, size=shard.path.stat().st_size, dtype=torch.uint8).numpy()
 
 
 class Shards:
     """Samples of several shards, concatenated. A file is mapped when one of its samples is first needed.
 
     Args:
-        files: the shards.
+        shards: in this order.
 
     Raises:
-        UserError: there are no shards, or their columns differ.
+        UserError: there are none, or their columns differ or do not fit a batch or a file.
     """
 
-    def __init__(self, files: Sequence[ShardFile]) -> None:
-        if len({file.layout for file in files}) != 1:
-            where = sorted({str(file.path.parent) for file in files})
+    def __init__(self, shards: Sequence[Shard]) -> None:
+        kinds = {(*shard.entry.column_names, *shard.entry.column_encodings) for shard in shards}
+        if len(kinds) != 1:
+            where = sorted({str(shard.path.parent) for shard in shards})
             raise UserError(f"{', '.join(where) or 'shards'}: need at least one shard, and all with the same columns")
 
-        self.files = list(files)
-        self.layout = files[0].layout
-        self.sizes = [file.num_samples for file in files]
+        self.shards = shards
+        self.columns = _columns(shards[0].entry)
+        least = sum(column.num_bytes for column in self.columns)
+        for shard in shards:
+            num_bytes = shard.entry.raw_data.bytes
+            if shard.entry.samples * least > num_bytes:
+                raise unreadable(f"{shard.path}: {shard.entry.samples} samples in {num_bytes} bytes are impossible")
+
+        self.sizes = [shard.entry.samples for shard in shards]
         self._starts = np.concatenate([[0], np.cumsum(self.sizes)])
         self._maps: dict[int, _Map] = {}
 
@@ -249,13 +168,12 @@ class Shards:
             names: columns; None for all.
 
         Returns:
-            ``sample_id`` int64 ``[m]`` first; then every other fixed-size column: integers as int64 ``[m]``, ``text``
-            as float32, all others as stored.
+            Every fixed-size column: integers as int64 ``[m]``, ``text`` as float32, all others as stored.
 
         Raises:
             ShardError: a shard is missing, or differs from its index entry.
         """
-        columns = [column for column in self.layout.columns if names is None or column.name in names]
+        columns = [column for column in self.columns if column.num_bytes and (names is None or column.name in names)]
         batch = {}
         items = {}
         for column in columns:
@@ -283,25 +201,22 @@ class Shards:
 
     def _visit(self, ids: Ids, visit: Callable[[_Map, np.ndarray, np.ndarray], object]) -> None:
         """Call ``visit`` for each shard that is needed, with its rows and their places in ``ids``."""
-        shards = self.shards_of(ids)
-        by_shard = np.argsort(shards, kind="stable")
-        found, first = np.unique(shards[by_shard], return_index=True)
+        needed = self.shards_of(ids)
+        by_shard = np.argsort(needed, kind="stable")
+        found, first = np.unique(needed[by_shard], return_index=True)
         for shard, places in zip(found.tolist(), np.split(by_shard, first[1:]), strict=True):
-            path = self.files[shard].path
             try:
                 visit(self._map(shard), ids[places] - self._starts[shard], places)
-            except IndexError as error:
-                raise unreadable(f"{path}: a sample ends after the file") from error
             except Exception as error:  # each compression raises its own
-                raise unreadable(f"{path}: {first_line(error)}") from error
+                raise unreadable(f"{self.shards[shard].path}: {first_line(error)}") from error
 
-    def _map(self, shard: int) -> _Map:
-        file = self.files[shard]
-        found = self._maps.get(shard)
+    def _map(self, number: int) -> _Map:
+        found = self._maps.get(number)
         if found is None:
-            found = _Map(file)
-            if file.packed is None or file.path.is_file():  # otherwise it is in memory
-                self._maps[shard] = found
+            shard = self.shards[number]
+            found = _Map(shard, self.columns)
+            if shard.packed is None or shard.path.is_file():  # otherwise it is in memory
+                self._maps[number] = found
 
             for oldest in list(self._maps)[:-_MAX_MAPS]:
                 self._maps.pop(oldest, None)
@@ -326,7 +241,7 @@ def open_shards(folders: Sequence[Path]) -> Shards:
     Raises:
         UserError: they cannot be read together.
     """
-    return Shards([ShardFile.of(folder, info) for folder in folders for info in read_index(folder)])
+    return Shards([shard for folder in folders for shard in read_index(folder)])
 
 
 def read_samples(file: BinaryIO, num_samples: int, numbers: range) -> list[bytes]:

@@ -1,4 +1,4 @@
-"""Checks of shards against their index and the manifest."""
+"""The index of a folder of shards, and checks of shards against it and the manifest."""
 
 from __future__ import annotations
 
@@ -17,39 +17,59 @@ _Number: TypeAlias = Annotated[int, checks.within(0, (1 << 32) - 1)]
 
 
 @dataclass
-class _File:
+class File:
+    """A file of a shard in the index."""
+
     basename: checks.Text
     bytes: _Number
     hashes: dict[str, Any]
 
 
 @dataclass
-class _Shard:
-    """Keys of a shard's entry that are read here or by Streaming; there are others."""
+class Entry:
+    """Keys of a shard in the index that are read here; there are others."""
 
+    format: Annotated[str, checks.one_of(("mds",))]
+    version: Annotated[int, checks.within(2, 2)]
     column_names: list[checks.Text]
     column_encodings: list[checks.Text]
-    column_sizes: list[_Number | None]
     samples: _Number
-    raw_data: _File
-    zip_data: _File | None
+    raw_data: File
+    zip_data: File | None
+    compression: str | None = None
 
 
-def read_index(folder: Path) -> list[dict[str, Any]]:
-    """Read the entries of an MDS folder's ``index.json``, one per shard, with consistent sizes.
+@dataclass(frozen=True)
+class Shard:
+    """One shard of a folder."""
+
+    entry: Entry
+    path: Path
+    """Its file, uncompressed."""
+    packed: Path | None
+    """The compressed file, if there is one."""
+
+
+def read_index(folder: Path) -> list[Shard]:
+    """Read the ``index.json`` of an MDS folder.
 
     Raises:
-        UserError: the index is missing or damaged.
+        UserError: the index is missing or damaged, or names a file outside the folder.
     """
     path = folder / "index.json"
     content = read_json(path, "the index of the shards", _REMEDY)
+    source = f"{path}: is not an index of MDS shards"
     if not isinstance(content, dict) or not isinstance(content.get("shards"), list):
-        raise UserError(f"{path}: is not an index of MDS shards; {_REMEDY}")
+        raise UserError(f"{source}; {_REMEDY}")
 
-    shards: list[dict[str, Any]] = content["shards"]
-    for number, shard in enumerate(shards):
-        source = f"{path}: is not an index of MDS shards: shard {number}"
-        checks.record(checks.kept(shard, _Shard), _Shard, source, _REMEDY)
+    shards = []
+    for number, found in enumerate(content["shards"]):
+        entry = checks.record(checks.kept(found, Entry), Entry, f"{source}: shard {number}", _REMEDY)
+        packed = None
+        if entry.zip_data:
+            packed = inside(folder, entry.zip_data.basename, path)
+
+        shards.append(Shard(entry, inside(folder, entry.raw_data.basename, path), packed))
 
     return shards
 
@@ -73,32 +93,32 @@ def verify_shards(folder: Path, hashes: bool = True, *, index_sha256: str | None
     if index_sha256 is not None and sha256_file(index) != index_sha256:
         raise UserError(f"{index}: differs from the manifest's; {_REMEDY}")
 
-    def verify(shard: dict[str, Any]) -> int:
-        entries = [shard["raw_data"]]
-        if shard["zip_data"] is not None:
+    def verify(shard: Shard) -> int:
+        entry = shard.entry
+        files = {shard.path: entry.raw_data}
+        if shard.packed and entry.zip_data:
             # A compressed shard is present compressed, uncompressed, or both.
-            entries.append(shard["zip_data"])
+            files[shard.packed] = entry.zip_data
 
-        files = {inside(folder, entry["basename"], index): entry for entry in entries}
         present = [path for path in files if path.is_file()]
         for path in present or [*files][-1:]:
             problem = file_problem(path, files[path], hashes)
             if problem:
                 raise UserError(f"{path}: shard {problem}; {_REMEDY}")
 
-        return int(shard["samples"])
+        return entry.samples
 
     return sum(remote.in_threads(verify, shards))
 
 
-def file_problem(path: Path, entry: dict[str, Any], hashes: bool = True) -> str | None:
+def file_problem(path: Path, entry: File, hashes: bool = True) -> str | None:
     """Compare a file's size, and with ``hashes`` its SHA-1, with its entry in the index; None if they agree."""
     if not path.is_file():
         return "is missing"
     size = path.stat().st_size
-    if size != entry["bytes"]:
-        return f"is damaged: {size} bytes instead of {entry['bytes']}"
-    if hashes and hash_file(path, "sha1") != entry["hashes"].get("sha1"):
+    if size != entry.bytes:
+        return f"is damaged: {size} bytes instead of {entry.bytes}"
+    if hashes and hash_file(path, "sha1") != entry.hashes.get("sha1"):
         return "is damaged: its SHA-1 differs from the one in index.json"
 
     return None

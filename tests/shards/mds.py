@@ -1,13 +1,14 @@
 """Small MDS folders whose every sample is known."""
 
+from itertools import chain
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
-from ddm_lightning.core.compat import ensure_torchvision_importable
+from ddm_lightning.shards.datamodule import ClusterDataModule
 
-ensure_torchvision_importable()
-
-from streaming import MDSWriter  # noqa: E402
+from streaming import MDSWriter  # isort: skip (after the shim)
 
 # What Streaming warns of, for ``pytestmark``.
 WARNINGS = [
@@ -46,20 +47,44 @@ def write_mds(folder, ids, cluster=0, *, columns=COLUMNS, shard_bytes=1 << 11, c
     ) as writer:
         for sample_id in ids:
             writer.write({name: value for name, value in sample(sample_id, cluster).items() if name in columns})
+
     return folder
 
 
 def damage(folder, kind):
     """Harm the third shard, or the only one; its path in ``folder``."""
     path = sorted(folder.rglob("shard.*.mds*"))[:3][-1]
-    content = path.read_bytes()
+    content = bytearray(path.read_bytes())
     if kind == "missing":
         path.unlink()
-    elif kind == "truncated":
-        path.write_bytes(content[: len(content) // 2])
+        return path.relative_to(folder).as_posix()
+
+    if kind == "truncated":
+        del content[len(content) // 2 :]
     elif kind == "grown":
-        path.write_bytes(content + b"x")
+        content += b"x"
     else:
-        middle = len(content) // 2
-        path.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+        content[len(content) // 2] ^= 1
+
+    path.write_bytes(content)
     return path.relative_to(folder).as_posix()
+
+
+def module_of(shards, cache, rank=0, num_ranks=1, **settings):
+    """The data module of one of several ranks, ready to load."""
+    data = ClusterDataModule(shards, cache=cache, **{"clusters": [0], "batch_size": 5, "seed": 0, **settings})
+    data.trainer = SimpleNamespace(world_size=num_ranks, global_rank=rank, local_rank=rank)
+    if rank == 0:
+        data.prepare_data()
+
+    return data
+
+
+def ids(batches):
+    """Samples of each batch."""
+    return [batch["sample_id"].tolist() for batch in batches]
+
+
+def flat(batches):
+    """Samples of all batches."""
+    return [*chain.from_iterable(ids(batches))]

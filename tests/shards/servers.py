@@ -1,15 +1,14 @@
 """Real servers on loopback, and a connection to them that can be cut or fall silent."""
 
+import asyncio
 import getpass
 import logging
 import socket
 import struct
-import subprocess
-import sys
 import threading
-import time
 import urllib.request
 from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
 from pathlib import Path
 
 _RESET = struct.pack("ii", 1, 0)
@@ -28,13 +27,15 @@ class Line:
         self._listener = socket.create_server((address, 0))
         self.port = self._listener.getsockname()[1]
         self.num_failed = 0
-        self._left, self._num_bytes, self._silent, self._answer = 0, 0, False, None
+        self.fail(0, times=0)
         self._closed = threading.Event()
         self._lock = threading.Lock()
         threading.Thread(target=self._accept, daemon=True).start()
 
     def fail(self, num_bytes, times=None, *, silent=False, answer=None):
-        self._num_bytes, self._silent, self._answer = num_bytes, silent, answer
+        self._num_bytes = num_bytes
+        self._silent = silent
+        self._answer = answer
         self._left = float("inf") if times is None else times
 
     def close(self):
@@ -83,71 +84,93 @@ class Line:
             return True
 
 
-@contextmanager
-def s3(shards, tmp_path, monkeypatch):
-    """moto's S3 with the folder ``shards`` in a bucket: its URL, and the line to it."""
-    import boto3
+@cache
+def _moto():
+    """Start moto in a thread of this process; its port."""
     from moto.server import ThreadedMotoServer
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)  # or the server tells of each request
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
-    _, port = server.get_host_and_port()
-    # All of moto's servers in one process share what they hold.
+    return server.get_host_and_port()[1]
+
+
+@contextmanager
+def s3(shards, tmp_path, monkeypatch):
+    """moto's S3 with the folder ``shards`` in a bucket: its URL, and the line to it."""
+    import boto3
+
+    port = _moto()
     urllib.request.urlopen(urllib.request.Request(f"http://127.0.0.1:{port}/moto-api/reset", method="POST")).close()
     line = Line(port)
     for name, value in {
         "AWS_ACCESS_KEY_ID": "anybody",
         "AWS_SECRET_ACCESS_KEY": "anything",
         "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_MAX_ATTEMPTS": "1",  # Streaming's and the package's own attempts are what is tested
+        "AWS_MAX_ATTEMPTS": "1",  # the package's own attempts are what is tested
         "S3_ENDPOINT_URL": f"http://127.0.0.1:{line.port}",
     }.items():
         monkeypatch.setenv(name, value)
+
     try:
         client = boto3.client("s3", endpoint_url=f"http://127.0.0.1:{port}")
         client.create_bucket(Bucket="images")
         for path in shards.rglob("*.*"):
             client.upload_file(str(path), "images", f"run/{path.relative_to(shards)}")
+
         client.close()
         yield "s3://images/run", line
     finally:
         line.close()
-        server.stop()
+
+
+async def _run(process):
+    """Run a command of an SSH client, as a shell with a start-up that prints a line."""
+    shell = await asyncio.create_subprocess_shell(
+        process.command,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        cwd=Path.home(),
+    )
+    out, err = await shell.communicate()
+    process.stdout.write(b"Welcome\n" + out)
+    process.stderr.write(err)
+    process.exit(shell.returncode)
+
+
+@cache
+def _ssh():
+    """Start an SSH server, for one key, in a thread of this process; its port, its key and the user's."""
+    import asyncssh
+
+    host, user = (asyncssh.generate_private_key("ssh-ed25519") for _ in range(2))
+
+    async def serve():
+        server = await asyncssh.listen(
+            "127.0.0.1",
+            server_host_keys=[host],
+            authorized_client_keys=asyncssh.import_authorized_keys(user.export_public_key().decode()),
+            process_factory=_run,
+            sftp_factory=True,
+            encoding=None,
+        )
+        return server.get_port()
+
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    return asyncio.run_coroutine_threadsafe(serve(), loop).result(), host, user
 
 
 @contextmanager
 def sftp(shards, tmp_path, monkeypatch):
-    """An SSH server with a key of its own, for the user who runs the tests: the URL of ``shards``, and the line."""
-    import asyncssh
-
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    """An SSH server for the user who runs the tests: the URL of ``shards``, and the line to it."""
+    port, host, user = _ssh()
     line = Line(port)
-    for name in ("host", "user"):
-        key = asyncssh.generate_private_key("ssh-ed25519")
-        key.write_private_key(tmp_path / name)
-        (tmp_path / name).chmod(0o600)
-        key.write_public_key(tmp_path / f"{name}.pub")
-    (tmp_path / "known").write_text(f"[127.0.0.1]:{line.port} {(tmp_path / 'host.pub').read_text()}")
+    user.write_private_key(tmp_path / "user")
+    (tmp_path / "user").chmod(0o600)
+    (tmp_path / "known").write_text(f"[127.0.0.1]:{line.port} {host.export_public_key().decode()}")
     monkeypatch.setenv("COMPOSER_SFTP_KEY_FILE", str(tmp_path / "user"))
     monkeypatch.setenv("COMPOSER_SFTP_KNOWN_HOSTS_FILE", str(tmp_path / "known"))
-    command = [
-        sys.executable,
-        Path(__file__).with_name("ssh_server.py"),
-        str(port),
-        tmp_path / "host",
-        tmp_path / "user.pub",
-    ]
-    with (tmp_path / "ssh.log").open("w") as log:
-        server = subprocess.Popen(command, stderr=log)
-    try:
-        for _ in range(200):
-            with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
-                break
-            time.sleep(0.05)
-        yield f"sftp://{getpass.getuser()}@127.0.0.1:{line.port}{shards}", line
-    finally:
-        line.close()
-        server.terminate()
-        server.wait()
+    yield f"sftp://{getpass.getuser()}@127.0.0.1:{line.port}{shards}", line
+    line.close()

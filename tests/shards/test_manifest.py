@@ -42,8 +42,10 @@ def manifest():
 def test_a_written_manifest_is_read(tmp_path):
     manifest().write(tmp_path)
     read = Manifest.read(tmp_path)
+
     assert read == manifest()
-    assert read.num_clusters == 2 and read.format_version == 3
+    assert read.num_clusters == 2
+    assert read.format_version == 3
 
 
 @pytest.mark.parametrize(
@@ -57,11 +59,10 @@ def test_a_written_manifest_is_read(tmp_path):
         ({"x_shape": [1, 2]}, "'x_shape'"),
         ({"clusters": [{"train": 1}]}, r"'clusters\[0\]\.held_out' is missing"),
         ({"x_shape": [3, 10**6, 10**6]}, "'x_shape'"),
-        ({"x_shape": [3, 8, 16]}, r"'columns' gives x_0 another shape than \[3, 8, 16\]"),
-        ({"stores": "posterior"}, r"x_0 another shape than \[6, 8, 8\]"),
-        ({"columns": {}}, "x_0"),
+        ({"x_shape": [3, 8, 16]}, "'columns' gives x_0 another shape than 3,8,16"),
+        ({"stores": "posterior"}, "x_0 another shape than 6,8,8"),
         ({"text_size": 10**30}, "'text_size'"),
-        ({"columns": {"x_0": "ndarray:uint8:3,8,8", "text": "ndarray:float16:512"}}, r"text another shape than \[0\]"),
+        ({"columns": {"x_0": "ndarray:uint8:3,8,8", "text": "ndarray:float16:512"}}, "text another shape than 0"),
         ({"columns": {"x_0": "ndarray:uint8:3,8,8", "text_tokens": "ndarray:float16:9,9"}}, "text_tokens"),
         ({"token_shape": [10**9, 10**9]}, "'token_shape'"),
         ({"clusters": []}, "'priors'"),
@@ -82,8 +83,10 @@ def test_a_manifest_that_cannot_be_read_or_contradicts_itself_is_one_line(tmp_pa
     path = manifest_path(tmp_path)
     if change is not None:
         path.parent.mkdir()
-        content = change if isinstance(change, str) else json.dumps({**dataclasses.asdict(manifest()), **change})
-        path.write_text(content)
+        path.write_text(change if isinstance(change, str) else json.dumps(dataclasses.asdict(manifest()) | change))
+
     with pytest.raises(UserError, match=problem) as refusal:
         Manifest.read(tmp_path)
-    assert str(path) in str(refusal.value) and "\n" not in str(refusal.value)
+
+    assert str(path) in str(refusal.value)
+    assert "\n" not in str(refusal.value)
