@@ -46,7 +46,7 @@ from ddm_lightning.islands.status import Watch
 from ddm_lightning.members.member import ROUTER, STUDENT, parse_members
 from ddm_lightning.members.preflight import check_networks, check_plugins, check_strategy, is_collected, refuse_stale
 from ddm_lightning.members.run import Run
-from ddm_lightning.members.run_folder import SIGNATURE, RunFolder, refuse_changed
+from ddm_lightning.members.run_folder import RunFolder, refuse_changed
 from ddm_lightning.members.signatures import PREPARE, check_keys, sign_manifest, verify
 from ddm_lightning.use.download import fetched
 from ddm_lightning.use.ensemble import DecentralizedEnsemble
@@ -449,7 +449,7 @@ def _changed(before: EnsembleManifest, options: argparse.Namespace, scratch: Pat
 
     expert = options.artifact
     if options.trust:
-        verify(expert, expert / SIGNATURE, options.trust)
+        verify(expert, options.trust)
 
     if options.action == "replace":
         return replaced(before, options.member, expert, options.images)

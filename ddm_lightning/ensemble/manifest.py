@@ -22,7 +22,7 @@ from ddm_lightning.members.artifact import (
 from ddm_lightning.members.member import EXPERT, ROUTER, expert_name, expert_number, role_of
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import ENSEMBLE_FILE, MEMBER_FILE, RunFolder
-from ddm_lightning.members.signatures import accept, check_manifest
+from ddm_lightning.members.signatures import PREPARE, accept, check_signature
 from ddm_lightning.shards.manifest import manifest_path
 
 # Experts that were added may have been trained on another partition.
@@ -433,7 +433,7 @@ def assemble(run: Run, *, partial: bool = False) -> bool:
     Raises:
         UserError: artifacts are damaged or do not belong together, or a signature is refused.
     """
-    check_manifest(run.experiment, manifest_path(run.folder.root))
+    check_signature(PREPARE, manifest_path(run.folder.root), run.experiment)
     folders = []
     for name in run.names:
         if not partial or run.is_finished(name):

@@ -22,7 +22,7 @@ from ddm_lightning.members.artifact import REMEDY, WEIGHTS_FILE, base_file, read
 from ddm_lightning.members.member import ROUTER
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import MEMBER_FILE, SIGNATURE, STATEMENT, refuse_changes
-from ddm_lightning.members.signatures import accept, check_manifest, signature_of
+from ddm_lightning.members.signatures import PREPARE, accept, check_signature, signature_of
 from ddm_lightning.prepare.ledger import Store, publish_shards
 from ddm_lightning.shards.manifest import Manifest, manifest_path
 
@@ -128,7 +128,7 @@ def pull_manifest(run: Run) -> None:
     """
     path = manifest_path(run.folder.root)
     if run.url is None:
-        check_manifest(run.experiment, path)
+        check_signature(PREPARE, path, run.experiment)
         return
 
     with TemporaryDirectory() as scratch, remote.reaching():
@@ -145,7 +145,7 @@ def pull_manifest(run: Run) -> None:
         with suppress(FileNotFoundError):
             remote.get(f"{run.url}/{_MANIFEST}.sig", signature_of(manifest))
 
-        check_manifest(run.experiment, manifest)
+        check_signature(PREPARE, manifest, run.experiment)
         Manifest.read(Path(scratch))
         _refuse_other_experiment(run)
         if signature_of(manifest).exists():

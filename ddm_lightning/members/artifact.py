@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
+import numpy as np
 from torch import Tensor
 
 from ddm_lightning.config.experiment import LoraConfig, PluginConfig
@@ -195,16 +196,11 @@ def base_file(root: Path, meta: ArtifactMeta) -> Path:
 
 def temperatures_of(meta: ArtifactMeta) -> tuple[list[float], list[float]]:
     """Temperatures of a router's logits without and with a condition, by equal parts of t; empty if not calibrated."""
-    found = []
-    for prefix in (TEMPERATURE_METRIC, TEMPERATURE_METRIC + CONDITIONAL):
-        by_time = {}
-        for key, value in meta.metrics.items():
-            if re.fullmatch(rf"{prefix}_t[\d.]+", key):
-                by_time[key] = value
+    return _by_time(meta, TEMPERATURE_METRIC), _by_time(meta, TEMPERATURE_METRIC + CONDITIONAL)
 
-        found.append([by_time[key] for key in sorted(by_time)])
 
-    return found[0], found[1]
+def _by_time(meta: ArtifactMeta, prefix: str) -> list[float]:
+    return [value for key, value in sorted(meta.metrics.items()) if re.fullmatch(rf"{prefix}_t[\d.]+", key)]
 
 
 def described(member: Member, manifest: Manifest) -> dict[str, Any]:
@@ -253,10 +249,9 @@ def hand_over(
     Raises:
         UserError: a weight is not finite.
     """
+    metrics = {**status.metrics}
     if status.validated_step:
-        validated = {HELD_OUT_STEP: float(status.validated_step)}
-    else:
-        validated = {}
+        metrics[HELD_OUT_STEP] = float(status.validated_step)
 
     init_sha256 = None
     if member.initial is not None:
@@ -264,8 +259,7 @@ def hand_over(
 
     class_counts: list[int] = []
     if member.condition.kind == "class" and manifest.class_counts:
-        counts = (manifest.class_counts[k] for k in member.clusters)
-        class_counts = [sum(of_class) for of_class in zip(*counts, strict=True)]
+        class_counts = np.sum([manifest.class_counts[k] for k in member.clusters], axis=0).tolist()
 
     meta = ArtifactMeta(
         format_version=FORMAT_VERSION,
@@ -274,7 +268,7 @@ def hand_over(
         init_sha256=init_sha256,
         step=status.step,
         num_samples=status.step * member.batch_size,
-        metrics={**status.metrics, **validated},
+        metrics=metrics,
         class_counts=class_counts,
     )
     write_artifact(folder, weights, meta, sign)

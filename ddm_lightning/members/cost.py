@@ -10,6 +10,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -54,16 +55,15 @@ def _example(
     """``x_t``, ``t`` and condition of ``num`` samples."""
     rows = None
     if condition.kind != "none":
+        values = torch.zeros(num, *condition.row_shape, device=device)
         if condition.kind == "class":
-            dtype = torch.int64
-        else:
-            dtype = torch.float32
+            values = values.long()
 
         vectors = None
         if condition.vector_size:
             vectors = torch.zeros(num, condition.vector_size, device=device)
 
-        rows = Condition.of(torch.zeros(num, *condition.row_shape, dtype=dtype, device=device), vectors)
+        rows = Condition.of(values, vectors)
 
     return torch.zeros(num, *x_shape, device=device), torch.zeros(num, device=device), rows
 
@@ -253,7 +253,7 @@ class MemberCost:
         by_muon = member.train.optimizer == "muon"
         self.num_muon = sum(p.numel() for name, p in named.items() if by_muon and is_muon_matrix(name, p))
         self.state = state_bytes(self.num_parameters, member.train.num_copies, self.num_muon)
-        self._held: dict[tuple[object, ...], tuple[int, int]] = {}
+        self._counted = cache(self._count)
 
     def flops(self, *, backward: bool = True) -> float:
         """FLOPs of one sample; see ``flops_per_sample``."""
@@ -280,12 +280,9 @@ class MemberCost:
 
         is_sharded = num_shards > 1
         num, parts = micro_batch_of(self.member, island)
-        half = is_sharded and island.precision in HALF
-        key = (num, parts > 1, is_sharded, half, island.precision, island.activation_checkpointing, island.compile)
-        if key not in self._held:
-            self._held[key] = self._count(island, num, accumulates=parts > 1, sharded=is_sharded, half=half)
-
-        activations, most = self._held[key]
+        activations, most = self._counted(
+            num, parts > 1, is_sharded, island.precision, island.activation_checkpointing, island.compile
+        )
         if is_sharded:
             gathered = _gathered_bytes(state, island)
         else:
@@ -310,26 +307,27 @@ class MemberCost:
         return Memory(**shares, activations=activations, temporary=most - kept, peak=peak)
 
     def _count(
-        self, island: IslandConfig, num: int, *, accumulates: bool, sharded: bool, half: bool
+        self, num: int, accumulates: bool, sharded: bool, precision: str, checkpointing: bool, compiled: bool
     ) -> tuple[int, int]:
         """Bytes kept by a forward pass, and the most bytes of a step besides state; without gradients if sharded."""
+        half = sharded and precision in HALF
         with FakeTensorMode(allow_non_fake_inputs=True):
             network = _empty_copy(self.network, "cpu", torch.bfloat16 if half else None).train()
             if sharded:
                 for parameter in network.parameters():
                     parameter.register_post_accumulate_grad_hook(_free_gradient)
 
-            if island.activation_checkpointing:
+            if checkpointing:
                 checkpoint_blocks(network)
 
             inputs = _example(self.member.x_shape, self.member.condition, num, "cpu")
 
             def loss() -> Tensor:
-                with torch.autocast("cpu", torch.bfloat16, enabled=island.precision != "32-true"):
+                with torch.autocast("cpu", torch.bfloat16, enabled=precision != "32-true"):
                     output = network(*inputs)
                     return (output.float() - torch.zeros_like(output)).square().mean()
 
-            if island.compile:
+            if compiled:
                 compile_blocks(network, "aot_eager_decomp_partition")
                 loss().backward()
                 network.zero_grad()

@@ -235,12 +235,15 @@ class Initial:
         if meta.lora is not None:
             raise self._error("is an adapter; give its base, or the weights of another whole network")
 
-        for what, was, now, may_differ in (
-            ("network", meta.network, own.name, False),
-            ("prediction", meta.prediction, None if self.member.role.classifies else prediction, self.config.partial),
-            ("path", meta.path, self.member.path, self.config.partial),
-        ):
-            if was != now and not may_differ:
+        wanted: dict[str, str | None] = {"network": own.name}
+        if not self.config.partial:
+            wanted["path"] = self.member.path
+            if not self.member.role.classifies:
+                wanted["prediction"] = prediction
+
+        for what, now in wanted.items():
+            was = getattr(meta, what)
+            if was != now:
                 raise self._error(f"its {what} is {was!r}, the experiment's {now!r}; take weights of this {what}")
 
         params = own.params
@@ -269,15 +272,13 @@ class Initial:
                 self._bring(temporary)
 
             weights = temporary / WEIGHTS_FILE
-            is_artifact = (temporary / MEMBER_FILE).exists()
-            if is_artifact:
+            if (temporary / MEMBER_FILE).exists():
                 found = read_meta(temporary).model_sha256
             else:
                 found = sha256_file(weights)
 
-            load_weights(
-                weights, found, "give other weights; they are never unpickled"
-            )  # refuses some for their values
+            # Refuses some for their values.
+            load_weights(weights, found, "give other weights; they are never unpickled")
             self._require(self.config.sha256 or found, found)
             if not (self.root / found).exists():
                 temporary.chmod(0o755)
@@ -295,14 +296,14 @@ class Initial:
             self.root.parent.rmdir()
 
     def _describe(self, folder: Path) -> str:
-        """Fetch the description of the weights, if there is one; return where an artifact's weights are.
+        """Fetch the description of the weights, if there is one; return where a single file's or an artifact's are.
 
         Raises:
             OSError: the source cannot be read.
         """
         source = self.config.source.rstrip("/")
         if source.endswith(".safetensors") or Path(source).expanduser().is_file():
-            return ""
+            return source
 
         member_file, config_file = self._described(folder)
         for place in (source, f"{source}/members/{self._of_run}/artifact"):
@@ -324,14 +325,14 @@ class Initial:
         source = self.config.source.rstrip("/")
         target = folder / WEIGHTS_FILE
         found = self._describe(folder)
-        is_weights = source.endswith(".safetensors")
-        if is_weights or found:
-            parts = []
-        else:
+        parts = []
+        if not found:
             parts = sorted(filter(_OF_DIFFUSERS.fullmatch, remote.files(source)))
+        if len(parts) == 1:
+            found = f"{source}/{parts[0]}"
 
-        if is_weights or found or len(parts) == 1:
-            remote.get(source if is_weights else found or f"{source}/{parts[0]}", target)
+        if found:
+            remote.get(found, target)
         elif parts:
             state: dict[str, Tensor] = {}
             for name in (part for part in parts if "-of-" in part):

@@ -291,10 +291,7 @@ class Member:
 
         role = role_of(name)
         config = role.config(name, experiment)
-        expert = None
-        if isinstance(config, ExpertConfig):
-            expert = config
-
+        expert = config if isinstance(config, ExpertConfig) else ExpertConfig()
         condition, condition_dropout = role.condition(experiment, sizes)
         return cls(
             name=name,
@@ -304,18 +301,18 @@ class Member:
             seed=experiment.seed,
             network=config.network,
             init_from=init_of(config),
-            lora=expert.network.lora if expert else None,
+            lora=expert.network.lora,
             train=role.train(name, experiment),
             timesteps=config.timesteps,
             batch_size=role.batch_size(name, experiment),
             x_shape=sizes.x_shape,
             condition=condition,
             condition_dropout=condition_dropout,
-            path=expert.path if expert else "linear",
-            loss=expert.loss if expert else "prediction",
+            path=expert.path,
+            loss=expert.loss,
             image_encoder=experiment.prepare.image_encoder,
             caption_encoder=experiment.prepare.caption_encoder,
-            interval=(expert.interval[0], expert.interval[1]) if expert else (0.0, 1.0),
+            interval=(expert.interval[0], expert.interval[1]),
         )
 
     def build_network(self) -> nn.Module:

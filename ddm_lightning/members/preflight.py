@@ -14,7 +14,7 @@ from ddm_lightning.config.validate import blamed
 from ddm_lightning.core import registry
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.members.artifact import described, read_meta
-from ddm_lightning.members.member import MONOLITH, ROUTER, Member, ensemble_members
+from ddm_lightning.members.member import MONOLITH, ROUTER, Member
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import MEMBER_FILE
 from ddm_lightning.networks.blocks import is_muon_matrix
@@ -27,23 +27,23 @@ def check_plugins(experiment: Experiment, source: str, overrides: Sequence[str] 
     Raises:
         UserError: unknown name, or params that the plug-in does not take.
     """
-    prepare = experiment.prepare
-    named: list[tuple[str, registry.Registry, PluginConfig | None, tuple[str, ...]]] = [
-        ("prepare.source", registry.SOURCES, prepare.source, ()),
-        ("prepare.image_encoder", registry.IMAGE_ENCODERS, prepare.image_encoder, ()),
-        ("prepare.caption_encoder", registry.CAPTION_ENCODERS, prepare.caption_encoder, ()),
-        ("prepare.features", registry.FEATURES, prepare.features, ()),
-        *(
-            (key, registry.EXPERTS, expert_section(name, experiment).network, ("x_shape", "condition"))
-            for key, name in _expert_networks(experiment)
-        ),
-        ("router.network", registry.ROUTERS, experiment.router.network, ("x_shape", "condition", "num_clusters")),
-        *(("island.callbacks", registry.CALLBACKS, plugin, ()) for plugin in experiment.island.callbacks),
-    ]
-    for key, plugins, plugin, context in named:
+
+    def check(key: str, plugins: registry.Registry, plugin: PluginConfig | None, *context: str) -> None:
         if plugin is not None:
             with _blaming(key, source, overrides):
                 plugins.check(plugin.name, plugin.params, **dict.fromkeys(context))
+
+    prepare = experiment.prepare
+    check("prepare.source", registry.SOURCES, prepare.source)
+    check("prepare.image_encoder", registry.IMAGE_ENCODERS, prepare.image_encoder)
+    check("prepare.caption_encoder", registry.CAPTION_ENCODERS, prepare.caption_encoder)
+    check("prepare.features", registry.FEATURES, prepare.features)
+    for key, name in _expert_networks(experiment):
+        check(key, registry.EXPERTS, expert_section(name, experiment).network, "x_shape", "condition")
+
+    check("router.network", registry.ROUTERS, experiment.router.network, "x_shape", "condition", "num_clusters")
+    for plugin in experiment.island.callbacks:
+        check("island.callbacks", registry.CALLBACKS, plugin)
 
     check_strategy(experiment, source, overrides)
 
@@ -105,7 +105,7 @@ def check_networks(
     """
     run = Run(experiment)
     if isinstance(sizes, Manifest):
-        _check_samples(experiment, sizes)
+        _check_samples(run, sizes)
 
     for key, name in (*_expert_networks(experiment), ("router.network", ROUTER)):
         member = run.resolve(name, sizes)
@@ -128,16 +128,16 @@ def check_networks(
             )
 
 
-def _check_samples(experiment: Experiment, manifest: Manifest) -> None:
-    kind = experiment.condition.kind
+def _check_samples(run: Run, manifest: Manifest) -> None:
+    kind = run.experiment.condition.kind
     is_missing = manifest.num_without_caption == manifest.num_samples
     if kind == "class":
         is_missing = sum(map(any, zip(*manifest.class_counts, strict=True))) == 1
     if kind != "none" and is_missing:
         raise missing_condition(kind, manifest.num_samples)
 
-    for name in ensemble_members(experiment):
-        member = Run(experiment).resolve(name, manifest)
+    for name in run.names:
+        member = run.resolve(name, manifest)
         num = sum(manifest.clusters[cluster].train for cluster in member.clusters)
         if num < member.batch_size:
             raise UserError(
@@ -195,35 +195,22 @@ def refuse_stale(members: Sequence[Member], run: Run) -> None:
 
         folder = run.folder.artifact(name)
         meta = read_meta(folder)
+        wanted = described(member, run.manifest)
+        start = member.initial
+        if start is not None and start.is_recorded():
+            wanted["init_sha256"] = start.sha256
+
         steps = member.train.max_steps
         has_checkpoint = any((run.folder.member(name) / "checkpoints").glob("step-*.ckpt"))
         can_continue = meta.step < steps and member.train.schedule == "constant" and has_checkpoint
-        wanted = described(member, run.manifest)
-        differing = []
+        if not can_continue:
+            wanted["step"] = steps
+
+        wanted["num_samples"] = meta.step * member.batch_size
         for key, value in wanted.items():
             if getattr(meta, key) != value:
-                differing.append(key)
-
-        start = member.initial
-        problem = None
-        if meta.member != name:
-            problem = f"is the artifact of {meta.member}, not of {name}"
-        elif "partition_sha256" in differing:
-            problem = "was trained on clusters that have changed since, or on those of another run"
-        elif start is not None and start.is_recorded() and meta.init_sha256 not in (None, start.sha256):
-            problem = f"was trained from weights with another SHA-256 than those in {run.folder.initial}"
-        elif meta.step != steps and not can_continue:
-            problem = f"has {meta.step} steps of training, and the experiment asks for {steps}"
-        elif meta.num_samples != meta.step * member.batch_size:
-            asked = f"the experiment asks for {steps * member.batch_size:,}"
-            problem = f"was trained on {meta.num_samples:,} samples, and {asked}"
-        elif differing:
-            key = differing[0]
-            asked = f"the experiment asks for {wanted[key]!r}"
-            problem = f"has {key} = {getattr(meta, key)!r} in {MEMBER_FILE}, and {asked}"
-
-        if problem is not None:
-            raise UserError(
-                f"{folder}: {problem}; copy the right one there, remove {folder.parent} to train {name} anew, or use "
-                "another folder with run_dir=…"
-            )
+                raise UserError(
+                    f"{folder}: has {key} = {getattr(meta, key)!r} in {MEMBER_FILE}, and the experiment asks for "
+                    f"{value!r}; copy the right one there, remove {folder.parent} to train {name} anew, or use "
+                    "another folder with run_dir=…"
+                )

@@ -175,19 +175,20 @@ def changes(old: dict[str, Any], new: dict[str, Any]) -> str:
         if was == now or f"{key}.".startswith(allowed):
             continue
 
-        section = key.removesuffix("train.max_steps")
-        # Of the section and its overrides; an expert without its own has the schedule of all.
-        own = [value for name, value in after.items() if name.startswith(section) and name.endswith("train.schedule")]
-        ends = next((one for one in own or [after.get("expert.train.schedule")] if one != "constant"), None)
-        is_raised = key.endswith(".train.max_steps") and isinstance(was, int) and isinstance(now, int) and was < now
-        if is_raised and ends is None:
-            continue
-
+        note = "was not set"
         if key in before:
-            value = f"was {json.dumps(was)}"
-        else:
-            value = "was not set"
+            note = f"was {json.dumps(was)}"
 
-        described.append(f"{key} ({value}{f', where the {ends} schedule ends' if is_raised else ''})")
+        if key.endswith(".train.max_steps") and isinstance(was, int) and isinstance(now, int) and was < now:
+            section = key.removesuffix("train.max_steps")
+            # Of the section and its overrides; an expert without its own has the schedule of all.
+            own = [one for name, one in after.items() if name.startswith(section) and name.endswith("train.schedule")]
+            ends = {*(own or [after.get("expert.train.schedule")])} - {"constant"}
+            if not ends:
+                continue
+
+            note += f", where the {min(ends)} schedule ends"
+
+        described.append(f"{key} ({note})")
 
     return ", ".join(described)

@@ -52,9 +52,12 @@ class _Accepted:
     """Hash of its signature and description, and of the trusted keys."""
 
 
-def signature_of(file: Path) -> Path:
-    """Path of the signature of a single file."""
-    return file.with_name(f"{file.name}.sig")
+def signature_of(path: Path) -> Path:
+    """Path of the signature of a file, or of an artifact's folder."""
+    if path.is_dir():
+        return path / SIGNATURE
+
+    return path.with_name(f"{path.name}.sig")
 
 
 def check_keys(name: str, run: Run) -> None:
@@ -104,16 +107,6 @@ def sign_manifest(run: Run) -> None:
         atomic_write(signature_of(manifest), lambda temporary: config.sign(manifest, temporary))
 
 
-def check_manifest(experiment: Experiment, manifest: Path) -> None:
-    """Check the signature of a prepared manifest, if keys are trusted.
-
-    Raises:
-        UserError: it is not signed, or not by a trusted key, or has changed.
-    """
-    if keys := _trusted(PREPARE, experiment):
-        verify(manifest, signature_of(manifest), keys)
-
-
 def accept(name: str, folder: Path, run: Run) -> None:
     """Check the signature of a member's artifact before it is used, if keys are trusted, and remember its version.
 
@@ -134,42 +127,43 @@ def accept(name: str, folder: Path, run: Run) -> None:
     if content == last.content:
         return  # weights, which are gigabytes, are hashed again when they are loaded
 
-    verify(folder, folder / SIGNATURE, keys)
+    verify(folder, keys)
     meta = read_meta(folder)
     statement = _statement(folder)
-    for is_wrong, problem in (
-        (meta.member != name, f"is signed as {meta.member}, not as {name}"),
-        (statement.experiment != fingerprint(run.experiment), "is signed for an experiment with other settings"),
-        (
-            (meta.step, statement.version) < (last.step, last.version),
+    problem = None
+    if meta.member != name:
+        problem = f"is signed as {meta.member}, not as {name}"
+    elif statement.experiment != fingerprint(run.experiment):
+        problem = "is signed for an experiment with other settings"
+    elif (meta.step, statement.version) < (last.step, last.version):
+        problem = (
             f"is older (step {meta.step}, version {statement.version}) than the one accepted before "
-            f"(step {last.step}, version {last.version}; to go back on purpose, remove {record})",
-        ),
-    ):
-        if is_wrong:
-            raise UserError(f"{folder}: {problem}; {REMEDY}")
+            f"(step {last.step}, version {last.version}; to go back on purpose, remove {record})"
+        )
+
+    if problem is not None:
+        raise UserError(f"{folder}: {problem}; {REMEDY}")
 
     atomic_write_json(record, asdict(_Accepted(meta.step, statement.version, content)))
 
 
-def check_used(name: str, folder: Path, experiment: Experiment) -> None:
-    """Check the signature of a member's artifact before its weights are used, if keys are trusted.
+def check_signature(name: str, path: Path, experiment: Experiment) -> None:
+    """Check the signature of a member's artifact, or of the manifest of ``PREPARE``, if keys are trusted.
 
     Unlike ``accept``, it needs no run: the folder may be part of a saved ensemble.
 
     Raises:
-        UserError: it is not signed, or not by a key trusted for the member, or has changed.
+        UserError: it is not signed, or not by a key trusted for ``name``, or has changed.
     """
     if keys := _trusted(name, experiment):
-        verify(folder, folder / SIGNATURE, keys)
+        verify(path, keys)
 
 
-def verify(path: Path, signature: Path, keys: Sequence[Path]) -> None:
+def verify(path: Path, keys: Sequence[Path]) -> None:
     """Check that a file or folder is as one of the owners of ``keys`` signed it.
 
     Args:
-        path: the file or folder.
-        signature: a bundle of ``model-signing``.
+        path: the file or folder; beside or in it is a bundle of ``model-signing``.
         keys: public keys.
 
     Raises:
@@ -178,6 +172,7 @@ def verify(path: Path, signature: Path, keys: Sequence[Path]) -> None:
     require("key 'island.trusted_keys'", "model_signing", extra="signing")
     from model_signing.verifying import Config
 
+    signature = signature_of(path)
     if not signature.is_file():
         raise UserError(f"{path}: is not signed ({signature.name} is missing); {_REMEDY}")
 
@@ -225,16 +220,16 @@ def _signer(name: str, run: Run) -> Any:
     from model_signing import hashing, signing
 
     path = Path(island.signing_key).expanduser()
-    for is_wrong, problem in (
-        (not path.is_file(), "there is no such file; make one with openssl genpkey, or set null"),
-        (path.is_file() and path.stat().st_mode & 0o077, "others may read this private key; run chmod 600 on it"),
-        (
-            path.resolve().is_relative_to(run.folder.root.resolve()),
-            "lies in the run folder, which is published; move it",
-        ),
-    ):
-        if is_wrong:
-            raise UserError(f"key 'island.signing_key': {path}: {problem}")
+    problem = None
+    if not path.is_file():
+        problem = "there is no such file; make one with openssl genpkey, or set null"
+    elif path.stat().st_mode & 0o077:
+        problem = "others may read this private key; run chmod 600 on it"
+    elif path.resolve().is_relative_to(run.folder.root.resolve()):
+        problem = "lies in the run folder, which is published; move it"
+
+    if problem is not None:
+        raise UserError(f"key 'island.signing_key': {path}: {problem}")
 
     try:
         config = signing.Config().use_elliptic_key_signer(private_key=path)

@@ -39,7 +39,7 @@ from ddm_lightning.flow.randomness import keyed_generator, keyed_seed
 from ddm_lightning.flow.timesteps import sample_timesteps, stratified_timesteps
 from ddm_lightning.members.member import Member
 from ddm_lightning.members.run import Run
-from ddm_lightning.members.signatures import check_used
+from ddm_lightning.members.signatures import check_signature
 from ddm_lightning.members.status import CONDITIONAL, TEMPERATURE_METRIC
 from ddm_lightning.networks.calibration import Calibration
 
@@ -329,7 +329,7 @@ class Distillation(Regression):
         name = run.experiment.distill.teacher
         manifest = read_ensemble(run.folder.ensemble)
         for member, folder in manifest.folders.items():
-            check_used(member, folder, experiment)
+            check_signature(member, folder, experiment)
 
         self.teacher = load_ensemble(manifest, device_of(experiment.island.accelerator))
         self.teacher.precision = experiment.sample.precision

@@ -20,7 +20,7 @@ from ddm_lightning.members.artifact import REMEDY, WEIGHTS_FILE, base_file
 from ddm_lightning.members.load import Bases
 from ddm_lightning.members.member import all_members, condition_spec, ensemble_members
 from ddm_lightning.members.run_folder import ENSEMBLE_FILE, MEMBER_FILE, SIGNATURE, STATEMENT, RunFolder, load_run
-from ddm_lightning.members.signatures import check_manifest, check_used
+from ddm_lightning.members.signatures import PREPARE, check_signature
 from ddm_lightning.shards.manifest import Manifest, manifest_path
 
 TEMPLATES = Environment(
@@ -60,10 +60,10 @@ def manifest_with_about(
     about = ensemble.about
     if experiment is not None:
         for name, meta in ensemble.metas.items():
-            check_used(meta.member, ensemble.folders[name], experiment)
+            check_signature(meta.member, ensemble.folders[name], experiment)
 
         if about is None:
-            check_manifest(experiment, manifest_path(folder))
+            check_signature(PREPARE, manifest_path(folder), experiment)
         else:
             about = replace(about, seed=experiment.seed, sample=experiment.sample)
 

@@ -45,7 +45,7 @@ def test_an_artifact_of_fewer_steps_is_not_the_experiments(run, capsys, more):
     meta = json.loads((artifact / "member.json").read_text(encoding="utf-8"))
     (artifact / "member.json").write_text(json.dumps({**meta, "step": 20}), encoding="utf-8")
     line = refused(capsys, "fit", *settings(run), *more)
-    words = f"has 20 steps of training, and the experiment asks for {STEPS['expert-0']}; copy the right one there"
+    words = f"has step = 20 in member.json, and the experiment asks for {STEPS['expert-0']}; copy the right one there"
     assert line.startswith(f"error: {artifact}: {words}, remove {artifact.parent} to train expert-0 anew")
 
 
@@ -73,7 +73,7 @@ def test_an_artifact_of_another_batch_is_not_the_experiments(run, capsys, num):
     artifact = run / "members" / "router" / "artifact"
     meta = json.loads((artifact / "member.json").read_text(encoding="utf-8"))
     (artifact / "member.json").write_text(json.dumps({**meta, "num_samples": num}), encoding="utf-8")
-    words = f"was trained on {num:,} samples, and the experiment asks for {meta['num_samples']:,}; copy"
+    words = f"has num_samples = {num} in member.json, and the experiment asks for {meta['num_samples']}; copy"
     assert refused(capsys, "fit", *settings(run)).startswith(f"error: {artifact}: {words}")
 
 
@@ -102,7 +102,9 @@ def test_artifacts_of_two_members_that_are_swapped(run, capsys):
     shutil.rmtree(ours)
     shutil.copytree(other, ours)
     line = refused(capsys, "fit", *settings(run))
-    assert line.startswith(f"error: {ours}: is the artifact of expert-1, not of expert-0; copy the right one there")
+    assert line.startswith(
+        f"error: {ours}: has member = 'expert-1' in member.json, and the experiment asks for 'expert-0'; copy"
+    )
 
 
 def test_a_reader_that_has_enough_is_no_error(finished_run, tmp_path):

@@ -174,7 +174,7 @@ def test_a_finished_member_without_checkpoints_is_not_trained_on(finished, tmp_p
     run = shutil.copytree(finished, tmp_path / "run")
     shutil.rmtree(member(run, "checkpoints"))
     assert fit(run, "expert.train.max_steps=31") == 2
-    assert "has 20 steps of training, and the experiment asks for 31" in capsys.readouterr().err
+    assert "has step = 20 in member.json, and the experiment asks for 31" in capsys.readouterr().err
     assert weights(run) == weights(finished)
 
 
