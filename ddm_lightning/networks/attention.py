@@ -41,8 +41,8 @@ def attention(
             which runs everywhere.
 
     Raises:
-        UserError: ``xformers`` cannot run here.
-        RuntimeError: a kernel of torch cannot run here (see ``check_attention``).
+        UserError: ``xformers`` is not installed.
+        RuntimeError: the kernel cannot run here (see ``check_attention``).
     """
     if backend in _KERNELS:
         with sdpa_kernel(_KERNELS[backend]):
@@ -140,9 +140,4 @@ def _xformers(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     else:
         ops = _load_xformers()
 
-    try:
-        return ops.memory_efficient_attention(q, k, v)
-    except NotImplementedError as error:
-        raise UserError(
-            f"attention back end 'xformers' has no kernel for queries {tuple(q.shape)} {q.dtype} here; {_REMEDY}"
-        ) from error
+    return ops.memory_efficient_attention(q, k, v)

@@ -17,7 +17,46 @@ def randomised(module):
     module.double()
     for seed, parameter in enumerate(module.parameters()):
         parameter.data = 0.3 * random(*parameter.shape, seed=100 + seed)
+
     return module
+
+
+def linear(x, layer):
+    return x @ layer.weight.T + layer.bias
+
+
+def attend(q, k, v):
+    """Softmax attention of heads, [b n h d], by its formula; the heads of a token one behind the other."""
+    scores = torch.einsum("bnhd,bmhd->bhnm", q, k) / q.shape[-1] ** 0.5
+    return torch.einsum("bhnm,bmhd->bnhd", scores.softmax(-1), v).flatten(2)
+
+
+def standardised(x):
+    return (x - x.mean(-1, keepdim=True)) / (x.var(-1, correction=0, keepdim=True) + 1e-6).sqrt()
+
+
+def mean_square(x):
+    return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+
+
+def mlp(x, layers):
+    """Two linear layers with a GELU in between."""
+    hidden = linear(x, layers[0])
+    return linear(hidden * 0.5 * (1 + torch.erf(hidden / 2**0.5)), layers[2])
+
+
+def check_mixed_precision(network, condition):
+    """It answers in the type of x_t: under autocast, and with weights in bfloat16 as sharding may have them."""
+    given = (torch.randn(2, 3, 8, 8), torch.rand(2), condition)
+    exact = network(*given)
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = network(*given)
+
+    narrow = network.bfloat16()(*given)
+
+    assert mixed.dtype == narrow.dtype == torch.float32
+    assert 0 < (mixed - exact).norm() / exact.norm() < 0.05
+    assert (narrow - exact).norm() / exact.norm() < 0.1
 
 
 def moved(module):

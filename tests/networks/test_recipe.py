@@ -76,61 +76,79 @@ def test_a_size_and_numbers_exclude_each_other(params, message):
         ROUTERS.build("router-dit", {"patch_size": 2, **params}, num_clusters=2, **context)
 
 
-def recorded(network, condition):
-    """The size of the initial weights, and the answer of others that a formula gives."""
-    start = sum(value.double().abs().sum().item() for value in network.state_dict().values())
-    with torch.no_grad():
-        for parameter in network.parameters():
-            parameter.add_(torch.linspace(-0.2, 0.2, parameter.numel()).sin().reshape(parameter.shape))
-        x = torch.linspace(-2, 2, 2 * 3 * 64).cos().reshape(2, 3, 8, 8)
-        return start, network(x, torch.tensor([0.2, 0.7]), condition)
+def keys(*parts):
+    """Names of the weights of layers, each of which has a bias unless it is a norm."""
+    names = []
+    for part in parts:
+        names.append(f"{part}.weight")
+        if not part.endswith("norm"):
+            names.append(f"{part}.bias")
+
+    return names
 
 
 def block_keys(index, *norms):
     parts = ["modulation", "attention.qkv", "attention.out", *norms, "mlp.0", "mlp.2"]
-    return [f"blocks.{index}.{key}" for part in parts for key in both(part)]
+    return keys(*(f"blocks.{index}.{part}" for part in parts))
 
 
-def both(part):
-    return [f"{part}.weight"] if part.endswith("norm") else [f"{part}.weight", f"{part}.bias"]
-
-
-FIRST = [key for part in ("patch_embedding", "time_embedding.hidden", "time_embedding.out") for key in both(part)]
-LAST = [*both("final.modulation"), *both("final.out")]
-
-
-def test_without_options_an_expert_is_what_it_was_before_there_were_any():
-    """Recorded then: names and order of the weights, initial values, output."""
-    torch.manual_seed(0)
+def expert():
     network = DiT(x_shape=(3, 8, 8), condition=ConditionSpec("text", 6), **SMALL)
-    condition = ["condition_embedding.null", *both("condition_embedding.embed.1")]
-    assert list(network.state_dict()) == [*FIRST, *condition, *block_keys(0), *block_keys(1), *LAST]
+    names = ["condition_embedding.null", *keys("condition_embedding.embed.1"), *block_keys(0), *block_keys(1)]
     linear = network.condition_embedding.embed[1]
     network.condition_embedding.embed[0] = nn.Identity()  # the scaling of text has come since then
     linear.weight.data /= math.sqrt(6)
-    text = torch.linspace(-1, 1, 12).reshape(2, 6)
-    start, out = recorded(network, Condition(text, torch.tensor([True, False])))
-    assert start == pytest.approx(1017.0570942178165, rel=1e-6)
-    expected = [
-        [3.8978524208068848, 3.101238250732422, 3.897925853729248, 3.101278066635132],
-        [2.941588878631592, 2.3516993522644043, 2.9417080879211426, 2.3517725467681885],
-    ]
-    torch.testing.assert_close(out[:, 0, 3, 2:6], torch.tensor(expected), rtol=1e-5, atol=0)
-    assert out.double().sum().item() == pytest.approx(374.42920984327793, rel=1e-5)
+    return network, names, torch.linspace(-1, 1, 12).reshape(2, 6)
 
 
-def test_without_options_a_router_is_what_it_was_before_there_were_any():
-    torch.manual_seed(0)
+def router():
     spec = ConditionSpec("class", 5)
     network = RouterDiT(x_shape=(3, 8, 8), condition=spec, num_clusters=3, qk_norm=True, **SMALL)
     norms = ("attention.query_norm", "attention.key_norm")
-    condition = ["condition_embedding.null", "condition_embedding.embed.weight"]
-    blocks = [*block_keys(0, *norms), *block_keys(1, *norms)]
-    assert list(network.state_dict()) == ["class_token", *FIRST, *condition, *blocks, *LAST]
-    start, out = recorded(network, Condition(torch.tensor([1, 4]), torch.tensor([True, False])))
-    assert start == pytest.approx(1054.1799034536948, rel=1e-6)
-    expected = [
-        [7.771871089935303, 4.542479515075684, 1.2289882898330688],
-        [5.874666690826416, 3.5332186222076416, 1.1263560056686401],
-    ]
+    names = ["condition_embedding.null", "condition_embedding.embed.weight"]
+    return network, [*names, *block_keys(0, *norms), *block_keys(1, *norms)], torch.tensor([1, 4])
+
+
+@pytest.mark.parametrize(
+    ("build", "first", "weights", "expected"),
+    [
+        (
+            expert,
+            [],
+            1017.0570942178165,
+            [
+                [3.8978524208068848, 3.101238250732422, 3.897925853729248, 3.101278066635132],
+                [2.941588878631592, 2.3516993522644043, 2.9417080879211426, 2.3517725467681885],
+            ],
+        ),
+        (
+            router,
+            ["class_token"],
+            1054.1799034536948,
+            [
+                [7.771871089935303, 4.542479515075684, 1.2289882898330688],
+                [5.874666690826416, 3.5332186222076416, 1.1263560056686401],
+            ],
+        ),
+    ],
+)
+def test_without_options_networks_are_what_they_were_before_there_were_any(build, first, weights, expected):
+    """Recorded then: names and order of the weights, their initial size, and the answer of others, by a formula."""
+    torch.manual_seed(0)
+    network, names, values = build()
+    ends = keys("final.modulation", "final.out")
+    first = first + keys("patch_embedding", "time_embedding.hidden", "time_embedding.out")
+    assert list(network.state_dict()) == [*first, *names, *ends]
+    assert sum(value.double().abs().sum().item() for value in network.state_dict().values()) == pytest.approx(weights)
+
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(torch.linspace(-0.2, 0.2, parameter.numel()).sin().reshape(parameter.shape))
+
+        x = torch.linspace(-2, 2, 2 * 3 * 64).cos().reshape(2, 3, 8, 8)
+        out = network(x, torch.tensor([0.2, 0.7]), Condition(values, torch.tensor([True, False])))
+
+    if out.ndim == 4:
+        out = out[:, 0, 3, 2:6]
+
     torch.testing.assert_close(out, torch.tensor(expected), rtol=1e-5, atol=0)

@@ -40,12 +40,6 @@ def test_parameter_count_is_the_published_one():
     assert sum(parameter.numel() for parameter in network.parameters()) == pytest.approx(129e6, rel=0.01)
 
 
-def test_patches_know_where_they_are():
-    network = perturbed()
-    x, t = batch(1)
-    assert (network(x.roll(2, -1), t, None) - network(x, t, None)).abs().max() > 1e-3
-
-
 @pytest.mark.parametrize("rope", [False, True])
 def test_the_class_token_reads_a_set_of_tokens(rope):
     """It has no position, so the order in which embedded patches stand is nothing to it."""
@@ -82,23 +76,15 @@ def test_dropout_acts_in_training_only(changes):
 
 
 @pytest.mark.parametrize(("dropout", "num_kept"), [(0.25, 6), (0.5, 4), (0.99, 1)])
-def test_dropping_keeps_distinct_tokens_of_each_row(dropout, num_kept):
+def test_dropping_keeps_distinct_tokens_of_each_row_equally_often(dropout, num_kept):
     torch.manual_seed(0)
-    tokens = torch.arange(3 * 8.0).reshape(3, 8, 1).expand(-1, -1, 2)
-    kept = tokens.gather(1, sample_kept(tokens, dropout)[:, :, None].expand(-1, -1, tokens.shape[2]))
-    assert kept.shape == (3, num_kept, 2)
-    assert torch.equal(kept[..., 0], kept[..., 1])
-    for row in range(3):
-        values = set(kept[row, :, 0].tolist())
-        assert len(values) == num_kept
-        assert values <= set(range(8 * row, 8 * row + 8))
 
+    kept = sample_kept(torch.zeros(4000, 8, 1), dropout)
 
-def test_dropping_drops_each_token_equally_often():
-    torch.manual_seed(0)
-    kept = sample_kept(torch.zeros(4000, 8, 1), 0.25)
-    shares = torch.bincount(kept.flatten(), minlength=8) / 4000
-    torch.testing.assert_close(shares, torch.full((8,), 0.75), atol=0.03, rtol=0)  # 4 standard deviations
+    assert kept.shape == (4000, num_kept)
+    assert all(len({*row}) == num_kept for row in kept.tolist())
+    shares = kept.flatten().bincount(minlength=8) / 4000
+    torch.testing.assert_close(shares, torch.full((8,), num_kept / 8), atol=0.03, rtol=0)  # 4 standard deviations
 
 
 def test_mixed_precision_runs():

@@ -5,7 +5,6 @@ Another class is one more entry in ``FAMILIES``.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -91,9 +90,9 @@ class Family:
     """The model's own time on the path ``linear``. On ``vp`` it is a step of DDPM."""
     has_one_size: bool = False
     """Whether images must have the setting ``sample_size``."""
-    largest: Callable[[Settings], float] = lambda _: math.inf
+    largest: Callable[[Settings], int] = lambda _: _LONGEST_AXIS
     """Largest height and width, in cells of ``x_t``."""
-    most_tokens: Callable[[Settings], float] = lambda _: math.inf
+    most_tokens: Callable[[Settings], int] = lambda _: _LONGEST_AXIS
     call: Callable[..., Tensor] = lambda model, x, **given: model(x, **given, return_dict=False)[0]
     """Gives the prediction for a model, ``x_t``, ``timestep`` and the arguments of the condition."""
 
@@ -107,31 +106,22 @@ class Family:
             raise ValueError(f"axes_lens is more than {_LONGEST_AXIS}")
 
         channels = settings["in_channels"]
+        divisor = settings["patch_size"]
         largest = self.largest(settings)
-        _, height, width = x_shape
         if self.has_one_size:
-            size = settings["sample_size"]
-            fits = height == width == size
-            wanted = f"({channels}, {size}, {size})"
-        else:
-            patch = settings["patch_size"]
-            fits = height % patch == width % patch == 0 and max(height, width) <= largest
-            wanted = f"({channels}, height, width)"
-            if largest < math.inf:
-                wanted += f" of at most {largest} and"
+            divisor = largest = settings["sample_size"]
 
-            wanted += f" divisible by {patch}"
-
-        if not fits or x_shape[0] != channels:
-            raise ValueError(f"the model takes samples of shape {wanted}, not {x_shape}")
+        _, height, width = x_shape
+        if x_shape[0] != channels or height % divisor or width % divisor or max(height, width) > largest:
+            raise ValueError(
+                f"the model takes samples of shape ({channels}, height, width), both divisible by {divisor} and at "
+                f"most {largest}, not {x_shape}"
+            )
 
         if self.text:
             size = next(settings[key] for key in self.text if settings[key] is not None)
-            wanted = f"'tokens' of size {size}"
             most = self.most_tokens(settings)
-            if most < math.inf:
-                wanted += f", at most {most}"
-
+            wanted = f"'tokens' of size {size}, at most {most}"
             vector = 0
             if self.pooled:
                 vector = settings[self.pooled]
