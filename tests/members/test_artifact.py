@@ -11,36 +11,39 @@ from deadline import within
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import sha256_file
 from ddm_lightning.flow.condition import Condition
-from ddm_lightning.members.artifact import ArtifactMeta, read_artifact, read_meta, temperatures_of, write_artifact
+from ddm_lightning.members.artifact import ArtifactMeta, read_artifact, temperatures_of, write_artifact
 from ddm_lightning.members.load import build_network
 
 
 @pytest.mark.parametrize("member", ["expert-0", "router", "monolith"])
 def test_round_trip_gives_the_same_network(tmp_path, member):
     trained = make_network(make_meta(member).role, seed=3).eval()
+
     written = write_artifact(tmp_path / "a", trained.state_dict(), make_meta(member))
     meta, state = read_artifact(tmp_path / "a")
-    assert meta == written == replace(make_meta(member), model_sha256=sha256_file(tmp_path / "a" / "model.safetensors"))
     network = build_network(meta, state)
+
+    weights = tmp_path / "a" / "model.safetensors"
+    assert meta == written == replace(make_meta(member), model_sha256=sha256_file(weights))
+    assert {path.name for path in weights.parent.iterdir()} == {"member.json", weights.name}
     assert not network.training
-    x_t, t, condition = torch.randn(2, *SHAPE), torch.tensor([0.2, 0.8]), Condition.of(torch.randn(2, 5))
-    assert torch.equal(network(x_t, t, condition), trained(x_t, t, condition))
-    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["member.json", "model.safetensors"]
+    inputs = (torch.randn(2, *SHAPE), torch.tensor([0.2, 0.8]), Condition.of(torch.randn(2, 5)))
+    assert torch.equal(network(*inputs), trained(*inputs))
 
 
 def test_writing_replaces_the_artifact_or_leaves_it(tmp_path):
-    put(tmp_path / "a", step=1)
-    put(tmp_path / "a", step=2)
-    assert read_meta(tmp_path / "a").step == 2
-    with pytest.raises(UserError, match="'step' = -1: must be at least 0"):
-        write_artifact(tmp_path / "a", {"w": torch.ones(1)}, replace(make_meta(), step=-1))
-    for number in (torch.nan, torch.inf, -torch.inf):
-        refused(
-            lambda number=number: write_artifact(tmp_path / "a", {"w": torch.tensor([number])}, make_meta()),
-            f"{tmp_path / 'a'}: weight 'w'",
-            "learning rate",
-        )
-    assert read_artifact(tmp_path / "a")[0].step == 2
+    folder = tmp_path / "a"
+    put(folder, step=1)
+    put(folder, step=2)
+
+    def write(number, **changes):
+        write_artifact(folder, {"w": torch.tensor([number])}, make_meta(**changes))
+
+    refused(lambda: write(1.0, step=-1), "'step' = -1: must be at least 0")
+    refused(lambda: write(torch.nan), f"{folder}: weight 'w'", "learning rate")
+    refused(lambda: write(-torch.inf), f"{folder}: weight 'w'", "learning rate")
+
+    assert read_artifact(folder)[0].step == 2
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
@@ -50,7 +53,7 @@ def test_missing_files(tmp_path):
     refused(lambda: read_artifact(tmp_path / "a"), tmp_path / "a" / "model.safetensors", "are missing", "fetch")
 
 
-@pytest.mark.parametrize("text", ["{", "", "[1, 2]", "null", '"expert-0"', "\xff"])
+@pytest.mark.parametrize("text", ["{", "[1, 2]", "\xff"])
 def test_bad_json(tmp_path, text):
     path = put(tmp_path / "a") / "member.json"
     path.write_bytes(text.encode("latin-1"))
@@ -60,11 +63,13 @@ def test_bad_json(tmp_path, text):
 def test_missing_and_unknown_keys(tmp_path):
     path = put(tmp_path / "a") / "member.json"
     original = path.read_text()
+
     may_be_missing = {one.name for one in fields(ArtifactMeta) if {one.default, one.default_factory} != {MISSING}}
     for key in json.loads(original).keys() - may_be_missing:
         path.write_text(original)
         edit(path, **{key: ...})
         refused(lambda: read_artifact(tmp_path / "a"), path, f"key {key!r} is missing", "fetch this artifact again")
+
     path.write_text(original)
     edit(path, code="os.system")
     refused(lambda: read_artifact(tmp_path / "a"), path, "unknown key 'code'")
@@ -73,6 +78,7 @@ def test_missing_and_unknown_keys(tmp_path):
 @pytest.mark.parametrize(
     ("key", "value"),
     [
+        ("format_version", 2),
         ("member", "expert-01"),
         ("member", "../router"),
         ("network", "dit\n"),
@@ -97,7 +103,10 @@ def test_missing_and_unknown_keys(tmp_path):
 def test_wrong_values(tmp_path, key, value):
     path = put(tmp_path / "a") / "member.json"
     edit(path, **{key: value})
-    refused(lambda: read_artifact(tmp_path / "a"), path, f"key '{key}", "fetch this artifact again")
+
+    line = refused(lambda: read_artifact(tmp_path / "a"), path, key)
+
+    assert ("install the release" if key == "format_version" else "fetch this artifact again") in line
 
 
 WEIRD = [None, True, -1, 1e400, "", "x" * 500, "\0", [], [[]], {}, {"name": 1}, {"kind": [], "size": {}}]
@@ -118,21 +127,6 @@ def test_any_wrong_value_is_one_line(tmp_path):
                 lines.append(str(error))
     assert len(lines) > 200
     assert all("\n" not in line and (str(path) in line or line.startswith("expert-0: ")) for line in lines)
-
-
-@pytest.mark.parametrize("version", [0, 2])
-def test_unknown_format_version(tmp_path, version):
-    path = put(tmp_path / "a") / "member.json"
-    edit(path, format_version=version)
-    refused(lambda: read_artifact(tmp_path / "a"), path, "format_version", "install the release")
-
-
-def test_a_missing_format_version(tmp_path):
-    path = put(tmp_path / "a") / "member.json"
-    document = json.loads(path.read_text())
-    del document["format_version"]
-    path.write_text(json.dumps(document))
-    refused(lambda: read_artifact(tmp_path / "a"), path, "key 'format_version' is missing")
 
 
 def test_a_link_to_weights_elsewhere(tmp_path):

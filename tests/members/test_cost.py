@@ -13,25 +13,23 @@ from ddm_lightning.members.run import Run
 from ddm_lightning.shards.manifest import DataSizes
 
 
-@pytest.mark.parametrize(
-    ("island", "peak", "line"),
-    [
-        (IslandConfig("cpu", 2), None, "the peak of this CPU is not known, so no MFU is shown"),
-        (
-            IslandConfig("gpu", 4, nodes=2, precision="bf16-mixed"),
-            8 * 989.4e12,
-            "MFU against 8 x 989.4 TFLOP/s of NVIDIA H200 in bf16-mixed",
-        ),
-    ],
-)
-def test_the_line_of_the_cost_names_the_device_and_sums_the_peaks(monkeypatch, island, peak, line):
-    monkeypatch.setattr(cost, "flops_per_sample", lambda *_, **__: 2.5e9)
-    if island.accelerator == "gpu":
-        monkeypatch.setattr(cost, "peak_of_this_device", lambda *_: ("NVIDIA H200", 989.4))
-    member = SimpleNamespace(x_shape=None, condition=None)
-    found = cost.step_cost(member, island, None)
-    assert (found.flops, found.recomputed_flops, found.peak_flops) == (2.5e9, 0, pytest.approx(peak) if peak else None)
-    assert found.line == f"2.5 GFLOP per sample; {line}"
+def test_the_cost_names_the_device_sums_the_peaks_and_adds_a_forward_pass_for_checkpointing(monkeypatch):
+    made = planned()
+    monkeypatch.setattr(cost, "peak_of_this_device", lambda *_: ("NVIDIA H200", 989.4))
+    island = IslandConfig("gpu", 4, nodes=2, precision="bf16-mixed", activation_checkpointing=True)
+
+    found = cost.step_cost(made.member, island, made.network)
+
+    assert (found.flops, found.recomputed_flops) == (made.flops(), made.flops(backward=False))
+    assert found.peak_flops == pytest.approx(8 * 989.4e12)
+    figure = f"{made.flops() / 1e9:.4g} GFLOP per sample"
+    assert found.line == f"{figure}; MFU against 8 x 989.4 TFLOP/s of NVIDIA H200 in bf16-mixed"
+
+    monkeypatch.undo()
+    unknown = cost.step_cost(made.member, IslandConfig("cpu", 2), made.network)
+
+    assert (unknown.flops, unknown.recomputed_flops, unknown.peak_flops) == (made.flops(), 0, None)
+    assert unknown.line == f"{figure}; the peak of this CPU is not known, so no MFU is shown"
 
 
 @pytest.mark.parametrize(
@@ -42,7 +40,10 @@ def test_the_line_of_the_cost_names_the_device_and_sums_the_peaks(monkeypatch, i
 def test_weights_are_sharded_over_the_devices_of_one_node(num_bytes, strategy, nodes):
     """Of 3,200 bytes a device of 8 holds 400, beside 400 of gathered weights; half of it is for activations."""
     state = State(weights=400, gradients=400, optimizer=1600, ema=800)
+
     assert chosen_strategy(IslandConfig("gpu", 8, nodes=nodes, precision="32-true"), state, num_bytes) == strategy
+    assert chosen_strategy(IslandConfig("gpu", 1, nodes=1), state, num_bytes) == "single"
+    assert chosen_strategy(IslandConfig("gpu", 1, nodes=2), state, 6401) == "ddp"
 
 
 def test_the_longest_training_is_that_of_most_parameters_times_samples():
@@ -63,40 +64,41 @@ def test_a_device_computes_its_share_of_all_nodes_in_parts_of_about_one_size(siz
 
 def planned(*overrides):
     """Cost of an expert of five blocks and no condition."""
-    network = "expert.network={name: dit, params: {width: 32, depth: 5, num_heads: 2, patch_size: 4}%s}"
-    lora = ", lora: {rank: 2, target_modules: [qkv]}" if "lora" in overrides else ""
-    rest = [one for one in overrides if one != "lora"]
-    experiment = load_experiment(TINY, ["condition.kind=none", "sample.prompts=[]", network % lora, *rest])
+    network = "expert.network={name: dit, params: {width: 32, depth: 5, num_heads: 2, patch_size: 4}}"
+    experiment = load_experiment(TINY, ["condition.kind=none", "sample.prompts=[]", network, *overrides])
     member = Run(experiment).resolve("expert-0", DataSizes((3, 8, 8), 0, None, 0))
     return MemberCost(member)
 
 
 @pytest.mark.parametrize(
-    ("strategy", "precision", "gathered"),
+    ("strategy", "precision", "share", "gathered"),
     [
-        ("fsdp-shard-grad-op", "32-true", lambda weights: weights),
-        ("fsdp-shard-grad-op", "bf16-mixed", lambda weights: weights // 2),
-        ("fsdp", "32-true", lambda weights: 2 * weights // 5),
-        ("fsdp", "bf16-mixed", lambda weights: 2 * (weights // 2) // 5),
-        ("ddp", "bf16-mixed", None),
+        ("fsdp-shard-grad-op", "32-true", 4, 1),
+        ("fsdp-shard-grad-op", "bf16-mixed", 4, 1 / 2),
+        ("fsdp", "32-true", 4, 2 / 5),
+        ("fsdp", "bf16-mixed", 4, 1 / 5),
+        ("ddp", "bf16-mixed", 1, 0),
     ],
 )
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_a_device_holds_its_share_and_all_gathered_weights_or_those_of_two_blocks(strategy, precision, gathered, nodes):
+def test_a_device_holds_its_share_and_all_gathered_weights_or_those_of_two_blocks(
+    strategy, precision, share, gathered, nodes
+):
     """A training of one sample a device, whose weights take more than its activations."""
     made = planned("expert.train.ema_widths=[0.05, 0.1]", f"expert.train.global_batch_size={8 * nodes}")
-    weights, buffers = 4 * made.num_parameters, sum(one.nbytes for one in made.network.buffers())
+    weights = 4 * made.num_parameters
+    buffers = sum(one.nbytes for one in made.network.buffers())
+
     found = made.memory(IslandConfig("gpu", 4, nodes=nodes, precision=precision), strategy)
-    share = 4 if gathered else 1
+
+    each = weights // share
     assert buffers > 0
-    assert found.weights == weights // share + (gathered(weights) if gathered else 0) + buffers
-    assert (found.gradients, found.optimizer, found.ema) == (
-        weights // share,
-        2 * weights // share,
-        3 * weights // share,
-    )
-    # Sharded gradients outlast the backward pass; others come as the activations go.
-    kept = found.activations + found.gradients if gathered else max(found.activations, found.gradients)
+    assert found.weights == each + int(weights * gathered) + buffers
+    assert (found.gradients, found.optimizer, found.ema) == (each, 2 * each, 3 * each)
+    kept = max(found.activations, found.gradients)
+    if gathered:  # sharded gradients outlast the backward pass; others come as the activations go
+        kept = found.activations + found.gradients
+
     assert found.peak == found.weights + found.optimizer + found.ema + kept + found.temporary
     assert found.temporary >= 0
 
@@ -110,11 +112,13 @@ def test_an_average_a_copy_of_the_best_and_each_width_are_counted():
 
 def test_adapters_alone_are_trained_but_their_base_is_held():
     """Of rank 2 on five projections of 32 to 96 features."""
-    made, plain = planned("lora", "expert.init_from=base"), planned()
-    assert made.num_parameters == 5 * 2 * (32 + 96)
+    made = planned("expert.network.lora={rank: 2, target_modules: [qkv]}", "expert.init_from=base")
+
     found = made.memory(IslandConfig("gpu", 1), "single")
+
+    assert made.num_parameters == 5 * 2 * (32 + 96)
     assert found.optimizer == 8 * made.num_parameters
-    assert found.weights > 4 * plain.num_parameters
+    assert found.weights > 4 * planned().num_parameters
 
 
 def test_float16_computes_in_as_much_memory_as_bfloat16():
@@ -123,19 +127,3 @@ def test_float16_computes_in_as_much_memory_as_bfloat16():
         for precision in ("32-true", "bf16-mixed", "16-mixed")
     }
     assert kept["16-mixed"] == kept["bf16-mixed"] < kept["32-true"]
-
-
-def test_checkpointing_computes_a_forward_pass_again():
-    made = planned()
-    found = [
-        cost.step_cost(made.member, IslandConfig("cpu", 1, activation_checkpointing=on), made.network)
-        for on in (True, False)
-    ]
-    assert [one.recomputed_flops for one in found] == [made.flops(backward=False), 0]
-    assert found[0].flops == found[1].flops == made.flops()
-
-
-@pytest.mark.parametrize(("devices", "nodes", "expected"), [(1, 1, "single"), (1, 2, "ddp"), (2, 1, "ddp")])
-def test_one_device_on_each_of_several_nodes_is_not_single(devices, nodes, expected):
-    state = State(weights=1, gradients=1, optimizer=2, ema=1)
-    assert chosen_strategy(IslandConfig("gpu", devices, nodes=nodes), state, 100) == expected

@@ -11,23 +11,29 @@ from ddm_lightning.members.status import MemberStatus
 from ddm_lightning.shards.manifest import Manifest
 
 
+def handed_over(member, experiment, prepared, tmp_path):
+    """Description of the artifact of a member that has trained for 60 steps."""
+    manifest = Manifest.read(prepared.parent)
+    resolved = Member.resolve(member, experiment, manifest)
+    weights = {"weight": torch.ones(2)}
+    hand_over(tmp_path / member, resolved, manifest, weights, "velocity", MemberStatus(member, 60))
+    return read_meta(tmp_path / member)
+
+
 @pytest.mark.parametrize(("member", "shift"), [("expert-1", 3.0), ("monolith", 3.0), ("router", 1.5)])
 def test_an_artifact_has_the_timestep_shift_that_its_member_was_trained_with(tiny_prepared, tmp_path, member, shift):
     experiment = load_experiment(TINY, ["expert.timesteps.shift=3.0", "router.timesteps.shift=1.5"])
-    manifest, status = Manifest.read(tiny_prepared.parent), MemberStatus(member, 60)
-    resolved = Member.resolve(member, experiment, manifest)
-    hand_over(tmp_path / "artifact", resolved, manifest, {"weight": torch.ones(2)}, "velocity", status)
-    assert read_meta(tmp_path / "artifact").timestep_shift == shift
+    assert handed_over(member, experiment, tiny_prepared, tmp_path).timestep_shift == shift
 
 
 def test_an_artifact_counts_the_images_of_each_class(tiny_prepared, tmp_path):
     experiment = load_experiment(TINY, ["condition.kind=class", "sample.prompts=[]"])
     manifest = Manifest.read(tiny_prepared.parent)
     first, second = manifest.class_counts
-    expected = {"expert-1": second, "monolith": [a + b for a, b in zip(first, second, strict=True)]}
-    for member, counts in expected.items():
-        resolved = Member.resolve(member, experiment, manifest)
-        status = MemberStatus(member, 60)
-        hand_over(tmp_path / member, resolved, manifest, {"weight": torch.ones(2)}, "velocity", status)
-        assert read_meta(tmp_path / member).class_counts == counts
-    assert sum(counts) == manifest.num_samples
+
+    expert = handed_over("expert-1", experiment, tiny_prepared, tmp_path)
+    monolith = handed_over("monolith", experiment, tiny_prepared, tmp_path)
+
+    assert expert.class_counts == second
+    assert monolith.class_counts == [a + b for a, b in zip(first, second, strict=True)]
+    assert sum(monolith.class_counts) == manifest.num_samples

@@ -25,34 +25,23 @@ def gone():
 
 def test_status_round_trip(tmp_path):
     status = MemberStatus("router", 40, "training", 7, 1.5, 30.0, {"train/loss": 0.25})
+    assert MemberStatus.read(tmp_path, "router", 40) == MemberStatus("router", 40)
+
     status.write(tmp_path)
     read = MemberStatus.read(tmp_path, "router", 40)
+
     assert read == status
     assert read.pid == os.getpid()
     assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
 
 
-def test_a_missing_status_is_waiting(tmp_path):
-    assert MemberStatus.read(tmp_path, "router", 40) == MemberStatus("router", 40)
-
-
-def test_a_damaged_file_is_refused(tmp_path):
-    (tmp_path / "status.json").write_text('{"member": "rou')
-    with pytest.raises(UserError, match=r"status\.json: .*delete it"):
-        MemberStatus.read(tmp_path, "router", 40)
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"validated_step": "abc"}, "key 'validated_step': must be a whole number, is 'abc'"),
-        ({"metrics": 3}, "key 'metrics': must be a mapping, is 3"),
         ({"metrics": {"train/loss": "x"}}, "key 'metrics.train/loss': must be a finite number, is 'x'"),
-        ({"step": True}, "key 'step': must be a whole number, is True"),
         ({"step": -5}, "key 'step' = -5: must be at least 0"),
         ({"seconds": float("inf")}, "key 'seconds': must be a finite number, is inf"),
         ({"state": "flying"}, "key 'state' = 'flying': must be one of waiting, starting, .*, done"),
-        ({"later": 1}, "unknown key 'later'"),
     ],
 )
 def test_wrong_values_are_refused(tmp_path, changes, words):
@@ -67,8 +56,13 @@ def test_wrong_values_are_refused(tmp_path, changes, words):
 def test_a_dead_process_is_shown_as_killed(tmp_path, state):
     status = MemberStatus("router", 40, state, pid=os.getpid())
     assert status.shown_state() == state
-    status.pid = gone()
-    assert status.shown_state() == "killed"
+
+    for pid in (gone(), 0, -1, 99999999999999999999):
+        status.pid = pid
+        assert status.shown_state() == "killed"
+
+    status.state = "stopped"  # which needs no process
+    assert status.shown_state() == "stopped"
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="the system does not say when a process began")
@@ -86,16 +80,6 @@ def test_a_reused_process_id_is_not_training(tmp_path):
     with Path("/proc/uptime").open(encoding="ascii") as stream:
         now = round(float(stream.read().split()[0]) * os.sysconf("SC_CLK_TCK"))
     assert int(status.began) < ticks <= now < ticks + 60 * os.sysconf("SC_CLK_TCK")
-
-
-@pytest.mark.parametrize("pid", [0, -1, 99999999999999999999])
-def test_impossible_process_ids_are_dead(pid):
-    assert MemberStatus("router", 40, "training", pid=pid).shown_state() == "killed"
-
-
-@pytest.mark.parametrize("state", ["waiting", "stopped", "failed", "done"])
-def test_other_states_need_no_process(state):
-    assert MemberStatus("router", 40, state, pid=gone()).shown_state() == state
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="the system does not say what a process does")

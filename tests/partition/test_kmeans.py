@@ -132,25 +132,6 @@ def test_a_mean_far_from_zero_costs_no_precision():
     assert (near == far).float().mean() > 0.98
 
 
-def test_a_pile_of_near_duplicates_is_split():
-    x = torch.cat([1e-3 * torch.randn(600, 4, generator=generator(2)), torch.randn(400, 4, generator=generator(3))])
-    _, free = balanced_kmeans(x, 10, generator=generator())
-    _, held = balanced_kmeans(x, 10, generator=generator(), max_largest_over_mean=1.2)
-    assert free.bincount().max() > 400
-    assert held.bincount(minlength=10).max() <= 120
-
-
-def test_weights_count_like_copies():
-    x = cloud(40, 2, 7)
-    weights = torch.randint(1, 4, (40,), generator=generator(7)).double()
-    copies = x.repeat_interleave(weights.long(), 0)
-    options = {"num_iterations": 100, "num_restarts": 12}
-    centroids, assignment = balanced_kmeans(x, 3, generator=generator(), weights=weights, **options)
-    reference, reference_assignment = balanced_kmeans(copies, 3, generator=generator(), **options)
-    ours = inertia(copies, centroids, assignment.repeat_interleave(weights.long()))
-    assert ours == pytest.approx(inertia(copies, reference, reference_assignment), rel=0.01)
-
-
 @pytest.mark.parametrize(("num", "seed", "is_within"), [(8, 9, False), (10, 1, True)])
 def test_the_best_start_within_the_limit_beats_cheaper_ones_beyond_it(num, seed, is_within):
     """Of ten starts the cheapest exceeds the limit, or would be another one if weights did not count."""

@@ -1,6 +1,5 @@
 import hashlib
 import json
-import math
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ from ddm_lightning.core.errors import UserError
 from ddm_lightning.partition import build
 from ddm_lightning.partition.build import displaced_fractions, fit_partition
 from ddm_lightning.partition.columns import Rows
-from ddm_lightning.partition.partition import ClusterOfLabel, Partition, Samples, hashes
+from ddm_lightning.partition.partition import Partition, Samples, hashes
 
 
 def config(num_clusters, num_fine_centroids=1024, **options):
@@ -228,32 +227,11 @@ def test_whole_classes_are_packed_evenly():
     assert len({*zip(labels.tolist(), found.tolist(), strict=True)}) == 7
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_packing_is_about_as_even_as_integer_programming(seed):
-    from scipy.optimize import Bounds, LinearConstraint, milp
-
-    sizes = np.random.default_rng(seed).integers(1, 60, 9)
-    labels = np.repeat(np.arange(9), sizes)
-    num = 3
-    # Variables: class in cluster, then the largest load, which is made small.
-    each_once = np.hstack([np.kron(np.eye(9), np.ones(num)), np.zeros((9, 1))])
-    loads = np.hstack([np.kron(sizes, np.eye(num)), -np.ones((num, 1))])
-    best = milp(
-        np.r_[np.zeros(9 * num), 1],
-        constraints=[LinearConstraint(each_once, 1, 1), LinearConstraint(loads, -np.inf, 0)],
-        integrality=np.r_[np.ones(9 * num), 0],
-        bounds=Bounds(0, np.r_[np.ones(9 * num), np.inf]),
-    )
-    table = ClusterOfLabel.packed(labels, num, math.ceil(sizes.sum() / num)).cluster_of_label
-    largest = np.bincount(table.numpy(), sizes).max()
-    assert best.fun - 1e-6 <= largest <= 1.05 * best.fun
-
-
 @pytest.mark.parametrize("label", [1, 3, -1])
 def test_an_unknown_class_is_refused(tmp_path, label):
-    labels = np.repeat([0, 2], 10)
-    partition = fit(np.zeros((20, 2), np.float32), config(2, kind="labels"), labels=labels)
+    partition = fit(np.zeros((20, 2), np.float32), config(2, kind="labels"), labels=np.repeat([0, 2], 10))
     partition.save(tmp_path / "p")
+
     with pytest.raises(UserError, match=rf"sample 'b': .* no cluster for its class {label}; raise .*fit_fraction"):
         assign(Partition.load(tmp_path / "p"), np.zeros((2, 2), np.float32), np.array([0, label]), ["a", "b"])
 
