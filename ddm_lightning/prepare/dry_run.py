@@ -94,7 +94,7 @@ def dry_run(experiment: Experiment, run_dir: Path, check: Callable[[DataSizes], 
             "or prepare.filters"
         )
 
-    _, records, images = first
+    records, images = first
     num = len(records)
     keys = ""
     captions = list[str]()
@@ -107,7 +107,7 @@ def dry_run(experiment: Experiment, run_dir: Path, check: Callable[[DataSizes], 
 
     num_captions = 0
     labels = set()
-    for _, some, _ in chain([first], chunks):
+    for some, _ in chain([first], chunks):
         for record in some:
             num_captions += bool(record.caption)
             labels.add(record.label)

@@ -15,22 +15,21 @@ from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
-import torch
-from jaxtyping import Bool, Shaped, UInt8, UInt64
+from jaxtyping import Bool, Shaped, UInt64
 
 from ddm_lightning.config.experiment import PrepareConfig
 from ddm_lightning.core.devices import tf32
-from ddm_lightning.core.errors import UserError, first_line
+from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_files
-from ddm_lightning.encoders.interfaces import numbered
+from ddm_lightning.encoders.interfaces import Images, numbered
 from ddm_lightning.partition.columns import GrowingArray, PackedStrings, packed_strings
 from ddm_lightning.prepare.ledger import Entries, Job
 from ddm_lightning.prepare.near_duplicates import codes_of
 from ddm_lightning.prepare.reading import ENOUGH, Plugins, Reading, one_ahead, to_square
-from ddm_lightning.prepare.records import Part, Record
+from ddm_lightning.prepare.records import Part, Pixels, Record
 
 RECORDS = "records"
 LATENTS = "latents"
@@ -47,6 +46,9 @@ _THUMBNAIL_SIZE = 96  # pixels
 _CAPTIONS_AT_ONCE = 256
 _NO_IMAGE = np.empty((0, 0, 3), np.uint8)
 
+Hashes: TypeAlias = UInt64[np.ndarray, "n"]
+"""64-bit hashes of keys or of groups, one per sample."""
+Mask: TypeAlias = Bool[np.ndarray, "n"]
 OnProgress = Callable[[int], None]
 """Called with the number of samples read so far."""
 
@@ -120,8 +122,7 @@ def encode_part(job: PartJob, plugins: Plugins, on_progress: OnProgress) -> Entr
     """Write the missing columns of one part, and publish it; return the entries of its ledger.
 
     Raises:
-        UserError: the source breaks its contract, or now yields other samples than those of the existing columns; or a
-            GPU has too little memory.
+        UserError: the source breaks its contract, or now yields other samples than those of the existing columns.
     """
     ledger = job.ledger
     wanted = _wanted(job, plugins)
@@ -132,22 +133,16 @@ def encode_part(job: PartJob, plugins: Plugins, on_progress: OnProgress) -> Entr
         ledger.forget(*wanted)
 
     of_images = [name for name in (RECORDS, LATENTS, FEATURES) if name in wanted]
-    try:
-        if of_images:
-            _encode_images(job, of_images, plugins, on_progress)
-        if CAPTIONS in wanted:
-            _encode_captions(job, plugins, None if of_images else on_progress)
-        if SAMPLE in wanted:
-            # A copy, so that the fit need not read the features of all samples.
-            fraction = plugins.config.partition.fit_fraction
-            _derive(job, SAMPLE, lambda features, hashes: features[is_sampled(hashes, fraction)])
-        if CODES in wanted:
-            _derive(job, CODES, lambda features, _: codes_of(features))
-    except torch.OutOfMemoryError as error:
-        raise UserError(
-            f"part {job.part.name!r}: out of GPU memory ({first_line(error)}); "
-            "lower prepare.num_processes (each process loads its own networks), then run the same command again"
-        ) from None
+    if of_images:
+        _encode_images(job, of_images, plugins, on_progress)
+    if CAPTIONS in wanted:
+        _encode_captions(job, plugins, None if of_images else on_progress)
+    if SAMPLE in wanted:
+        # A copy, so that the fit need not read the features of all samples.
+        fraction = plugins.config.partition.fit_fraction
+        _derive(job, SAMPLE, lambda features, hashes: features[is_sampled(hashes, fraction)])
+    if CODES in wanted:
+        _derive(job, CODES, lambda features, _: codes_of(features))
 
     ledger.save()
     job.publish()
@@ -191,7 +186,7 @@ def key_hash(text: str) -> int:
     return int.from_bytes(blake2b(text.encode("utf-8"), digest_size=8).digest(), "little")
 
 
-def is_sampled(key_hash: UInt64[np.ndarray, "n"], fraction: float) -> Bool[np.ndarray, "n"]:
+def is_sampled(key_hash: Hashes, fraction: float) -> Mask:
     """Choose the samples on which the partition is fitted, by their keys alone."""
     if fraction == 1:
         return np.ones(len(key_hash), bool)
@@ -204,8 +199,8 @@ def _encode_images(job: PartJob, names: Collection[str], plugins: Plugins, on_pr
     reading = Reading(plugins.read(job.part), plugins)
     texts = _Records(job.num_parts, plugins.config)
     with _writing(job, *names) as sets:
-        for num_read, records, images in one_ahead(reading.chunks()):
-            on_progress(num_read)
+        for records, images in one_ahead(reading.chunks()):
+            on_progress(reading.num_read)
             texts.add(records, images)
             if LATENTS in names:
                 for name, rows in latent_rows(plugins, images).items():
@@ -224,7 +219,7 @@ def _encode_images(job: PartJob, names: Collection[str], plugins: Plugins, on_pr
             )
 
 
-def latent_rows(plugins: Plugins, images: UInt8[np.ndarray, "n h w 3"]) -> dict[str, Shaped[np.ndarray, "n c h w"]]:
+def latent_rows(plugins: Plugins, images: Images) -> dict[str, Shaped[np.ndarray, "n c h w"]]:
     """Encode images into the columns of the shards: ``x_0`` and, if configured, ``x_0_flipped``."""
     encoder = plugins.image_encoder
     rows = {"x_0": encoder.encode(images)}
@@ -315,10 +310,10 @@ class _Records:
         self._records: list[Record] = []
         """Without images."""
         self._max_thumbnails = max(1, MAX_THUMBNAILS // num_parts)
-        self._thumbnails: list[tuple[int, int, UInt8[np.ndarray, "h w 3"]]] = []
+        self._thumbnails: list[tuple[int, int, Pixels]] = []
         """Hash, row and image of the lowest hashes so far, which are a random sample."""
 
-    def add(self, records: list[Record], images: UInt8[np.ndarray, "n h w 3"]) -> None:
+    def add(self, records: list[Record], images: Images) -> None:
         """Collect one chunk."""
         found = self._thumbnails
         for record, image in zip(records, images, strict=True):

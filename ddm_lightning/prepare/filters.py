@@ -10,14 +10,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from jaxtyping import UInt8
 from rich.table import Table
 
 from ddm_lightning.config.experiment import ImagesConfig, PrepareConfig
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import sha256_file
 from ddm_lightning.core.formatting import table
+from ddm_lightning.prepare.records import Pixels
 
 PROPERTIES = ("image_height", "image_width", "min_side", "crop_top", "crop_left")
 """Values that every sample has, whatever its source."""
@@ -58,7 +57,7 @@ def conditions_of(config: PrepareConfig) -> dict[str, str]:
     return conditions
 
 
-def properties(image: UInt8[np.ndarray, "h w 3"], images: ImagesConfig) -> dict[str, int]:
+def properties(image: Pixels, images: ImagesConfig) -> dict[str, int]:
     """Return size and crop of an image in pixels.
 
     ``crop_top`` and ``crop_left`` are of the resized image, as in SDXL (Podell et al., arXiv 2307.01952, section 2.2).

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float64
 
 from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core.files import sha256_file
@@ -19,6 +18,7 @@ from ddm_lightning.partition.build import check_balance
 from ddm_lightning.partition.partition import Partition
 from ddm_lightning.prepare.prepared import Prepared
 from ddm_lightning.prepare.reading import Plugins
+from ddm_lightning.prepare.write_shards import Moments
 from ddm_lightning.shards.manifest import HELD_OUT, TRAIN, ClusterSamples, Manifest, shard_name
 from ddm_lightning.shards.mosaic import merge_index
 
@@ -118,7 +118,7 @@ def _merge_folders(shards: Path, groups: Sequence[Mapping[str, Any]]) -> tuple[C
     return num_samples, {name: sha256_file(shards / name / "index.json") for name in sorted(folders)}
 
 
-def statistics_of(moments: Float64[np.ndarray, "3 c"]) -> dict[str, list[float]]:
+def statistics_of(moments: Moments) -> dict[str, list[float]]:
     """Return mean and std per channel from the sums of ``write_split``."""
     count, total, squares = moments
     mean = total / count

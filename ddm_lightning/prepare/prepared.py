@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-from jaxtyping import Bool, Int, Shaped, UInt8, UInt64
+from jaxtyping import Int, Shaped, UInt8, UInt64
 
 from ddm_lightning.core import remote
 from ddm_lightning.core.checks import read_record
 from ddm_lightning.core.errors import UserError, note
 from ddm_lightning.core.files import atomic_write_json, atomic_write_text, read_json
-from ddm_lightning.partition.columns import PackedStrings, Rows, StoredArray, opened
+from ddm_lightning.partition.columns import PackedStrings, RowNumbers, Rows, StoredArray, opened
 from ddm_lightning.partition.partition import Samples
 from ddm_lightning.prepare.encode import (
     CODES,
@@ -31,6 +31,8 @@ from ddm_lightning.prepare.encode import (
     ROWS_FILE,
     SAMPLE,
     TEXTS_FILE,
+    Hashes,
+    Mask,
     check_broken,
     is_sampled,
 )
@@ -44,7 +46,6 @@ GROUP_SIZE = 64
 
 _AGAIN = "delete it and run prepare again, where the images are"
 
-RowNumbers: TypeAlias = Int[np.ndarray, "m"]
 Kept: TypeAlias = Sequence[RowNumbers | None]
 """Rows of each part; None for all of them."""
 
@@ -200,7 +201,7 @@ class Prepared:
 
         return int(ledger.entries[RECORDS]["num_rows"])
 
-    def sample(self, fraction: float) -> tuple[Samples, UInt64[np.ndarray, "n"]]:
+    def sample(self, fraction: float) -> tuple[Samples, Hashes]:
         """Return the usable samples on which a partition is fitted, and the hashes that decide their split.
 
         Args:
@@ -373,7 +374,7 @@ def _unfit_rows(prepared: Prepared, column_sets: Collection[str], starts: RowNum
     return causes
 
 
-def _duplicates(prepared: Prepared, usable: Bool[np.ndarray, "n"]) -> RowNumbers:
+def _duplicates(prepared: Prepared, usable: Mask) -> RowNumbers:
     """Return all but the first usable row of each key, by 64-bit hashes."""
     if not len(usable):
         return np.array([], np.int64)
@@ -384,7 +385,7 @@ def _duplicates(prepared: Prepared, usable: Bool[np.ndarray, "n"]) -> RowNumbers
     return order[1:][hashes[order[1:]] == hashes[order[:-1]]]
 
 
-def _codes(prepared: Prepared, usable: Bool[np.ndarray, "n"], starts: RowNumbers) -> UInt64[np.ndarray, "m 4"]:
+def _codes(prepared: Prepared, usable: Mask, starts: RowNumbers) -> UInt64[np.ndarray, "m 4"]:
     """Return the codes of the usable rows, read part by part: all at once, they would take twice the memory."""
     arrays = prepared.arrays(CODES, "codes")
     codes = np.empty((np.count_nonzero(usable), *arrays[0].shape[1:]), np.uint64)
@@ -422,7 +423,7 @@ class Thumbnails(NamedTuple):
     """Small images of some samples."""
 
     images: UInt8[np.ndarray, "m s s 3"]
-    clusters: Int[np.ndarray, "m"]
+    clusters: RowNumbers
     captions: Sequence[str]
 
     @classmethod

@@ -19,15 +19,14 @@ from types import NoneType
 from typing import Any, TypeVar
 
 import numpy as np
-from jaxtyping import UInt8
 from PIL import Image, ImageOps
 
 from ddm_lightning.config.experiment import PrepareConfig
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import CAPTION_ENCODERS, FEATURES, IMAGE_ENCODERS, SOURCES
-from ddm_lightning.encoders.interfaces import CaptionEncoder, Features, ImageEncoder
+from ddm_lightning.encoders.interfaces import CaptionEncoder, Features, ImageEncoder, Images
 from ddm_lightning.prepare.filters import IN_DROP_KEYS, PROPERTIES, Filters, extra_columns, number_in, properties
-from ddm_lightning.prepare.records import BrokenSample, Part, Record, Source
+from ddm_lightning.prepare.records import BrokenSample, Part, Pixels, Record, Source
 from ddm_lightning.prepare.sources.decode import caption_in
 from ddm_lightning.shards.manifest import DataSizes
 
@@ -220,8 +219,8 @@ class Reading:
             "image_size": self.image_size,
         }
 
-    def chunks(self) -> Iterator[tuple[int, list[Record], UInt8[np.ndarray, "n h w 3"]]]:
-        """Yield ``num_read``, up to ``IMAGES_AT_ONCE`` samples, and their square images.
+    def chunks(self) -> Iterator[tuple[list[Record], Images]]:
+        """Yield up to ``IMAGES_AT_ONCE`` samples and their square images.
 
         Raises:
             UserError: the source breaks its contract, or images differ in size and no size is set.
@@ -229,9 +228,9 @@ class Reading:
         samples = self._samples()
         while chunk := list(islice(samples, IMAGES_AT_ONCE)):
             self.num_rows += len(chunk)
-            yield self.num_read, [record for record, _ in chunk], np.stack([image for _, image in chunk])
+            yield [record for record, _ in chunk], np.stack([image for _, image in chunk])
 
-    def _samples(self) -> Iterator[tuple[Record, UInt8[np.ndarray, "h w 3"]]]:
+    def _samples(self) -> Iterator[tuple[Record, Pixels]]:
         for found in self.found:
             self.num_read += 1
             if isinstance(found, Record):
@@ -284,7 +283,7 @@ class Reading:
 
         return replace(found, values=kept)
 
-    def _square(self, record: Record) -> UInt8[np.ndarray, "h w 3"]:
+    def _square(self, record: Record) -> Pixels:
         image = record.image
         size = self.config.images.size
         if size is not None:
@@ -298,7 +297,7 @@ class Reading:
         return UserError(f"source {self.config.source.name!r}: sample {record.key!r} {problem}; {remedy}")
 
 
-def _size(image: UInt8[np.ndarray, "h w 3"]) -> str:
+def _size(image: Pixels) -> str:
     return f"{image.shape[1]} x {image.shape[0]}"
 
 
@@ -318,7 +317,7 @@ def _with_plain_text(found: Record | BrokenSample) -> Record | BrokenSample:
     return found
 
 
-def to_square(image: UInt8[np.ndarray, "h w 3"], size: int, aspect: str) -> UInt8[np.ndarray, "size size 3"]:
+def to_square(image: Pixels, size: int, aspect: str) -> Pixels:
     """Resize an image to ``size`` × ``size`` pixels (Lanczos).
 
     Args:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 from jaxtyping import UInt8
+
+Pixels: TypeAlias = UInt8[np.ndarray, "h w 3"]
+"""RGB image of any size."""
 
 
 @dataclass(frozen=True)
@@ -16,7 +19,7 @@ class Record:
 
     key: str
     """Unique name, independent of other samples; decides whether the sample is held out."""
-    image: UInt8[np.ndarray, "h w 3"]
+    image: Pixels
     """RGB image of any size."""
     caption: str
     """Caption; empty if unknown."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int, Int64, Shaped, UInt8
+from jaxtyping import Float, Int, Shaped, UInt8
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from PIL import Image
 from torch import Tensor
@@ -22,7 +22,7 @@ from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core.files import atomic_write_text
 from ddm_lightning.core.grids import labelled_grid, save_png
 from ddm_lightning.partition.build import displaced_fractions
-from ddm_lightning.partition.columns import Rows
+from ddm_lightning.partition.columns import RowNumbers, Rows
 from ddm_lightning.partition.partition import Partition
 from ddm_lightning.prepare.prepared import Prepared, Thumbnails
 from ddm_lightning.prepare.reading import Plugins
@@ -43,11 +43,16 @@ _MAX_CAPTIONS = 8
 class ReportData:
     """A prepared data set: n samples of the fit in k clusters, feature width d."""
 
+    title: str
+    attribution: str
+    """Credit, printed on the page and on the grid of images."""
+    seed: int
+    """Chooses the measured samples and the images."""
     thumbnails: Thumbnails
     """Small images of a uniform sample of the data set."""
     features: Rows
     """[n d], of the samples on which the partition was fitted; may exceed memory."""
-    clusters: Int[np.ndarray, "n"]
+    clusters: RowNumbers
     """Cluster of each of these samples."""
     metric: str
     """``spherical`` (cosine distance) or ``euclidean``."""
@@ -73,10 +78,10 @@ class Measures:
     centroid_distances: Float[np.ndarray, "k k"]
 
 
-def measure(data: ReportData, seed: int) -> Measures:
+def measure(data: ReportData) -> Measures:
     """Measure a partition on at most ``MAX_ROWS`` rows; deterministic for a seed."""
     num_samples = len(data.clusters)
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(data.seed)
     rows = np.sort(random.choice(num_samples, min(num_samples, MAX_ROWS), replace=False, shuffle=False))
     features = to_metric_space(data.features.take(rows), data.metric)
     clusters = torch.from_numpy(data.clusters[rows].astype(np.int64))
@@ -139,14 +144,12 @@ def compute_silhouettes(features: Float[Tensor, "n d"], clusters: Int[Tensor, "n
 def report_partition(experiment: Experiment, plugins: Plugins, prepared: Prepared, thumbnails: Thumbnails) -> None:
     """Write ``clusters.png`` and ``report/report.html`` of a prepared data set."""
     config = experiment.prepare
-    credit: dict[str, Any] = {
-        "title": f"{experiment.name}: clusters of {config.source.name}, by {config.features.name}",
-        "attribution": plugins.source.attribution,
-        "seed": experiment.seed,
-    }
     partition = Partition.load(prepared.partition_file)
     sample, _ = prepared.sample(config.partition.fit_fraction)
     data = ReportData(
+        title=f"{experiment.name}: clusters of {config.source.name}, by {config.features.name}",
+        attribution=plugins.source.attribution,
+        seed=experiment.seed,
         thumbnails=thumbnails,
         features=sample.features,
         clusters=prepared.clusters,
@@ -156,24 +159,16 @@ def report_partition(experiment: Experiment, plugins: Plugins, prepared: Prepare
         displaced=displaced_fractions(partition, sample.features, prepared.clusters, config.partition.device),
         facts={name: getattr(config, name.replace(" ", "_")).name for name in ("source", "features", "image encoder")},
     )
-    save_png(prepared.folder / "clusters.png", cluster_grid(data, **credit))
-    write_report(prepared.folder / "report" / "report.html", data, **credit)
+    save_png(prepared.folder / "clusters.png", cluster_grid(data))
+    write_report(prepared.folder / "report" / "report.html", data)
 
 
-def write_report(path: Path, data: ReportData, *, title: str, attribution: str, seed: int) -> None:
-    """Write the page about a partition; the same bytes for the same input.
-
-    Args:
-        path: the HTML file.
-        data: the prepared data set.
-        title: of the page.
-        attribution: credit, printed on the page.
-        seed: chooses the measured samples and the images.
-    """
-    measures = measure(data, seed)
+def write_report(path: Path, data: ReportData) -> None:
+    """Write the page about a partition; the same bytes for the same input."""
+    measures = measure(data)
     num_clusters = len(data.counts)
     max_images = max(_MIN_SHOWN, min(_MAX_SHOWN, _MAX_SHOWN_IN_ALL // num_clusters))
-    shown = choose_images(data.thumbnails.clusters, num_clusters, seed, max_images)
+    shown = choose_images(data.thumbnails.clusters, num_clusters, data.seed, max_images)
     templates = Environment(
         loader=PackageLoader(__package__),
         autoescape=True,
@@ -184,8 +179,7 @@ def write_report(path: Path, data: ReportData, *, title: str, attribution: str, 
     templates.filters["number"] = _number
     template = templates.get_template("report.html.j2")
     clusters = [_describe_cluster(data, measures, k, indices) for k, indices in enumerate(shown)]
-    given = {"title": title, "attribution": attribution, "data": data, "measures": measures, "clusters": clusters}
-    atomic_write_text(path, template.render(given))
+    atomic_write_text(path, template.render(data=data, measures=measures, clusters=clusters))
 
 
 def _number(value: float, style: str = ".3f") -> str:
@@ -196,9 +190,7 @@ def _number(value: float, style: str = ".3f") -> str:
     return format(value, style)
 
 
-def _describe_cluster(
-    data: ReportData, measures: Measures, cluster: int, indices: Int64[np.ndarray, "shown"]
-) -> dict[str, Any]:
+def _describe_cluster(data: ReportData, measures: Measures, cluster: int, indices: RowNumbers) -> dict[str, Any]:
     distances = measures.centroid_distances[cluster]
     neighbours = []
     for k in distances.argsort(kind="stable").tolist():
@@ -228,9 +220,7 @@ def _image_url(image: UInt8[np.ndarray, "s s 3"]) -> str:
     return f"data:image/webp;base64,{base64.b64encode(stream.getvalue()).decode('ascii')}"
 
 
-def choose_images(
-    clusters: Int[np.ndarray, "m"], num_clusters: int, seed: int, max_images: int
-) -> list[Int64[np.ndarray, "shown"]]:
+def choose_images(clusters: RowNumbers, num_clusters: int, seed: int, max_images: int) -> list[RowNumbers]:
     """Choose the indices of at most ``max_images`` random images of each cluster."""
     chosen = []
     for cluster in range(num_clusters):
@@ -240,13 +230,13 @@ def choose_images(
     return chosen
 
 
-def cluster_grid(data: ReportData, title: str, attribution: str, seed: int) -> Image.Image:
+def cluster_grid(data: ReportData) -> Image.Image:
     """Arrange random images in one row per cluster, labelled with the cluster's size and share."""
-    chosen = choose_images(data.thumbnails.clusters, len(data.counts), seed, _GRID_COLUMNS)
+    chosen = choose_images(data.thumbnails.clusters, len(data.counts), data.seed, _GRID_COLUMNS)
     rows = []
     for k, (count, indices) in enumerate(zip(data.counts, chosen, strict=True)):
         label = f"cluster {k} · {count:,} ({count / data.counts.sum():.1%})"
         rows.append((label, list(data.thumbnails.images[indices])))
 
     scale = max(1, round(_CELL_PIXELS / data.thumbnails.images.shape[1]))
-    return labelled_grid(rows, scale, title, footer=attribution)
+    return labelled_grid(rows, scale, data.title, footer=data.attribution)

@@ -7,17 +7,18 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float64, Int, Shaped, UInt64
+from jaxtyping import Float64, Shaped
 
 from ddm_lightning.config.experiment import ShardsConfig
 from ddm_lightning.core.files import atomic_files, read_json, sha256_file
 from ddm_lightning.encoders.interfaces import StoredForm, array_encoding, numbered, parse_encoding
-from ddm_lightning.partition.columns import Rows, packed_strings
+from ddm_lightning.partition.columns import RowNumbers, Rows, packed_strings
 from ddm_lightning.partition.partition import Partition, Samples
-from ddm_lightning.prepare.encode import CAPTIONS, FEATURES, LATENTS, RECORDS, num_captions
+from ddm_lightning.prepare.encode import CAPTIONS, FEATURES, LATENTS, RECORDS, Hashes, Mask, num_captions
 from ddm_lightning.prepare.ledger import Entries, Job
 from ddm_lightning.prepare.prepared import Prepared
 from ddm_lightning.prepare.reading import Plugins
@@ -29,6 +30,10 @@ GROUP = "group"
 _SAMPLES_AT_ONCE = 256
 _MAX_BYTES = 1 << 29
 """Bytes of samples that a process reads at a time: many, because it reads them in the order of the disk."""
+
+
+Moments: TypeAlias = Float64[np.ndarray, "3 c"]
+"""Per channel of ``x_0``: number of values, their sum, and the sum of their squares."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,7 @@ class Split:
     """Hashes below the limit that are trained on."""
 
     @classmethod
-    def of(cls, split_hash: UInt64[np.ndarray, "n"], clusters: Int[np.ndarray, "n"], fraction: float) -> Split:
+    def of(cls, split_hash: Hashes, clusters: RowNumbers, fraction: float) -> Split:
         """Decide from the samples of the fit.
 
         Every cluster keeps samples to train on. With a fraction above 0, every cluster of at least two groups also has
@@ -71,7 +76,7 @@ class Split:
         moved_in = np.unique(split_hash[below & ~held_out])
         return cls(fraction, moved_out.tolist(), moved_in.tolist())
 
-    def is_held_out(self, split_hash: UInt64[np.ndarray, "n"]) -> Bool[np.ndarray, "n"]:
+    def is_held_out(self, split_hash: Hashes) -> Mask:
         """Whether each sample is held out."""
         below = split_hash < np.uint64(int(self.limit * 2.0**64))
         held_out = np.isin(split_hash, np.array(self.held_out, np.uint64))
@@ -95,28 +100,25 @@ class ShardColumns:
 
 
 def split_orders(
-    held_out: Bool[np.ndarray, "n"], clusters: Int[np.ndarray, "n"], num_clusters: int, seed: int, group: int = 0
-) -> list[tuple[int, str, Int[np.ndarray, "m"]]]:
-    """Return cluster, split and samples of each non-empty folder; shuffled, so that sequential readers see no order."""
-    orders = []
+    held_out: Mask, clusters: RowNumbers, num_clusters: int, seed: int, group: int = 0
+) -> Iterator[tuple[int, str, RowNumbers]]:
+    """Yield cluster, split and samples of each non-empty folder; shuffled, so that sequential readers see no order."""
     for cluster in range(num_clusters):
         for split_index, split in enumerate((TRAIN, HELD_OUT)):
             ids = np.flatnonzero((clusters == cluster) & (held_out == split_index))
             if len(ids):
                 random = np.random.default_rng([seed, cluster, split_index, group])
-                orders.append((cluster, split, random.permutation(ids)))
-
-    return orders
+                yield cluster, split, random.permutation(ids)
 
 
 def write_split(
     folder: Path,
     cluster: int,
-    order: Int[np.ndarray, "m"],
+    order: RowNumbers,
     samples: ShardColumns,
     config: ShardsConfig,
     on_progress: Callable[[int], None],
-) -> Float64[np.ndarray, "3 c"]:
+) -> Moments:
     """Write the shards of one cluster and split.
 
     Columns: those of ``samples``, ``sample_id`` (the sample's row in the whole data set), ``cluster`` and the captions.
@@ -129,10 +131,8 @@ def write_split(
         config: shard size and compression.
         on_progress: called with the number of samples written so far.
 
-    Returns:
-        Per channel of ``x_0``: number of values, their sum, and the sum of their squares.
     """
-    moments: list[Float64[np.ndarray, "3 c"]] = []
+    moments = []
     encodings = {**samples.encodings, "sample_id": "int64", "cluster": "int32"} | dict.fromkeys(samples.captions, "str")
     num_written = 0
     with open_writer(folder, encodings, config.compression, config.max_bytes) as writer:
@@ -153,10 +153,10 @@ def write_split(
             num_written += len(stored)
             on_progress(num_written)
 
-    return sum(moments[1:], moments[0])
+    return np.sum(moments, axis=0)
 
 
-def _blocks(samples: ShardColumns, order: Int[np.ndarray, "m"]) -> Iterator[dict[str, Shaped[np.ndarray, "b ..."]]]:
+def _blocks(samples: ShardColumns, order: RowNumbers) -> Iterator[dict[str, Shaped[np.ndarray, "b ..."]]]:
     """Yield the samples in this order, some at a time, of which no more than ``_MAX_BYTES`` are read ahead."""
     row_bytes = 0
     for column in samples.columns.values():
@@ -258,7 +258,7 @@ def _write_group(job: GroupJob, plugins: Plugins, on_progress: Callable[[int], N
     ledger.save()
 
 
-def columns_of(prepared: Prepared, plugins: Plugins, labels: Int[np.ndarray, "n"]) -> ShardColumns:
+def columns_of(prepared: Prepared, plugins: Plugins, labels: RowNumbers) -> ShardColumns:
     """Return the columns to store in the shards and their encodings."""
     encoder = plugins.image_encoder
     captions = plugins.caption_encoder

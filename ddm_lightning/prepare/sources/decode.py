@@ -9,10 +9,9 @@ from io import BytesIO
 from typing import Any
 
 import numpy as np
-from jaxtyping import UInt8
 from PIL import Image, ImageOps, PngImagePlugin, UnidentifiedImageError
 
-from ddm_lightning.prepare.records import BrokenSample
+from ddm_lightning.prepare.records import BrokenSample, Pixels
 
 MAX_PIXELS = 1 << 27
 """Largest width times height to decode: the header of a small file can claim any size."""
@@ -24,9 +23,7 @@ PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY
 _SIGNATURES = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF8", b"RIFF", b"II*\x00", b"MM\x00*", b"BM")
 
 
-def decode(
-    data: bytes | Image.Image | Exception, key: str, max_pixels: int = MAX_PIXELS
-) -> UInt8[np.ndarray, "h w 3"] | BrokenSample:
+def decode(data: bytes | Image.Image | Exception, key: str, max_pixels: int = MAX_PIXELS) -> Pixels | BrokenSample:
     """Decode an image: upright, on white where it is transparent, the first frame of an animation.
 
     The one decoder of images from other people. Grey of more than 8 bits is scaled to 8: from 12 bits if no value is
@@ -64,7 +61,7 @@ def decode(
         return BrokenSample(key, "damaged image", one_line(error))
 
 
-def _rgb(image: Image.Image, key: str, max_pixels: int) -> UInt8[np.ndarray, "h w 3"] | BrokenSample:
+def _rgb(image: Image.Image, key: str, max_pixels: int) -> Pixels | BrokenSample:
     if image.width * image.height > max_pixels:
         return BrokenSample(key, "too many pixels", f"{image.width} x {image.height}; at most {max_pixels}")
     if not image.width * image.height:

@@ -163,20 +163,17 @@ class TableSource:
                 return BrokenSample(key, "no group")
 
         image = self._image(row[self.image_column], key)
-        if isinstance(image, BrokenSample):
-            return image
-
-        label: int | BrokenSample = 0
+        label: Any = 0
         if self.label_column is not None:
             label = self._label(row[self.label_column], key)
-        if isinstance(label, BrokenSample):
-            return label
 
-        caption: str | BrokenSample = ""
+        caption: Any = ""
         for name in self.captions:
             caption = caption or caption_in(row[name], key)
-        if isinstance(caption, BrokenSample):
-            return caption
+
+        for found in (image, label, caption):
+            if isinstance(found, BrokenSample):
+                return found
 
         values = {name: row[name] for name in self.extra_columns}
         return Record(key, image, caption, label, group, values=values)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import ClassVar
 
 import numpy as np
 from jaxtyping import Bool
 
+from ddm_lightning.core.checks import option
 from ddm_lightning.core.registry import SOURCES, require
 from ddm_lightning.prepare.records import Part, Record, block_of, block_parts
 
@@ -25,28 +27,28 @@ _KINDS = [(list(_COLOURS)[i % len(_COLOURS)], _SHAPES[i % len(_SHAPES)]) for i i
 
 
 @SOURCES.register("blobs")
+@dataclass
 class Blobs:
     """Synthetic shapes at random positions and sizes on a light background; a kind is one colour and one shape.
 
     Args:
         num_samples: number of images.
         image_size: height and width in pixels.
-        num_kinds: number of kinds, at most 20; the label is the kind.
+        num_kinds: number of kinds; the label is the kind.
         seed: of the random numbers.
     """
 
-    packages: tuple[str, ...] = ()
-    attribution = ""
+    num_samples: int = 256
+    image_size: int = 16
+    num_kinds: int = option(4, low=1, high=len(_KINDS))
+    seed: int = 0
 
-    def __init__(self, num_samples: int = 256, image_size: int = 16, num_kinds: int = 4, seed: int = 0) -> None:
-        if not 1 <= num_kinds <= len(_KINDS):
-            raise ValueError(f"num_kinds must be from 1 to {len(_KINDS)}")
+    packages: ClassVar[tuple[str, ...]] = ()
+    attribution: ClassVar = ""
 
-        self.num_samples = num_samples
-        self.image_size = image_size
-        self.num_classes = num_kinds
-        self.seed = seed
-        self.class_names = [*map(" ".join, _KINDS[:num_kinds])]
+    def __post_init__(self) -> None:
+        self.num_classes = self.num_kinds
+        self.class_names = [*map(" ".join, _KINDS[: self.num_kinds])]
 
     def parts(self) -> list[Part]:
         """List blocks of images."""

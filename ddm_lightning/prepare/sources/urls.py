@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import glob
-import io
 import os
 import posixpath
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 from fsspec.core import has_magic
 from fsspec.implementations.local import LocalFileSystem
@@ -156,15 +155,25 @@ class Files:
 
         return names
 
-    def open(self, relative: str) -> CheckedFile:
+    def open(self, relative: str) -> Any:
         """Open a file for reading and seeking.
 
         Raises:
-            UserError: the file cannot be opened; also from any later read that fails.
+            UserError: the file cannot be opened; also from any later read that fails, because a parser might take a
+                broken connection for damage.
         """
         filesystem, _ = self._filesystem()
         with self.reading(relative):
-            return CheckedFile(filesystem.open(self.inner_path(relative), "rb"), self, relative)
+            file = filesystem.open(self.inner_path(relative), "rb")
+
+        read = file.read
+
+        def checked(size: int = -1) -> bytes:
+            with self.reading(relative):
+                return read(size)
+
+        file.read = checked
+        return file
 
     def content(self, relative: str) -> bytes:
         """Read a whole file.
@@ -272,25 +281,3 @@ def _split_pattern(filesystem: AbstractFileSystem, inner: str) -> tuple[str, str
             return root, "/".join([glob.escape(root), *pieces[number:]])
 
     raise FileNotFoundError(inner)
-
-
-class CheckedFile(io.RawIOBase):
-    """A file whose failed reads raise ``UserError``: a parser might take a broken connection for damage."""
-
-    def __init__(self, file: BinaryIO, files: Files, relative: str) -> None:
-        super().__init__()
-        self._file = file
-        self._files = files
-        self._relative = relative
-        for name in ("seek", "tell", "readable", "seekable"):
-            setattr(self, name, getattr(file, name))
-
-    def read(self, size: int = -1, /) -> bytes:
-        """Read bytes."""
-        with self._files.reading(self._relative):
-            return self._file.read(size)
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-        super().close()
