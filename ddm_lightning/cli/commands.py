@@ -89,8 +89,9 @@ def _dry_run(experiment: Experiment, options: argparse.Namespace) -> None:
     console.print(dry_run_table(plan, num_processes, num_gpus_for(prepare)))
     print(plan.seen)
     if prepare.filters or prepare.drop_keys:
-        title = f"filters, by {plan.num_looked_at:,} samples"
-        console.print(filter_table(plan.num_looked_at, plan.filtered, plan.num_broken, title))
+        looked = plan.looked
+        title = f"filters, by {looked.num_read:,} samples"
+        console.print(filter_table(looked.num_read, looked.filtered, len(looked.broken), title))
 
     print(f"stages to run: {', '.join(plan.stages) or 'none, all is up to date'}")
     print(f"parts to encode: {plan.num_unfinished_parts} of {plan.num_parts}\nnothing was written")

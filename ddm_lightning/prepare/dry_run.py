@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
@@ -35,33 +35,30 @@ class DryRun:
     """None if unknown before reading."""
     estimates: Mapping[str, tuple[int, float]]
     """Bytes and seconds per sample of each group of columns, measured in one process; 0 seconds if not measured."""
-    num_looked_at: int = 0
+    looked: Reading
     """Samples read, from all over the source."""
-    num_captions: int = 0
+    num_captions: int
     """Samples with a caption, of those that can be used."""
-    num_labels: int = 0
+    num_labels: int
     """Different labels of those."""
-    num_broken: int = 0
-    """Broken samples of those."""
-    filtered: Mapping[str, int] = field(default_factory=dict)
-    """Samples of those that each filter takes out."""
 
     @property
     def seen(self) -> str:
         """What was found in the samples read, in words."""
         return (
-            f"of {self.num_looked_at:,} samples from all over the source: with a caption {self.num_captions:,}, "
-            f"different labels {self.num_labels:,}, broken {self.num_broken:,}"
+            f"of {self.looked.num_read:,} samples from all over the source: with a caption {self.num_captions:,}, "
+            f"different labels {self.num_labels:,}, broken {len(self.looked.broken):,}"
         )
 
     @property
     def num_kept(self) -> int | None:
         """Estimate of the samples to encode; None if unknown before reading."""
-        if self.num_samples is None or not self.filtered:
+        looked = self.looked
+        if self.num_samples is None or not looked.filtered:
             return self.num_samples
 
-        num_lost = self.num_broken + sum(self.filtered.values())
-        return round(self.num_samples * (1 - num_lost / self.num_looked_at))
+        num_lost = len(looked.broken) + looked.filtered.total()
+        return round(self.num_samples * (1 - num_lost / looked.num_read))
 
 
 @tf32()
@@ -96,13 +93,11 @@ def dry_run(experiment: Experiment, run_dir: Path, check: Callable[[DataSizes], 
 
     records, images = first
     num = len(records)
-    keys = ""
     captions = list[str]()
     for record in records:
-        keys += record.key
         captions += record.captions or (record.caption,)
 
-    texts = len("".join([keys, *captions]).encode())
+    texts = len("".join([*(record.key for record in records), *captions]).encode())
     estimates = {"keys and captions": (texts // num, seconds / num)}
 
     num_captions = 0
@@ -130,11 +125,9 @@ def dry_run(experiment: Experiment, run_dir: Path, check: Callable[[DataSizes], 
         len(preparation.unfinished(preparation.part_jobs())),
         count_samples(parts),
         estimates,
-        num_looked_at=reading.num_read,
-        num_captions=num_captions,
-        num_labels=len(labels),
-        num_broken=len(reading.broken),
-        filtered=reading.filtered,
+        reading,
+        num_captions,
+        len(labels),
     )
 
 

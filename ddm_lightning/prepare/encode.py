@@ -207,7 +207,7 @@ def _encode_images(job: PartJob, names: Collection[str], plugins: Plugins, on_pr
                     sets[LATENTS].add(name, rows, "encoded image is not finite")
 
             if FEATURES in names:
-                sets[FEATURES].add("features", plugins.features.encode(images), "features are not finite")
+                sets[FEATURES].add(FEATURES, plugins.features.encode(images), "features are not finite")
 
         on_progress(reading.num_read)
         if RECORDS in names:

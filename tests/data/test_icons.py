@@ -55,11 +55,8 @@ def found_in(package, **params):
     return {one.key: one for part in source.parts() for one in source.read(part)}
 
 
-def test_it_keeps_the_contract_of_sources(package):
-    check_source(lambda: SOURCES.build("icons", {"path": str(package), "size": 16}))
-
-
 def test_free_colourful_icons_without_trademarks_and_skin_tones_are_taken(package):
+    check_source(lambda: SOURCES.build("icons", {"path": str(package), "size": 16}))
     found = found_in(package)
     usable = {key for key, one in found.items() if not isinstance(one, BrokenSample)}
     assert usable == {"free/red-apple", "free/wide-box", "free/offset", "other/red-apple-2-flat"}
@@ -79,9 +76,7 @@ def test_icons_fill_a_white_square_whatever_their_view_box(package):
     expected[4:12] = [0, 0, 255]
     np.testing.assert_array_equal(found["free/wide-box"].image, expected)
 
-
-def test_one_concept_has_one_caption_and_one_group_in_all_sets(package):
-    found = found_in(package)
+    # One concept has one caption and one group in all sets.
     for key in ("free/red-apple", "other/red-apple-2-flat"):
         assert (found[key].caption, found[key].group) == ("red apple", "redapple")
 

@@ -4,8 +4,7 @@ from hashlib import sha256
 
 import numpy as np
 import pytest
-from prepare.listed import Listed, plug_in, record, records
-from prepare.tiny_experiment import tiny_experiment
+from prepare.listed import Listed, experiment_of, plug_in, record, records
 from source_files import encoded, noise, write
 
 from ddm_lightning.config.experiment import ImagesConfig, PluginConfig
@@ -26,10 +25,6 @@ def read(source):
     return [found for part in source.parts() for found in source.read(part)]
 
 
-def test_it_keeps_the_contract_of_sources():
-    check_source(partial(build, BLOBS, {"name": "digits", "max_samples": 30}, {**BLOBS, "prefix": "other"}))
-
-
 def test_labels_captions_and_credits_tell_the_sources_apart():
     mixed = build(BLOBS, {"name": "digits"}, {"name": "mnist5k", "max_samples": 10})
     assert sum(part.num_samples for part in mixed.parts()) == 40 + 1797 + 10
@@ -45,9 +40,9 @@ def test_labels_captions_and_credits_tell_the_sources_apart():
 
 
 def test_sources_of_one_name_stay_apart():
-    mixed = build({**BLOBS, "prefix": ""}, {**BLOBS, "prefix": ""})
-    assert mixed.class_names == ["blobs", "blobs-2"]
-    assert len({one.key for one in read(mixed)}) == 80
+    mixed = partial(build, {**BLOBS, "prefix": ""}, {**BLOBS, "prefix": ""}, {"name": "digits", "max_samples": 30})
+    assert mixed().class_names == ["blobs", "blobs-2", "digits"]
+    check_source(mixed)
 
 
 @pytest.mark.parametrize("sized", [True, False])
@@ -94,10 +89,11 @@ def test_broken_samples_captions_and_empty_captions_pass_through(monkeypatch):
 def test_files_of_any_size_mix_with_digits(tmp_path, quick_prepare):
     write(str(tmp_path / "images"), {f"{i}.png": encoded(noise(20 + i, 30, 3, seed=i)) for i in range(12)})
     folder = {"name": "imagefolder", "prefix": "mine", "params": {"path": str(tmp_path / "images"), "labels": False}}
-    experiment = tiny_experiment(num_processes=1, images=ImagesConfig(8), held_out_fraction=0.2)
-    experiment.prepare.source = PluginConfig("mixture", {"sources": [folder, {"name": "digits", "max_samples": 40}]})
-    experiment.prepare.partition.max_largest_over_mean = 1.5
+    sources = [folder, {"name": "digits", "max_samples": 40}]
+    experiment = experiment_of(PluginConfig("mixture", {"sources": sources}), images=ImagesConfig(8))
+
     manifest = prepare(experiment, tmp_path / "run")
+
     assert (manifest.num_samples, manifest.num_classes, manifest.x_shape) == (52, 2, (3, 8, 8))
     assert manifest.class_names == ["mine", "digits"]
 

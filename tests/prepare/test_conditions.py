@@ -130,7 +130,7 @@ def test_splits_are_no_classes(tmp_path, names):
     with pytest.raises(UserError, match=f"has no classes, only .*{names[0]}.*; use text or none, or give the folder"):
         dry_run(experiment, tmp_path / "run")
     experiment.condition = ConditionConfig(kind="none")
-    assert dry_run(experiment, tmp_path / "run").num_looked_at == 18 * len(names)
+    assert dry_run(experiment, tmp_path / "run").looked.num_read == 18 * len(names)
     if len(names) > 1:
         write(str(tmp_path / "in"), {"vans/1.png": IMAGES[0]})
         experiment.condition = ConditionConfig(kind="class")

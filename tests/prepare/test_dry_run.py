@@ -6,11 +6,12 @@ from prepare.listed import Listed, experiment_of, plug_in, record, records, stat
 from prepare.tiny_experiment import tiny_experiment
 from rich.console import Console
 
-from ddm_lightning.config.experiment import PluginConfig
+from ddm_lightning.config.experiment import PluginConfig, PrepareConfig
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import SOURCES
-from ddm_lightning.prepare.dry_run import dry_run, dry_run_table
+from ddm_lightning.prepare.dry_run import DryRun, dry_run, dry_run_table
 from ddm_lightning.prepare.prepared import Prepared
+from ddm_lightning.prepare.reading import Plugins, Reading
 from ddm_lightning.prepare.records import BrokenSample
 from ddm_lightning.prepare.stages import prepare
 
@@ -81,7 +82,6 @@ def test_only_the_first_samples_are_read(tmp_path, monkeypatch):
     source.read = lambda part: (seen.update([one.key]) or one for one in source.samples[part.name])
     plan = dry_run(experiment_of(plug_in(monkeypatch, SOURCES, source)), tmp_path)
     assert sorted(seen) == sorted(f"{name}-{index}" for name in range(0, 60, 3) for index in range(50))
-    assert plan.num_looked_at == 1000
     assert plan.seen == "of 1,000 samples from all over the source: with a caption 1,000, different labels 1, broken 0"
 
 
@@ -115,12 +115,20 @@ def printed(table):
     return console.file.getvalue()
 
 
-def test_the_table_multiplies_by_hand(tmp_path):
-    from ddm_lightning.prepare.dry_run import DryRun
-
+def plan_of(found=(), filtered=None):
     estimates = {"encoded images": (8192, 0.036), "features": (4096, 0.018)}
-    plan = DryRun(EVERYTHING, 1000, 1000, 1_000_000, estimates)
-    text, shared = printed(dry_run_table(plan, 4)), printed(dry_run_table(plan, 16, 4))
+    looked = Reading(found, Plugins(PrepareConfig()))
+    looked.num_read = 10
+    looked.broken = list(found)
+    looked.filtered = Counter(filtered or {})
+    return DryRun(EVERYTHING, 1000, 1000, 1_000_000, estimates, looked, 0, 1)
+
+
+def test_the_table_multiplies_by_hand():
+    plan = plan_of()
+    text = printed(dry_run_table(plan, 4))
+    shared = printed(dry_run_table(plan, 16, 4))
+
     assert "with 4 processes" in text and "with 4 GPUs" in shared and "3.75 h" in shared
     assert "with 1 GPU " in printed(dry_run_table(plan, 1, 8))
     rows = {line.partition("  ")[0].strip(): line.split() for line in text.splitlines()}
@@ -129,6 +137,5 @@ def test_the_table_multiplies_by_hand(tmp_path):
     assert " ".join(rows["features"][1:]) == "4,096 18 ms 4.1 GB 75 min"
     assert " ".join(rows["total"][1:]) == "12,288 54 ms 12.3 GB 3.75 h"
     # Of ten samples that were read, two are broken and three are filtered out.
-    seen = {"num_looked_at": 10, "num_broken": 2, "filtered": {"not min_side >= 9": 3}}
-    filtered = DryRun(EVERYTHING, 1000, 1000, 1_000_000, estimates, **seen)
+    filtered = plan_of([BrokenSample("x", "empty file")] * 2, {"not min_side >= 9": 3})
     assert "samples: 1,000,000, about 500,000 after filters" in printed(dry_run_table(filtered, 4))

@@ -159,7 +159,7 @@ def test_another_list_of_keys_is_applied(tmp_path):
 def test_a_list_of_keys_that_matches_nothing_is_told(tmp_path, capsys):
     (tmp_path / "drop.txt").write_text("0.parquet:1\n0.parquet:2\n")
     experiment = experiment_of(write_table(tmp_path / "data"), drop_keys=str(tmp_path / "drop.txt"), filters={})
-    assert dry_run(experiment, tmp_path / "run").filtered == {"in drop_keys": 0}
+    assert dry_run(experiment, tmp_path / "run").looked.filtered == {"in drop_keys": 0}
     listener = Listener()
     assert prepare(experiment, tmp_path / "run", listener).filtered == {"in drop_keys": 0}
     assert any("; taken out by filters: in drop_keys: 0" in line for line in listener.lines)
@@ -174,12 +174,14 @@ def test_a_dry_run_estimates_what_filters_take_out(tmp_path):
     experiment = experiment_of(write_table(tmp_path / "data"))
     plan = dry_run(experiment, tmp_path / "run")
     expected = taken_out().values()
-    assert (plan.num_looked_at, plan.num_broken, dict(plan.filtered)) == (NUM, 2, counts(expected))
+    looked = plan.looked
     num_kept = list(expected).count(None)
+    assert (looked.num_read, len(looked.broken), dict(looked.filtered)) == (NUM, 2, counts(expected))
     assert plan.num_kept == num_kept
+
     console = Console(file=io.StringIO(), width=120)
     console.print(dry_run_table(plan, 1))
-    console.print(filter_table(plan.num_looked_at, plan.filtered, plan.num_broken, "filters"))
+    console.print(filter_table(NUM, looked.filtered, 2, "filters"))
     text = console.file.getvalue()
     assert f"samples: {NUM}, about {num_kept} after filters" in text
     cells = [line.rsplit(maxsplit=2) for line in text[text.rindex("filters") :].splitlines() if "%" in line]
@@ -207,16 +209,19 @@ def test_a_column_that_no_sample_has_is_refused(tmp_path, write):
             prepare(experiment_of(source, keep=["image"], filters={}), tmp_path / "run")
 
 
-@pytest.mark.parametrize("condition", ["!= True", "!= true", "!= 1", "== False", "== 'False' "])
-def test_truth_is_compared_however_it_is_written(condition):
-    filters = Filters(PrepareConfig(filters={"nsfw": condition}))
-    assert filters.cause("a", {"nsfw": True}) and filters.cause("b", {"nsfw": False}) is None
-
-
-@pytest.mark.parametrize("condition", ["!= NSFW", "!= NSFW ", "!= 'NSFW'", '!= "NSFW"'])
-def test_quotes_and_spaces_around_a_word_are_not_of_it(condition):
-    filters = Filters(PrepareConfig(filters={"nsfw": condition}))
-    assert filters.cause("a", {"nsfw": "NSFW"}) and filters.cause("b", {"nsfw": "nsfw"}) is None
+@pytest.mark.parametrize(
+    ("conditions", "out", "kept"),
+    [
+        (["!= True", "!= true", "!= 1", "== False", "== 'False' "], True, False),
+        (["!= NSFW", "!= NSFW ", "!= 'NSFW'", '!= "NSFW"'], "NSFW", "nsfw"),
+        (["== NSFW"], b"nsfw", b" NSFW "),
+    ],
+    ids=["truth", "words", "bytes"],
+)
+def test_truth_and_words_are_compared_however_they_are_written(conditions, out, kept):
+    for condition in conditions:
+        filters = Filters(PrepareConfig(filters={"nsfw": condition}))
+        assert filters.cause("a", {"nsfw": out}) and filters.cause("b", {"nsfw": kept}) is None
 
 
 def test_what_filters_leave_nothing_of_is_told(tmp_path):

@@ -1,11 +1,13 @@
 import json
 from dataclasses import asdict
+from functools import partial
 
 import numpy as np
 import pytest
 
 from ddm_lightning.core.registry import SOURCES
 from ddm_lightning.prepare.records import Part
+from ddm_lightning.testing import check_source
 
 
 def build(name, **params):
@@ -18,24 +20,16 @@ def records_of(source):
 
 @pytest.mark.parametrize(("name", "params", "size"), [("blobs", {"num_samples": 30}, 16), ("digits", {}, 8)])
 def test_every_source_keeps_the_contract(name, params, size):
+    check_source(partial(SOURCES.build, name, params))
     source = build(name, **params)
     parts = source.parts()
-    assert parts == source.parts() and len({part.name for part in parts}) == len(parts)
-    by_part = [list(source.read(part)) for part in parts]
-    for part, found in zip(parts, by_part, strict=True):
-        assert json.loads(json.dumps(part.where)) == part.where
-        assert part.num_samples in (None, len(found)) and part.fingerprint
-    records = [record for found in by_part for record in found]
-    assert len({record.key for record in records}) == len(records), "keys are unique"
-    for record in records:
-        assert record.image.dtype == np.uint8 and record.image.shape == (size, size, 3)
-        assert record.caption and 0 <= record.label < source.num_classes
-    # As another process would read it: built anew, the part from JSON, the last one first.
-    other = build(name, **params)
+    # As another process would read it: built anew, the part from JSON.
     last = Part(**json.loads(json.dumps(asdict(parts[-1]))))
-    again = list(other.read(last))
-    assert [record.key for record in again] == [record.key for record in by_part[-1]]
-    np.testing.assert_array_equal(again[-1].image, records[-1].image)
+
+    again = list(build(name, **params).read(last))
+
+    assert last == parts[-1] and last.fingerprint
+    assert {record.image.shape for record in again} == {(size, size, 3)} and all(record.caption for record in again)
 
 
 @pytest.mark.parametrize(("name", "caption"), [("blobs", "{}"), ("digits", "digit {}")])

@@ -83,10 +83,9 @@ class ImageFolder:
         # From the part, so that no worker lists the folder again.
         where = part.where
         self.num_classes = where["num_classes"]
-        texts = self.files.contents([*filter(None, where["texts"])])
-        images = self.files.contents(where["files"])
-        columns = (where["files"], where["labels"], where["captions"], where["texts"])
-        for name, label, caption, text, data in zip(*columns, images, strict=True):
+        texts = self.files.contents([text for *_, text in where["images"] if text])
+        images = self.files.contents([name for name, *_ in where["images"]])
+        for (name, label, caption, text), data in zip(where["images"], images, strict=True):
             if text:
                 caption = next(texts)
 
@@ -220,16 +219,17 @@ class ImageFolder:
     def _part(self, names: list[str]) -> Part:
         states = self.files.states
         digest = hashlib.sha256()
-        labels = list[int]()
-        captions = list[str | None]()
-        texts = list[str | None]()
+        images = []
         for name in names:
             caption = self._captions.get(name)
             text = self._texts.get(splitext(name)[0]) or self._texts.get(name)
-            captions.append(caption)
-            texts.append(None if name in self._captions else text)
-            labels.append(self._label_of(name))
-            facts = (name, labels[-1], bool(texts[-1]) or caption, states.get(name), states.get(text or ""))
+            state_of_text = states.get(text or "")
+            if name in self._captions:
+                text = None
+
+            label = self._label_of(name)
+            images.append([name, label, caption, text])
+            facts = (name, label, bool(text) or caption, states.get(name), state_of_text)
             digest.update(json.dumps(facts).encode())
 
         # A block is named after the file that begins it; only the first one may lack such a file.
@@ -237,8 +237,7 @@ class ImageFolder:
         if self._begins_block(names[0]):
             block = f"block-{_hash(names[0])}"
 
-        where = {"files": names, "labels": labels, "captions": captions, "texts": texts}
-        return Part(block, digest.hexdigest(), len(names), {**where, "num_classes": self.num_classes})
+        return Part(block, digest.hexdigest(), len(names), {"images": images, "num_classes": self.num_classes})
 
     @cached_property
     def _labels(self) -> dict[str, int]:

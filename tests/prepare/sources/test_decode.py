@@ -34,11 +34,11 @@ def cause(data, **limits):
     return broken.cause
 
 
-@pytest.mark.parametrize(("height", "width"), [(1, 1), (5, 7), (1, 300)])
 @pytest.mark.parametrize("format", ["PNG", "BMP", "TIFF", "PPM"])
-def test_lossless_rgb_comes_back_as_it_was(format, height, width):
-    pixels = noise(height, width, 3)
-    np.testing.assert_array_equal(picture(encoded(Image.fromarray(pixels), format)), pixels)
+def test_lossless_rgb_comes_back_as_it_was(format):
+    for height, width in ((1, 1), (5, 7), (1, 300)):
+        pixels = noise(height, width, 3)
+        np.testing.assert_array_equal(picture(encoded(Image.fromarray(pixels), format)), pixels)
 
 
 @pytest.mark.parametrize("format", ["JPEG", "WEBP", "JPEG2000"])
@@ -161,18 +161,16 @@ def test_every_cut_image_is_damaged(format):
         assert cause(data[:length]) == "damaged image", length
 
 
-def test_random_damage_gives_a_image_or_a_cause():
+def test_random_damage_gives_an_image_or_a_cause():
     random = np.random.default_rng(1)
+    causes = {"damaged image", "too many pixels", "no image", "unsupported pixels"}
     for format in ("JPEG", "PNG", "GIF", "WEBP", "TIFF", "BMP"):
         whole = np.frombuffer(encoded(Image.fromarray(noise(16, 16, 3)), format), np.uint8)
         for _ in range(40):
             damaged = whole.copy()
             damaged[random.integers(8, len(whole), 6)] = random.integers(0, 256, 6)
             result = decode(damaged.tobytes(), "a")
-            if isinstance(result, BrokenSample):
-                assert result.cause in {
-                    "damaged image", "too many pixels", "no image", "unsupported pixels",
-                }  # fmt: skip
+            assert not isinstance(result, BrokenSample) or result.cause in causes
 
 
 def test_too_many_pixels_are_not_decoded():

@@ -3,12 +3,11 @@ import re
 
 import numpy as np
 import pytest
-from source_files import CAPTIONS, bad_images, encoded, noise, read_all, write
+from source_files import CAPTIONS, encoded, noise, read_all, write
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import SOURCES
 from ddm_lightning.prepare import records
-from ddm_lightning.prepare.records import BrokenSample
 
 
 def build(folder, **params):
@@ -19,6 +18,13 @@ def samples(folder, **params):
     found = read_all(build(folder, **params), lambda: build(folder, **params))
     assert len({sample.key for sample in found}) == len(found)
     return {sample.key: sample for sample in found}
+
+
+DOT = encoded(noise(2, 2, 3))
+
+
+def dots(*names):
+    return dict.fromkeys(names, DOT)
 
 
 def lines(*rows):
@@ -38,48 +44,49 @@ def test_folders_are_classes_in_alphabetical_order(folder):
 
 
 def test_a_worker_does_not_list_the_folder_again(folder, monkeypatch):
-    write(folder, {f"{name}/a.png": encoded(noise(2, 2, 3)) for name in ("cat", "dog")})
+    write(folder, dots("cat/a.png", "dog/a.png"))
     (part,) = build(folder).parts()
     worker = build(folder)
     monkeypatch.setattr(type(worker.files), "states", property(lambda _: pytest.fail("lists the folder")))
     assert [record.label for record in worker.read(part)] == [0, 1] and worker.num_classes == 2
 
 
-def test_without_folders_there_are_no_classes(folder):
-    write(folder, {"a.png": encoded(noise(2, 2, 3)), "b.png": encoded(noise(2, 2, 3))})
-    assert build(folder).num_classes == 1 and {record.label for record in samples(folder).values()} == {0}
+@pytest.mark.parametrize(
+    ("files", "labels"),
+    [
+        (dots("a.png", "b.png"), {"a.png": 0, "b.png": 0}),
+        (dots("a.png", "x/b.png"), {"a.png": "outside the class folders", "x/b.png": 0}),
+        # Of servers and trainers.
+        (
+            {**dots("a.png", "@eaDir/a.png/M.jpg", "__MACOSX/a.png"), "a.npz": b"PK", "desktop.ini": b"[x]"},
+            {"a.png": 0},
+        ),
+    ],
+    ids=["no folders", "an image outside", "files of others"],
+)
+def test_which_files_are_images_of_which_class(folder, files, labels):
+    write(folder, files)
 
-
-def test_files_of_servers_and_trainers_are_no_images(folder):
-    image = encoded(noise(2, 2, 3))
-    write(folder, {"a.png": image, "@eaDir/a.png/SYNOPHOTO_THUMB_M.jpg": image, "a.npz": b"PK", "desktop.ini": b"[x]"})
-    assert list(samples(folder, labels=False)) == ["a.png"]
-
-
-def test_a_image_outside_the_class_folders_is_counted(folder):
-    write(folder, {"a.png": encoded(noise(2, 2, 3)), "x/b.png": encoded(noise(2, 2, 3))})
     found = samples(folder)
-    assert found["a.png"].cause == "outside the class folders" and found["x/b.png"].label == 0
-    assert not any(isinstance(sample, BrokenSample) for sample in samples(folder, labels=False).values())
+
+    assert {key: getattr(one, "cause", getattr(one, "label", None)) for key, one in found.items()} == labels
+    assert build(folder).num_classes == 1
+    assert {sample.label for sample in samples(folder, labels=False).values()} == {0}
 
 
 def test_captions_from_text_files_arrive_unchanged(folder):
-    for name, caption in CAPTIONS.items():
-        write(folder, {f"{name}.png": encoded(noise(2, 2, 3)), f"{name}.txt": caption})
-    write(folder, {"none.png": encoded(noise(2, 2, 3)), "bom.png": encoded(noise(2, 2, 3))})
-    write(folder, {"bom.txt": b"\xef\xbb\xbf" + "a café\r\n".encode()})
-    found = {key.removesuffix(".png"): record.caption for key, record in samples(folder).items()}
-    assert found == {**CAPTIONS, "none": "", "bom": "a café"}
-    assert len(found["long"]) == 100_000
+    texts = {**CAPTIONS, "bom": b"\xef\xbb\xbf" + "a café\r\n".encode(), "latin": "café".encode("latin-1")}
+    write(folder, dots(*(f"{name}.png" for name in texts), "none.png"))
+    write(folder, {f"{name}.txt": caption for name, caption in texts.items()})
 
+    found = {key.removesuffix(".png"): sample for key, sample in samples(folder).items()}
 
-def test_a_caption_that_is_no_utf8_is_counted(folder):
-    write(folder, {"a.png": encoded(noise(2, 2, 3)), "a.txt": "café".encode("latin-1")})
-    assert samples(folder)["a.png"].cause == "caption is not UTF-8"
+    assert found.pop("latin").cause == "caption is not UTF-8"
+    assert {key: one.caption for key, one in found.items()} == {**CAPTIONS, "none": "", "bom": "a café"}
 
 
 def test_a_link_is_followed_and_a_dead_or_circular_one_is_counted(tmp_path):
-    write(str(tmp_path / "in"), {"a.png": encoded(noise(2, 2, 3)), "deep/b.png": encoded(noise(2, 2, 3))})
+    write(str(tmp_path / "in"), dots("a.png", "deep/b.png"))
     links = {"live.png": "a.png", "dead.png": "gone.png", "folder": "deep", "self.png": "self.png", "deep/up": "."}
     for name, to in links.items():
         (tmp_path / "in" / name).symlink_to(tmp_path / "in" / to)
@@ -91,7 +98,7 @@ def test_a_link_is_followed_and_a_dead_or_circular_one_is_counted(tmp_path):
 
 def test_a_caption_file_may_lie_in_any_folder_and_be_written_elsewhere(folder):
     names = ["top.png", "train/a b.png", "train/deep/b.PNG", "test/c.png", "test/d.png", "e.png"]
-    write(folder, {name: encoded(noise(2, 2, 3)) for name in names})
+    write(folder, dots(*names))
     train = lines({"file_name": "./a b.png", "caption": "one"}, {"file_name": "deep\\b.PNG", "caption": "two"})
     write(folder, {"train/metadata.jsonl": b"\xef\xbb\xbf" + train.encode(), "e.TXT": "five", "test/d.caption": "four"})
     write(folder, {"test/Metadata.csv": '\ufefffile_name ,caption\r\nc.png,"three, and ""more"""\r\n\r\n'})
@@ -103,18 +110,17 @@ def test_a_caption_file_may_lie_in_any_folder_and_be_written_elsewhere(folder):
 
 @pytest.mark.parametrize("name", ["../b.png", "x/../../b.png", "/b.png"])
 def test_a_caption_file_that_names_an_image_outside_is_refused(folder, name):
-    write(folder, {"in/a.png": encoded(noise(2, 2, 3)), "b.png": encoded(noise(2, 2, 3))})
+    write(folder, {"in/a.png": DOT, "b.png": DOT})
     write(folder, {"in/captions.jsonl": lines({"file_name": name, "caption": "x"})})
     with pytest.raises(UserError, match=r"captions\.jsonl': line 1: needs .*leads out of the folder"):
         build(f"{folder}/in").parts()
 
 
-@pytest.mark.parametrize("name", ["captions.jsonl", "metadata.jsonl"])
-def test_captions_from_jsonl_arrive_unchanged(folder, name):
-    write(folder, {f"{key}.png": encoded(noise(2, 2, 3)) for key in (*CAPTIONS, "unlisted")})
+def test_captions_from_jsonl_arrive_unchanged(folder):
+    write(folder, dots(*(f"{key}.png" for key in (*CAPTIONS, "unlisted"))))
     write(folder, {"plain.txt": "not this one"})
     rows = [{"file_name": f"{key}.png", "text": caption} for key, caption in CAPTIONS.items()]
-    write(folder, {name: lines(*rows, {"file_name": "gone.png", "text": "?"}) + "\n\n"})
+    write(folder, {"captions.jsonl": lines(*rows, {"file_name": "gone.png", "text": "?"}) + "\n\n"})
     found = samples(folder, caption_column="text")
     gone = found.pop("gone.png")
     assert (gone.cause, gone.key) == ("missing file", "gone.png")
@@ -163,7 +169,7 @@ def test_captions_from_jsonl_arrive_unchanged(folder, name):
     ],
 )
 def test_a_caption_file_that_cannot_be_used_is_refused(folder, files, problem):
-    write(folder, {"a.png": encoded(noise(2, 2, 3)), **files})
+    write(folder, {"a.png": DOT, **files})
     with pytest.raises(UserError, match=re.escape(problem.format(repr(folder)))) as refusal:
         build(folder).parts()
     assert "\n" not in str(refusal.value)
@@ -171,28 +177,28 @@ def test_a_caption_file_that_cannot_be_used_is_refused(folder, files, problem):
 
 @pytest.mark.parametrize("name", ["metadata.json", "Captions.parquet", "captions.tsv"])
 def test_a_caption_file_of_another_format_is_named(folder, name, capsys):
-    write(folder, {"a.png": encoded(noise(2, 2, 3)), f"x/{name}": "{}", "x/scores.json": "{}"})
+    write(folder, {"a.png": DOT, f"x/{name}": "{}", "x/scores.json": "{}"})
     write(folder, {"captions.jsonl": lines({"file_name": "a.png", "caption": "one"})})
     assert samples(folder)["a.png"].caption == "one"
     (line,) = capsys.readouterr().err.splitlines()
     assert f"x/{name}': is not read; captions may be in one of captions.jsonl, metadata.jsonl, captions.csv" in line
 
 
-def test_bad_images_are_counted_by_cause_and_odd_ones_are_read(folder):
-    expected = bad_images()
-    write(folder, {name: content for name, (content, _) in expected.items()})
-    write(folder, {"drawing.svg": "<svg/>", "raw.heic": b"\0\0\0\x18ftypheic"})
+def test_files_of_unknown_formats_are_counted(folder):
+    write(folder, {"drawing.svg": "<svg/>", "raw.heic": b"\0\0\0\x18ftypheic", "cut.jpg": b"", "dot.png": DOT})
+
     found = samples(folder)
-    causes = {key: getattr(sample, "cause", None) for key, sample in found.items()}
-    expected_causes = {name: cause for name, (_, cause) in expected.items()}
-    assert causes == {**expected_causes, "drawing.svg": "no image", "raw.heic": "no image"}
-    assert found["dot.png"].image.shape == (1, 1, 3)
-    np.testing.assert_array_equal(found["moving.gif"].image[0, 0], [255, 0, 0])
-    np.testing.assert_array_equal(found["deep.png"].image[..., 0], noise(4, 4))
+
+    assert {key: getattr(sample, "cause", None) for key, sample in found.items()} == {
+        "cut.jpg": "empty file",
+        "dot.png": None,
+        "drawing.svg": "no image",
+        "raw.heic": "no image",
+    }
 
 
 def test_a_caption_column_without_a_caption_file_is_refused(folder):
-    write(folder, {"a.png": encoded(noise(2, 2, 3)), "a.txt": "x"})
+    write(folder, {"a.png": DOT, "a.txt": "x"})
     with pytest.raises(UserError, match=r"caption_column': the caption files in .* \(none\) have no column 'text'"):
         build(folder, caption_column="text").parts()
 
@@ -208,10 +214,10 @@ def small_blocks(monkeypatch):
 
 def test_parts_are_blocks_that_change_with_what_they_hold(tmp_path, small_blocks):
     folder = str(tmp_path)
-    write(folder, {f"{i:04}.png": encoded(noise(1, 1, 3)) for i in range(80)})
+    write(folder, {f"{i:04}.png": DOT for i in range(80)})
     write(folder, {"0079.txt": "before"})
     parts, before = build(folder).parts(), fingerprints(folder)
-    assert [name for part in parts for name in part.where["files"]] == [f"{i:04}.png" for i in range(80)]
+    assert [name for part in parts for name, *_ in part.where["images"]] == [f"{i:04}.png" for i in range(80)]
     assert 5 <= len(before) == len(parts) <= 16
     write(folder, {"0079.txt": "afterwards"})
     after = fingerprints(folder)
@@ -223,11 +229,11 @@ def test_parts_are_blocks_that_change_with_what_they_hold(tmp_path, small_blocks
 
 def test_a_new_file_anywhere_changes_its_own_block_alone(tmp_path, small_blocks):
     folder = str(tmp_path)
-    write(folder, {f"b/{i:04}.png": encoded(noise(1, 1, 3)) for i in range(0, 160, 2)})
+    write(folder, {f"b/{i:04}.png": DOT for i in range(0, 160, 2)})
     before = fingerprints(folder)
     new = [*(f"b/{i:04}.png" for i in range(1, 160, 16)), "b/!.png", "b/~.png", "c/new-class.png"]
     for name in new:
-        write(folder, {name: encoded(noise(1, 1, 3))})
+        write(folder, {name: DOT})
         after = fingerprints(folder)
         # One that begins a block cuts the one in which it falls in two.
         assert len(after.items() - before.items()) <= 2 and len(before.items() - after.items()) <= 1, name
