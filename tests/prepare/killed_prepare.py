@@ -1,12 +1,11 @@
 """Run as a script: kill ``prepare`` with SIGKILL, run it again, print what it leaves.
 
-Once at every moment that matters, at 20 random ones, and with processes of its own at work. Children are forked
+Once at every moment that matters, and with processes of its own at work. Children are forked
 from one process that has imported everything, which makes a trial cost a fraction of a second.
 """
 
 import json
 import os
-import random
 import shutil
 import signal
 import sys
@@ -23,8 +22,6 @@ from ddm_lightning.prepare.stages import prepare
 
 ensure_torchvision_importable()
 import streaming  # noqa: E402, F401  once, before the forks
-
-NUM_RANDOM = 20
 
 
 class Deadly(Reporter):
@@ -138,19 +135,6 @@ def kill_at_every_moment(folder, run, moments):
         yield {"at": moments[at], "died": died, "went_on": went_on, "lines": lines, "files": files_of(folder / name)}
 
 
-def kill_at_random(folder, run, seconds):
-    draw = random.Random(0)
-    for number in range(NUM_RANDOM):
-        name = f"random-{number}"
-        child = in_child(lambda name=name: run(name))
-        time.sleep(draw.uniform(0, seconds))
-        os.kill(child, signal.SIGKILL)
-        died = signal_of(child)
-        there = (folder / name / "prepared").exists()
-        went_on = signal_of(in_child(lambda name=name: run(name)))
-        yield {"died": died, "went_on": went_on, "was_begun": there, "files": files_of(folder / name)}
-
-
 def kill_with_processes(folder, experiment):
     """Two processes work on the parts, or the shards, when the one that started them is killed, or all of them are."""
     engine.WORTH_PROCESSES = experiment.prepare.num_processes = 1
@@ -199,9 +183,7 @@ def main(folder):
         (folder / f"{name}.json").write_text(json.dumps([reporter.moments, reporter.lines]))
 
     def child_run(name):
-        start = time.monotonic()
         assert signal_of(in_child(lambda: run(name))) == 0
-        return time.monotonic() - start
 
     child_run("reference")
     moments = json.loads((folder / "reference.json").read_text())[0]
@@ -221,9 +203,8 @@ def main(folder):
 
     # The same samples in three parts.
     records.BLOCK_SIZE = 20
-    seconds = child_run("parts")
+    child_run("parts")
     result["parts"] = files_of(folder / "parts")
-    result["random"] = list(kill_at_random(folder, run, seconds))
     records.BLOCK_SIZE, prepared.GROUP_SIZE = 100, 4
     result["large"], *result["processes"] = kill_with_processes(folder, tiny_experiment(num_samples=1200))
     print(json.dumps(result))

@@ -55,8 +55,6 @@ def test_the_encoders_use_so_many_gpus(monkeypatch, devices, expected):
     images, captions, features = (PluginConfig("x", {"device": device} if device else {}) for device in devices)
     config = PrepareConfig(image_encoder=images, caption_encoder=captions, features=features)
     assert num_gpus_for(config) == expected
-    config.caption_encoder = None
-    assert num_gpus_for(config) == expected
 
 
 def test_processes_take_turns_on_all_gpus():
@@ -89,7 +87,7 @@ def test_what_goes_wrong_in_a_process_comes_out_as_it_is(monkeypatch, work, kind
     monkeypatch.setattr(engine, "_MOST_DEATHS", 1)
     jobs = range(1) if work is fill_the_disk else range(1, 4)
     with no_process_left(), pytest.raises(kind, match=problem) as failure:
-        list(run_local(work, jobs, 2))
+        list(run_local(work, jobs, 1))
     assert "\n" not in str(failure.value)
     assert kind is UserError or failure.value.errno == errno.ENOSPC
 

@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 from prepare.listed import Listener
+from prepare.test_stages import stored_samples
 from prepare.tiny_experiment import tiny_experiment
 from rich.console import Console
 from source_files import encoded, noise, tar_of
@@ -18,8 +19,7 @@ from ddm_lightning.core.errors import UserError
 from ddm_lightning.prepare.dry_run import dry_run, dry_run_table
 from ddm_lightning.prepare.filters import Filters, filter_table
 from ddm_lightning.prepare.stages import prepare
-from ddm_lightning.shards.manifest import HELD_OUT, TRAIN, Manifest, shard_name
-from ddm_lightning.shards.mds import open_shards
+from ddm_lightning.shards.manifest import Manifest
 
 pytestmark = pytest.mark.usefixtures("quick_prepare")
 NUM = 90
@@ -117,12 +117,7 @@ def test_kept_columns_are_in_the_shards(tmp_path):
     manifest = prepare(experiment_of(write_table(tmp_path / "data"), **changes), tmp_path)
     assert manifest.filtered == {"in drop_keys": 2}
     assert {name: manifest.columns[name] for name in keep} == dict.fromkeys(keep, "float64")
-    found = {}
-    for cluster, split in ((cluster, split) for cluster in range(2) for split in (TRAIN, HELD_OUT)):
-        shards = open_shards([tmp_path / "prepared" / "shards" / shard_name(cluster, split)])
-        ids = np.arange(len(shards))
-        columns = [shards.take(ids)[name].tolist() for name in keep]
-        found |= dict(zip(shards.texts(ids, "caption"), zip(*columns, strict=True), strict=True))
+    found = {one["caption"]: [one[name] for name in keep] for one in stored_samples(tmp_path)}
     expected = {}
     for row in rows():
         if row["image"] and row["key"] not in ("k2", "k7"):

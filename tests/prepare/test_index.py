@@ -136,7 +136,7 @@ def test_what_is_broken_is_counted_by_cause_listed_and_left_out(run, monkeypatch
     assert lone[2] == "text that UTF-8 cannot hold" and expected < found and len(broken) == 7
     keys = {*(f"a{i}" for i in range(15)), *(f"b{i}" for i in range(15))} - {"a2", "a5", "b3"}
     assert set(prepared.texts("keys")) == keys
-    x_0 = prepared.rows("x_0").take(np.arange(27))
+    x_0 = prepared.rows("x_0")[:]
     for key, row in zip(prepared.texts("keys"), x_0, strict=True):
         np.testing.assert_array_equal(row, record(key).image.transpose(2, 0, 1))
 
@@ -221,15 +221,15 @@ def test_parts_of_several_image_sizes_are_named(run):
 
 
 def test_neither_open_files_nor_maps_grow_with_the_number_of_parts(run):
-    parts = {f"part {number}": records(2, f"{number}-") for number in range(100)}
+    parts = {f"part {number}": records(2, f"{number}-") for number in range(60)}
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     num_open = len([*Path("/dev/fd").iterdir()])
-    resource.setrlimit(resource.RLIMIT_NOFILE, (num_open + 50, before[1]))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (num_open + 40, before[1]))
     try:
         _, prepared, _ = run({**parts, "again": parts["part 7"]})
         kept = [prepared.rows("features"), prepared.texts("captions")]
         kept += [prepared.rows("x_0"), prepared.rows("text")]
-        assert {len(rows[:]) for rows in kept} == {200}
+        assert {len(rows[:]) for rows in kept} == {120}
         assert len([*Path("/dev/fd").iterdir()]) < num_open + 20
         if Path("/proc/self/maps").exists():
             assert str(prepared.folder / "parts") not in Path("/proc/self/maps").read_text()

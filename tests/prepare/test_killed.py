@@ -42,15 +42,6 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_files(result):
         assert trial["files"] == result["reference"], trial["at"]
 
 
-def test_killed_at_random_it_goes_on_to_the_same_files(result):
-    """Twenty times, as the clock wants it."""
-    assert len(result["random"]) == 20
-    for trial in result["random"]:
-        assert trial["died"] in (-signal.SIGKILL, 0) and trial["went_on"] == 0
-        assert trial["files"] == result["parts"]
-    assert sum(trial["died"] != 0 and trial["was_begun"] for trial in result["random"]) >= 8, "killed while it worked"
-
-
 def test_the_shards_do_not_hang_on_how_the_source_is_cut_into_parts(result):
     assert sum(name.endswith("part.json") for name in result["parts"]) == 3
     assert shards_of(result["parts"]) == shards_of(result["reference"])
