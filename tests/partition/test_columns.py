@@ -56,6 +56,8 @@ def test_strings_are_read_one_by_one_and_in_slices(tmp_path_factory, values):
     path = tmp_path_factory.mktemp("strings") / "texts.npz"
     np.savez(path, **packed_strings("captions", values))
     found = PackedStrings(path, "captions", len(values))
+
+    assert len(found) == len(values)
     for index in range(len(values)):
         assert found[np.array([index])].tolist() == [values[index]]
 
