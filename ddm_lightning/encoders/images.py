@@ -145,13 +145,13 @@ class DiffusersVAE(Pretrained):
         """Encode images to the mean of their latents, or to mean and standard deviation, stacked in channels.
 
         Raises:
-            UserError: height or width is not a multiple of ``factor``, or the device is missing.
+            UserError: the images' side is not a multiple of ``factor``, or the device is missing.
         """
         device = self._found_device()
-        height, width = images.shape[1:3]
-        row_shape = [self.num_channels, self.x_shape(height)[1], self.x_shape(width)[1]]
+        num_pixels = images.shape[1] ** 2
+        channels, *sides = self.x_shape(images.shape[1])
         if self.stores == "posterior":
-            row_shape[0] *= 2
+            channels *= 2
 
         network = self._network(device)
         dtype = self.dtype_on(device)
@@ -165,8 +165,8 @@ class DiffusersVAE(Pretrained):
             # Diffusers clamps the standard deviation to 3e-7 … 2.2e4, which float16 holds.
             return torch.cat([posterior.mean, posterior.std], dim=1)
 
-        batch_size = _batch_size(height * width, device)
-        return encode_in_batches(images, encode, row_shape, device, batch_size, self.dtype)
+        batch_size = _batch_size(num_pixels, device)
+        return encode_in_batches(images, encode, (channels, *sides), device, batch_size, self.dtype)
 
     @torch.inference_mode()
     def decode(self, x_0: Float[Tensor, "n c height width"]) -> Images:

@@ -37,7 +37,7 @@ class Pair:
 
         self.size = self.of_vector.size
         self.token_shape = self.of_tokens.token_shape
-        self.packages = tuple(dict.fromkeys((*self.of_vector.packages, *self.of_tokens.packages)))
+        self.packages = (*self.of_vector.packages, *self.of_tokens.packages)
         own = self.of_vector.columns
         stored = ["text"] if "text" in own else own
         # Both may store ids, which differ.

@@ -87,10 +87,7 @@ class Pretrained:
 
     def __init__(self, path: str, **params: Any) -> None:
         given = PretrainedParams(**params)
-        self.compute_dtype = None
-        if given.compute_dtype is not None:
-            self.compute_dtype = _DTYPES[given.compute_dtype]
-
+        self.compute_dtype = _DTYPES.get(given.compute_dtype or "")
         self.device = torch.device(given.device)
         require(self.place, *self.packages, extra=EXTRA)
         self._path = path
@@ -238,20 +235,18 @@ def on_device(network: Any, device: torch.device) -> Any:
 
 
 def _weight_files(folder: Path, stem: str) -> list[Path]:
-    paths = [folder / f"{stem}.safetensors"]
+    whole = folder / f"{stem}.safetensors"
+    if whole.is_file():
+        return [whole]
+
     parts = sorted(folder.glob(f"{stem}-*-of-?????.safetensors"))
-    if parts and not paths[0].is_file():
-        num_parts = int(parts[0].stem[-5:])
-        paths = [folder / f"{stem}-{number:05}-of-{num_parts:05}.safetensors" for number in range(1, num_parts + 1)]
+    if not parts or len(parts) != int(parts[0].stem[-5:]):
+        raise UserError(
+            f"{whole}: weights are missing (pickled ones in *.bin are not loaded, because they can run code); "
+            f"{_REMEDY}, in a version with safetensors or by save_pretrained(safe_serialization=True)"
+        )
 
-    for path in paths:
-        if not path.is_file():
-            raise UserError(
-                f"{path}: the weights are missing (pickled ones in *.bin are not loaded, because they can run code); "
-                f"{_REMEDY}, in a version with safetensors or by save_pretrained(safe_serialization=True)"
-            )
-
-    return paths
+    return parts
 
 
 @contextmanager

@@ -1,5 +1,4 @@
 import json
-import re
 import shutil
 
 import numpy as np
@@ -54,62 +53,64 @@ def by_hand(entry, caption, max_tokens):
             states = model(ids).last_hidden_state
             pooled = states.mean(1)
         elif hasattr(model, "get_text_features"):
-            pooled, states = model.get_text_features(ids), model.text_model(ids).last_hidden_state
+            states = model.text_model(ids).last_hidden_state
+            pooled = model.get_text_features(ids)
             pooled = getattr(pooled, "pooler_output", pooled)  # from transformers 5 on
         else:
             out = model(ids)
             states = out.last_hidden_state
             pooled = out.text_embeds if "text_embeds" in out else out.pooler_output
+
     return ids[0].numpy(), states[0].numpy(), pooled[0].numpy()
 
 
-@pytest.mark.parametrize("kind", ["projected", "plain", "whole", "t5"])
-def test_states_and_vectors_match_the_librarys_model(saved, kind):
-    entry = saved[kind]
-    encoder = build(entry, store="tokens", max_tokens=20)
+def tensors(arrays):
+    return {name: torch.from_numpy(values) for name, values in arrays.items()}
+
+
+@pytest.mark.parametrize(("kind", "size"), [("projected", 12), ("plain", 16), ("whole", 10), ("t5", 16)])
+def test_states_and_vectors_match_the_librarys_model(saved, kind, size):
+    encoder = build(saved[kind], store="tokens", max_tokens=20)
+    found = encoder.encode(CAPTIONS)
+    vectors = encoder.vectors(CAPTIONS)
+
     assert isinstance(encoder, CaptionEncoder)
-    assert encoder.size == {"projected": 12, "plain": 16, "whole": 10, "t5": 16}[kind]
-    found, vectors = encoder.encode(CAPTIONS), encoder.vectors(CAPTIONS)
-    assert vectors.dtype == np.float32 and vectors.shape == (7, encoder.size)
+    assert encoder.size == size
+    assert vectors.dtype == np.float32
     np.testing.assert_array_equal(found["text"], vectors.astype(np.float16))
     for row, caption in enumerate(CAPTIONS):
-        ids, states, pooled = by_hand(entry, caption.encode("utf-8", "replace").decode(), 20)
+        ids, states, pooled = by_hand(saved[kind], caption.encode("utf-8", "replace").decode(), 20)
         assert found["text_length"][row] == len(ids) <= 20
         np.testing.assert_allclose(found["text_tokens"][row, : len(ids)], states, atol=4e-3)
         assert (found["text_tokens"][row, len(ids) :] == 0).all()
-        expected = pooled / np.linalg.norm(pooled) * np.sqrt(encoder.size)
+        expected = pooled / np.linalg.norm(pooled) * np.sqrt(size)
         np.testing.assert_allclose(vectors[row], expected, atol=2e-4)
 
 
 @pytest.mark.parametrize("kind", ["projected", "plain", "t5"])
-def test_ids_give_the_stored_vectors_during_training(saved, kind):
-    online, pooled = build(saved[kind], store="ids", max_tokens=20), build(saved[kind], max_tokens=20)
-    stored = online.encode(CAPTIONS)
+def test_training_on_ids_and_on_stored_states_and_prompts_see_the_same(saved, kind):
+    pooled, states, online = (build(saved[kind], store=store, max_tokens=20) for store in ("pooled", "tokens", "ids"))
+    ids = online.encode(CAPTIONS)
     for row, caption in enumerate(CAPTIONS[:5]):
-        ids, _, _ = by_hand(saved[kind], caption, 20)
-        np.testing.assert_array_equal(stored["text_ids"][row, : stored["text_length"][row]], ids)
-    vectors = online.vectors_of_stored({key: torch.from_numpy(value) for key, value in stored.items()})
-    assert vectors.dtype == torch.float32 and not vectors.requires_grad and not vectors.is_inference()
+        expected, _, _ = by_hand(saved[kind], caption, 20)
+        np.testing.assert_array_equal(ids["text_ids"][row, : ids["text_length"][row]], expected)
+
+    vectors = online.vectors_of_stored(tensors(ids))
+    tokens = online.tokens_of_stored(tensors(ids))
+    for found in (vectors, tokens):
+        assert found.dtype == torch.float32
+        assert not found.requires_grad
+
     np.testing.assert_allclose(vectors, pooled.vectors(CAPTIONS), atol=1e-5)
-    text = torch.from_numpy(pooled.encode(CAPTIONS)["text"])
-    assert torch.equal(pooled.vectors_of_stored({"text": text}), text.float())
+    np.testing.assert_allclose(tokens, states.tokens(CAPTIONS), atol=1e-5)
     torch.nn.Linear(online.size, 1)(vectors).sum().backward()  # they can be trained upon
 
-
-@pytest.mark.parametrize("kind", ["plain", "t5"])
-def test_prompts_stored_states_and_stored_ids_give_the_same_tokens(saved, kind):
-    ids, states = (build(saved[kind], store=store, max_tokens=20) for store in ("ids", "tokens"))
-    assert ids.token_shape == states.token_shape == (20, 16) and build(saved[kind]).token_shape is None
-    prompt = states.tokens(CAPTIONS)
-    assert prompt.shape == (7, 20, 16) and prompt.dtype == np.float32
-
-    def of_stored(encoder):
-        stored = {name: torch.from_numpy(value) for name, value in encoder.encode(CAPTIONS).items()}
-        return encoder.tokens_of_stored(stored)
-
-    np.testing.assert_allclose(of_stored(ids), prompt, atol=1e-5)
-    np.testing.assert_allclose(of_stored(states), prompt, atol=4e-3)
-    assert not of_stored(ids).is_inference() and not of_stored(ids).requires_grad
+    text = pooled.encode(CAPTIONS)["text"]
+    np.testing.assert_array_equal(pooled.vectors_of_stored(tensors({"text": text})), text.astype(np.float32))
+    stored = states.tokens_of_stored(tensors(states.encode(CAPTIONS)))
+    np.testing.assert_allclose(stored, states.tokens(CAPTIONS), atol=4e-3)
+    assert online.token_shape == states.token_shape == tokens.shape[1:] == (20, 16)
+    assert pooled.token_shape is None
 
 
 @pytest.mark.parametrize("kind", ["projected", "t5"])
@@ -119,15 +120,18 @@ def test_columns_declare_the_stored_arrays(saved, kind, store):
 
     encoder = build(saved[kind], store=store)
     found = encoder.encode(CAPTIONS[:2])
-    assert list(found) == list(encoder.columns) and all(name.startswith("text") for name in found)
-    written = {name: mds_encode(encoding, found[name][1]) for name, encoding in encoder.columns.items()}
-    assert sum(map(len, written.values())) == bytes_per_sample(encoder.columns)
+    nothing = encoder.encode([])
+
+    assert list(found) == list(nothing) == list(encoder.columns)
+    num_bytes = 0
     for name, encoding in encoder.columns.items():
-        np.testing.assert_array_equal(mds_decode(encoding, written[name]), found[name][1])
-    assert {name: len(value) for name, value in encoder.encode([]).items()} == dict.fromkeys(encoder.columns, 0)
+        written = mds_encode(encoding, found[name][1])
+        num_bytes += len(written)
+        np.testing.assert_array_equal(mds_decode(encoding, written), found[name][1])
+        assert (nothing[name].dtype, nothing[name].shape) == (found[name].dtype, (0, *found[name].shape[1:]))
+
+    assert num_bytes == bytes_per_sample(encoder.columns)
     assert encoder.vectors([]).shape == (0, encoder.size)
-    for name, value in encoder.encode([]).items():
-        assert (value.dtype, value.shape[1:]) == (found[name].dtype, found[name].shape[1:])
 
 
 @pytest.mark.parametrize("kind", ["projected", "t5"])
@@ -136,6 +140,7 @@ def test_batch_size_and_process_do_not_matter(saved, kind, monkeypatch):
     together = encoder.encode(CAPTIONS)
     for name, value in build(saved[kind], store="tokens").encode(CAPTIONS).items():
         assert value.tobytes() == together[name].tobytes()
+
     monkeypatch.setitem(captions._CAPTIONS_AT_ONCE, "cpu", 2)
     for name, value in encoder.encode(CAPTIONS).items():
         np.testing.assert_allclose(value.astype(float), together[name].astype(float), atol=4e-3)
@@ -149,13 +154,13 @@ def test_a_pipelines_tokenizer_is_found_beside_its_encoder(saved, tmp_path):
     (tmp_path / "tokenizer_2" / "tokenizer_config.json").write_text(json.dumps(tokens))
     entry = ("clip-text", tmp_path, None)
     first, second = (build(entry, subfolder=f"text_encoder{number}", store="ids") for number in ("", "_2"))
-    assert second.tokenizer_folder == tmp_path / "tokenizer_2"
-    ids = [encoder.encode(["red dog"]) for encoder in (first, second)]
-    length = ids[0]["text_length"][0]
-    assert length == ids[1]["text_length"][0] == 4 and (ids[0]["text_ids"] != ids[1]["text_ids"])[0, length:].all()
-    np.testing.assert_array_equal(first.vectors(["red dog"]), second.vectors(["red dog"]))
     chosen = build(entry, subfolder="text_encoder", tokenizer="tokenizer_2")
-    assert chosen.tokenizer_folder == second.tokenizer_folder
+    ids = first.encode(["red dog"])["text_ids"][0]
+    others = second.encode(["red dog"])["text_ids"][0]
+
+    assert second.tokenizer_folder == chosen.tokenizer_folder == tmp_path / "tokenizer_2"
+    assert (ids == others).tolist() == [True] * 4 + [False] * 16
+    np.testing.assert_array_equal(first.vectors(["red dog"]), second.vectors(["red dog"]))
     assert first.provenance()["weights_sha256"] == second.provenance()["weights_sha256"]
     assert first.provenance()["config_sha256"] != second.provenance()["config_sha256"]
 
@@ -184,34 +189,37 @@ def test_t5gemma_gives_the_states_of_prxs_own_pipeline(tmp_path):
     parts = dict.fromkeys(("transformer", "scheduler", "vae")) | {"tokenizer": tokenizer, "text_encoder": text_encoder}
     prompts = ["Red Apple", "", "a dog on the table: see https://dogs.org #1", "the dog " * 30]
     expected, mask, *_ = PRXPipeline(**parts).encode_prompt(prompts, "cpu", do_classifier_free_guidance=False)
-    entry = ("t5gemma-text", tmp_path, None)
-    encoder = build(entry, subfolder="text_encoder", store="tokens", max_tokens=20)
-    found, lengths = encoder.tokens(prompts), encoder.encode(prompts)["text_length"]
-    assert build(entry, subfolder="text_encoder", store="tokens").token_shape == (256, 16)
-    assert lengths.tolist() == mask.sum(1).tolist() and len({*lengths}) == 4 and lengths.max() == 20
+
+    def of(store, **params):
+        return build(("t5gemma-text", tmp_path, None), subfolder="text_encoder", store=store, **params)
+
+    encoder = of("tokens", max_tokens=20)
+    found = encoder.tokens(prompts)
+    lengths = encoder.encode(prompts)["text_length"]
+    assert of("tokens").token_shape == (256, 16)
+    assert lengths.tolist() == mask.sum(1).tolist()
+    assert len({*lengths}) == 4
     for row, length in enumerate(lengths):
         np.testing.assert_allclose(found[row, :length], expected[row][mask[row]].numpy(), atol=1e-4)
         assert (found[row, length:] == 0).all()
-    stored = {
-        name: torch.from_numpy(rows)
-        for name, rows in build(entry, subfolder="text_encoder", store="ids", max_tokens=20).encode(prompts).items()
-    }
-    np.testing.assert_allclose(encoder.tokens_of_stored(stored), found, atol=1e-5)
+
+    ids = tensors(of("ids", max_tokens=20).encode(prompts))
+    np.testing.assert_allclose(encoder.tokens_of_stored(ids), found, atol=1e-5)
 
 
-def test_reduced_precision_is_close(saved):
-    for kind in ("projected", "t5"):
-        exact, near = build(saved[kind]), build(saved[kind], compute_dtype="bfloat16")
-        vectors = exact.vectors(CAPTIONS)
-        assert 0 < np.abs(vectors - near.vectors(CAPTIONS)).max() < 0.15
-        with torch.autocast("cpu", torch.bfloat16):  # of the training
-            np.testing.assert_array_equal(exact.vectors(CAPTIONS), vectors)
+@pytest.mark.parametrize("kind", ["projected", "t5"])
+def test_reduced_precision_is_close_and_that_of_a_training_does_not_count(saved, kind):
+    encoder = build(saved[kind])
+    vectors = encoder.vectors(CAPTIONS)
+    rounded = build(saved[kind], compute_dtype="bfloat16").vectors(CAPTIONS)
+    assert 0 < np.abs(vectors - rounded).max() < 0.15
+    with torch.autocast("cpu", torch.bfloat16):
+        np.testing.assert_array_equal(encoder.vectors(CAPTIONS), vectors)
 
 
 @pytest.mark.parametrize(
     ("params", "device", "capability", "expected"),
     [
-        ({}, "cuda", (9, 0), torch.bfloat16),
         ({}, "cuda:1", (8, 0), torch.bfloat16),
         ({}, "cuda", (7, 5), torch.float32),  # has no units for it
         ({}, "cpu", None, torch.float32),
@@ -231,41 +239,39 @@ def test_without_a_type_gpus_that_have_bfloat16_use_it(saved, monkeypatch, param
         ("projected", {"max_tokens": 21}, "max_tokens = 21 must be at most 20, the model"),
         ("projected", {"max_tokens": 1}, "max_tokens = 1 must be at least 2; change them"),
         ("t5", {"max_tokens": 0}, "max_tokens = 0 must be at least 2; change them"),
-        ("t5", {"tokenizer": "tokenizer"}, "tokenizer: no tokenizer .tokenizer.json, or spiece.model., needed by"),
+        ("t5", {"tokenizer": "tokenizer"}, "tokenizer: no tokenizer .tokenizer.json or spiece.model., needed by"),
     ],
 )
 def test_bad_parameters_are_refused(saved, kind, params, complaint):
-    with pytest.raises(UserError, match=complaint) as refusal:
+    with pytest.raises(UserError, match=complaint):
         build(saved[kind], **params)
-    assert "\n" not in str(refusal.value)
 
 
 @pytest.mark.parametrize(
-    ("kind", "damage", "complaint"),
+    ("kind", "file", "content", "complaint"),
     [
-        ("projected", "no merges", "no tokenizer (tokenizer.json, or vocab.json and merges.txt), needed by"),
-        ("projected", "another tokenizer", "words, but .* knows 518; set the parameter 'tokenizer'"),
-        ("projected", "broken", "cannot be loaded by caption encoder 'clip-text'"),
-        ("t5", "broken", "cannot be loaded by caption encoder 't5-text'"),
-        ("t5", "another model", "model_type is 'bert', but caption encoder 't5-text' takes t5"),
-        ("plain", "another model", "model_type is 'bert', but caption encoder 'clip-text' takes clip or"),
+        ("projected", "vocab.json", None, r"no tokenizer \(tokenizer.json or vocab.json\), needed by"),
+        ("projected", "vocab.json", "a word more", "words, but .* knows 518; set the parameter 'tokenizer'"),
+        ("projected", "vocab.json", "{]", "cannot be loaded by caption encoder 'clip-text'"),
+        ("t5", "tokenizer.json", "{]", "cannot be loaded by caption encoder 't5-text'"),
+        ("t5", "config.json", '{"model_type": "bert"}', "'bert', but caption encoder 't5-text' takes t5"),
+        ("plain", "config.json", '{"model_type": "bert"}', "'bert', but caption encoder 'clip-text' takes clip or"),
     ],
+    ids=str,
 )
-def test_a_wrong_tokenizer_or_model_is_named(saved, tmp_path, kind, damage, complaint):
+def test_a_wrong_tokenizer_or_model_is_named(saved, tmp_path, kind, file, content, complaint):
     name, folder, _ = saved[kind]
     folder = shutil.copytree(folder, tmp_path / "model")
-    if damage == "no merges":
-        (folder / "merges.txt").unlink()
-    elif damage == "another tokenizer":
-        vocabulary = json.loads((folder / "vocab.json").read_text())
-        (folder / "vocab.json").write_text(json.dumps({**vocabulary, "more": len(vocabulary)}))
-    elif damage == "broken":
-        (folder / ("vocab.json" if kind == "projected" else "tokenizer.json")).write_text("{]")
+    if content is None:
+        (folder / file).unlink()
+    elif content == "a word more":
+        words = json.loads((folder / file).read_text())
+        (folder / file).write_text(json.dumps({**words, "more": len(words)}))
     else:
-        (folder / "config.json").write_text('{"model_type": "bert"}')
-    with pytest.raises(UserError, match=complaint if "*" in complaint else re.escape(complaint)) as refusal:
-        CAPTION_ENCODERS.build(name, {"path": str(folder)}).encode(["dog"])
-    assert str(folder) in str(refusal.value) and "\n" not in str(refusal.value)
+        (folder / file).write_text(content)
+
+    with pytest.raises(UserError, match=rf"^{folder}.*{complaint}.*$"):
+        build((name, folder, None)).encode(["dog"])
 
 
 def test_a_sentencepiece_model_needs_its_package(saved, tmp_path, monkeypatch):

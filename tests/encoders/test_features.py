@@ -12,7 +12,8 @@ from ddm_lightning.encoders import features, pretrained
 from ddm_lightning.encoders.interfaces import Features
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*")
-MEAN, STD = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
+MEAN = np.array([0.485, 0.456, 0.406])
+STD = np.array([0.229, 0.224, 0.225])
 
 
 @pytest.fixture(scope="module")
@@ -29,33 +30,34 @@ def build(entry, **params):
     return FEATURES.build(entry[0], {"path": str(entry[1]), **params})
 
 
-def some_images(num=3, height=28, width=28, seed=0):
-    return np.random.default_rng(seed).integers(0, 256, (num, height, width, 3), dtype=np.uint8)
+def some_images(num=3, side=28):
+    return np.random.default_rng(0).integers(0, 256, (num, side, side, 3), dtype=np.uint8)
 
 
 def normalised(images, mean=MEAN, std=STD):
-    return torch.from_numpy(((images / 255 - mean) / std).transpose(0, 3, 1, 2))
+    return torch.from_numpy(((images / 255 - mean) / std).transpose(0, 3, 1, 2)).float()
 
 
 @pytest.mark.parametrize("kind", ["dinov2", "registers"])
 def test_dinov2_gives_the_class_token_of_the_librarys_model(saved, kind):
     encoder = build(saved[kind], resolution=28)
-    assert isinstance(encoder, Features) and encoder.size == 16
     with torch.no_grad():
-        model = saved[kind][2].double()
-        expected = model(normalised(some_images())).pooler_output.numpy()
-        model.float()
+        expected = saved[kind][2](normalised(some_images())).pooler_output.numpy()
+
     found = encoder.encode(some_images())
-    assert found.dtype == np.float32 and expected.std() > 0.1
-    np.testing.assert_allclose(found, expected, atol=1e-4)
+    assert isinstance(encoder, Features)
+    assert encoder.size == 16
+    assert expected.std() > 0.1
+    np.testing.assert_allclose(found, expected, atol=1e-4, strict=True)
 
 
 def test_images_are_resized_as_pillow_resizes_them(saved):
     encoder = build(saved["dinov2"], resolution=28)
-    images = some_images(2, 64, 64)  # noise, which shows every filter at once
+    images = some_images(2, 64)  # noise, which shows every filter at once
     resized = [np.asarray(Image.fromarray(image).resize((28, 28), Image.Resampling.BICUBIC)) for image in images]
     with torch.no_grad():
-        expected = saved["dinov2"][2](normalised(np.stack(resized)).float()).pooler_output
+        expected = saved["dinov2"][2](normalised(np.stack(resized))).pooler_output
+
     # Pillow rounds to whole pixel values.
     np.testing.assert_allclose(encoder.encode(images), expected, atol=0.02 * float(expected.std()) + 0.01)
 
@@ -72,28 +74,23 @@ def test_batch_size_and_process_do_not_matter(saved, monkeypatch):
 
 def test_dinov2_knows_its_size_without_loading_weights(saved, monkeypatch):
     monkeypatch.setattr(pretrained, "loading", None)
-    assert build(saved["dinov2"]).size == 16
-    assert build(saved["dinov2"]).resolution == 224
+    encoder = build(saved["dinov2"])
+    assert (encoder.size, encoder.resolution) == (16, 224)
 
 
 @pytest.mark.parametrize(
-    ("kind", "params", "complaint"),
+    ("params", "complaint"),
     [
-        ("dinov2", {"resolution": 100}, "resolution = 100 must be a multiple of the model's patch size, 14"),
-        ("dinov2", {"resolution": 0}, "resolution = 0 must be a multiple"),
-        ("dinov2", {"compute_dtype": "int8"}, "compute_dtype' = 'int8': must be one of"),
-        ("dinov2", {"device": "gpu"}, "device string: gpu"),
-        ("dinov2", {"model": "resnet10t"}, "has no parameter 'model'"),
+        ({"resolution": 100}, "resolution = 100 must be a multiple of the model's patch size, 14"),
+        ({"resolution": 0}, "resolution = 0 must be a multiple"),
+        ({"compute_dtype": "int8"}, "compute_dtype' = 'int8': must be one of"),
+        ({"device": "gpu"}, "device string: gpu"),
+        ({"model": "resnet10t"}, "has no parameter 'model'"),
     ],
 )
-def test_bad_parameters_are_refused(saved, kind, params, complaint):
+def test_bad_parameters_are_refused(saved, params, complaint):
     with pytest.raises(UserError, match=complaint):
-        build(saved[kind], **params)
-
-
-class Layers(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.adaptive_avg_pool2d(x, (32, 32)).flatten(1)[:, :2048]
+        build(saved["dinov2"], **params)
 
 
 class Whole(nn.Module):
@@ -103,6 +100,11 @@ class Whole(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layers(x)
+
+
+class Layers(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.adaptive_avg_pool2d(x, (32, 32)).flatten(1)[:, :2048]
 
 
 @pytest.fixture
@@ -126,7 +128,8 @@ def test_inception_gets_the_pixels_that_clean_fid_gives_it(inception_file, tmp_p
     expected = get_files_features(files, model, num_workers=0, device=torch.device("cpu"), verbose=False)
     for path in (inception_file, tmp_path):
         network = FEATURES.build("inception", {"path": str(path)})
-        assert isinstance(network, Features) and network.provenance() == {"weights_sha256": sha256_file(inception_file)}
+        assert isinstance(network, Features)
+        assert network.provenance() == {"weights_sha256": sha256_file(inception_file)}
         np.testing.assert_allclose(network.encode(images), expected, atol=1e-5)
 
 
@@ -134,23 +137,22 @@ def test_other_weights_than_the_published_ones_are_refused(inception_file, tmp_p
     monkeypatch.undo()
     with pytest.raises(UserError, match=r"is not the published file; download it again from https://nvlabs"):
         FEATURES.build("inception", {"path": str(inception_file)}).encode(some_images())
-    with pytest.raises(
-        UserError, match=r"other: the weights of 'inception' .* are missing; download them from https://"
-    ):
+
+    missing = r"other: the weights of 'inception' .* are missing; download them from https://"
+    with pytest.raises(UserError, match=missing):
         FEATURES.build("inception", {"path": str(tmp_path / "other")})
 
 
 def test_clip_gives_the_librarys_image_embedding(tmp_path):
     model = save_clip(tmp_path, whole=True)
     network = FEATURES.build("clip", {"path": str(tmp_path)})
-    assert isinstance(network, Features) and network.size == 10
-    side = model.config.vision_config.image_size
-    images = some_images(2, side, side)
-    mean, std = (np.array(values) for values in (features.ClipImages.mean, features.ClipImages.std))
-    pixels = torch.from_numpy(((images / 255 - mean) / std).transpose(0, 3, 1, 2)).float()
+    assert isinstance(network, Features)
+    assert network.size == 10
+    images = some_images(2, model.config.vision_config.image_size)
     with torch.no_grad():
-        expected = model.get_image_features(pixels)
+        expected = model.get_image_features(normalised(images, network.mean, network.std))
         expected = getattr(expected, "pooler_output", expected).numpy()  # from transformers 5 on
+
     np.testing.assert_allclose(network.encode(images), expected, atol=1e-4)
     save_clip(tmp_path / "text")
     with pytest.raises(UserError, match="takes clip or"):
@@ -158,14 +160,14 @@ def test_clip_gives_the_librarys_image_embedding(tmp_path):
 
 
 def test_pixels_are_those_of_a_16_by_16_image():
-    images = some_images(2, 16, 16)
+    images = some_images(2, 16)
     found = FEATURES.build("pixels", {}).encode(images)
     np.testing.assert_allclose(found, images.transpose(0, 3, 1, 2).reshape(2, -1) / 255, atol=1e-6)
 
 
 def test_random_convolutions_by_plain_numpy_and_the_same_each_time():
     network = FEATURES.build("random-convolutions", {"resolution": 8})
-    images = some_images(2, 8, 8)
+    images = some_images(2, 8)
     found = network.encode(images)
     assert found.shape == (2, network.size) and isinstance(network, Features)
     x = np.pad(images.transpose(0, 3, 1, 2) / 127.5 - 1, ((0, 0), (0, 0), (1, 1), (1, 1)))
