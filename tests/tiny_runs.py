@@ -41,17 +41,30 @@ def settings(run_dir: Path) -> list[str]:
     return ["-c", str(TINY), f"run_dir={run_dir}", *SETTINGS]
 
 
-def start(command: str, run_dir: Path, *more: str, within: Sequence[str] = ()) -> subprocess.Popen[str]:
+def launch(
+    *arguments: str,
+    within: Sequence[str] = (),
+    program: Sequence[str] = ("-m", "ddm_lightning"),
+    new_session: bool = False,
+    **variables: str,
+) -> subprocess.Popen[str]:
     """The command line in a process of its own; ``within`` goes before it, such as ``nsenter`` with its options."""
     environment = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
+    environment |= {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", "COLUMNS": "200", "PYTHONFAULTHANDLER": "1"}
     return subprocess.Popen(
-        [*within, sys.executable, "-m", "ddm_lightning", command, *settings(run_dir), *more],
+        [*within, sys.executable, *program, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=dict(environment, PYTHONPATH=python_path(), OMP_NUM_THREADS="1", COLUMNS="200", PYTHONFAULTHANDLER="1"),
+        env=environment | variables,
         cwd=ROOT,
+        start_new_session=new_session,
     )
+
+
+def start(command: str, run_dir: Path, *more: str, within: Sequence[str] = ()) -> subprocess.Popen[str]:
+    """A command on the tiny run in ``run_dir``."""
+    return launch(command, *settings(run_dir), *more, within=within)
 
 
 @contextmanager

@@ -12,12 +12,13 @@ import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from ddm_lightning.core.errors import UserError
 
 _NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 """A launcher of ranks, such as torchrun, sets all of them; operators of clusters set some, to number their pods."""
+OWN_AGENT = "ddm-lightning-fit-"
+"""Begins the run ids of agents that ``fit`` makes."""
 _OF_RANKS = (*_NUMBERS, "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE")
 
 
@@ -37,13 +38,27 @@ class Ranks:
     """Number of this node."""
     launched: bool = False
     """Whether a launcher such as torchrun started this process."""
+    agent: str = ""
+    """Run id of the agent of torchrun that started it; an agent takes an exit code other than 0 for a failure."""
+    endpoint: str = ""
+    """Name and port of the first of several nodes."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process is the first of all, on all nodes."""
+        return self.rank == 0 and self.node == 0
+
+    @property
+    def is_own(self) -> bool:
+        """Whether another ``fit`` started this process."""
+        return self.agent.startswith(OWN_AGENT)
 
     @classmethod
     def read(cls) -> Ranks:
         """Read the variables of a launcher; unless they are whole and fit together, this process is alone."""
         rank, local_rank, world_size = map(_number, _NUMBERS)
         if rank is None or local_rank is None or world_size is None or not local_rank <= rank < world_size:
-            return cls()
+            return ALONE
 
         return cls(
             rank,
@@ -52,7 +67,12 @@ class Ranks:
             local_world_size=_number("LOCAL_WORLD_SIZE"),
             node=_number("GROUP_RANK") or 0,
             launched=True,
+            agent=os.environ.get("TORCHELASTIC_RUN_ID", ""),
         )
+
+
+ALONE = Ranks()
+"""A process that no launcher started."""
 
 
 def _number(name: str) -> int | None:
@@ -105,17 +125,10 @@ def leave_ranks() -> None:
         os.environ.pop(name, None)
 
 
-class Place(NamedTuple):
-    """Where a node is among those of a member."""
+def place_of(nodes: int) -> tuple[int, str]:
+    """Find this node's number, and name and port of the first one.
 
-    node: int
-    """Its number, from 0."""
-    endpoint: str
-    """Name and port of the first node."""
-
-
-def place_of(nodes: int) -> Place:
-    """Find this node's place: from ``NODE_RANK`` and ``MASTER_ADDR``, or among the tasks of ``srun``, one per node.
+    They are in ``NODE_RANK`` and ``MASTER_ADDR``, or follow from the tasks of ``srun``, one per node.
 
     Args:
         nodes: ``island.nodes``.
@@ -124,7 +137,7 @@ def place_of(nodes: int) -> Place:
         UserError: neither is there, or there are more or fewer tasks than nodes.
     """
     if nodes == 1:
-        return Place(0, "")
+        return 0, ""
 
     node = _number("NODE_RANK")
     if node is None:
@@ -152,7 +165,7 @@ def place_of(nodes: int) -> Place:
             f"with the variables MASTER_ADDR, the name of the first node, and NODE_RANK, from 0 to {nodes - 1}"
         )
 
-    return Place(node, f"{address}:{port or 29500}")
+    return node, f"{address}:{port or 29500}"
 
 
 def import_matplotlib() -> None:

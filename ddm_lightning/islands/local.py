@@ -21,6 +21,7 @@ from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.config.load import to_yaml
 from ddm_lightning.config.merge import island_of
 from ddm_lightning.core.devices import resolve_accelerator
+from ddm_lightning.core.environment import Ranks
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write_text
 from ddm_lightning.core.formatting import Bars
@@ -128,13 +129,13 @@ def fit_on_island(member: Member, run: Run) -> str:
         UserError: as ``fit_alone``, or torchrun started another number of ranks, the slot is too short, or another
             process trains the member.
     """
-    ranks.check_ranks(run.experiment.island)
-    with run.claimed(), Slot(member, run) as slot, published(member.name, run) as slot.publisher:
+    mine = ranks.own_place(run.experiment.island)
+    with run.claimed(), Slot(member, run, mine) as slot, published(member.name, run, mine) as slot.publisher:
         slot.begin()
-        return fit_alone(member, run)
+        return fit_alone(member, run, mine)
 
 
-def fit_alone(member: Member, run: Run) -> str:
+def fit_alone(member: Member, run: Run, mine: Ranks) -> str:
     """Train one member in this process or, on several devices, by a process for each.
 
     Returns:
@@ -147,11 +148,11 @@ def fit_alone(member: Member, run: Run) -> str:
     island = run.experiment.island
     # Other nodes may not have the artifact, and wait.
     is_needed = island.nodes > 1 or not run.is_finished(member.name)
-    if island.num_ranks > 1 and is_needed and not ranks.is_rank():
+    if island.num_ranks > 1 and is_needed and not mine.launched:
         end_imports()
         if member.initial is not None:
             member.initial.path  # noqa: B018 (fetched once, and not by every rank)
-        if ranks.fit_on_ranks(run) == "done":
+        if ranks.fit_on_ranks(run, mine) == "done":
             return "told"
 
         return "stopped"
@@ -160,11 +161,10 @@ def fit_alone(member: Member, run: Run) -> str:
 
     end_imports()
     with ranks.recorded():
-        state = fit_member(member, run).state
+        state = fit_member(member, run, mine).state
 
-    ranks.report_state(state)
-    is_told = not ranks.is_rank_zero() or (state == "stopped" and ranks.has_agent())
-    if is_told:
+    ranks.report_state(mine, state)
+    if not mine.is_first or (state == "stopped" and mine.agent):
         return "told"
 
     return state

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ddm_lightning.core import remote
-from ddm_lightning.core.environment import place_of
+from ddm_lightning.core.environment import ALONE, Ranks
 from ddm_lightning.core.errors import UserError, first_line, say
 from ddm_lightning.core.files import move_folder
 from ddm_lightning.islands import lease
@@ -28,7 +28,6 @@ from ddm_lightning.islands.lease import Lease, LostLeaseError
 from ddm_lightning.islands.shared import pull_artifact, send_artifact
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import break_mark
-from ddm_lightning.training import ranks
 from ddm_lightning.training.checkpoint import FILES, TEMPORARY, damage_of, find_resumable, newest_checkpoint, step_of
 
 FINAL_SECONDS = 600.0
@@ -55,7 +54,7 @@ class _Checkpoint(NamedTuple):
 
 
 @contextmanager
-def published(name: str, run: Run) -> Iterator[Publisher | None]:
+def published(name: str, run: Run, mine: Ranks = ALONE) -> Iterator[Publisher | None]:
     """Hold the member's lease, fetch what is published of it, and publish what the block trains.
 
     Does nothing if the experiment has no ``remote``, and on all but the first of several nodes.
@@ -63,10 +62,10 @@ def published(name: str, run: Run) -> Iterator[Publisher | None]:
     Raises:
         UserError: another process trains the member or has taken it over, or the URL cannot be read or written.
     """
-    if run.url is not None and ranks.is_rank() and not ranks.is_own_rank():
+    if run.url is not None and mine.launched and not mine.is_own:
         raise UserError("with remote, start fit without torchrun: it starts one process per device itself")
 
-    if run.url is None or ranks.is_rank() or place_of(run.experiment.island.nodes).node > 0:
+    if run.url is None or mine.launched or mine.node > 0:
         yield None
         return
 

@@ -17,7 +17,7 @@ from datetime import datetime
 from pathlib import Path
 
 from ddm_lightning.config.experiment import IslandConfig
-from ddm_lightning.core.environment import place_of
+from ddm_lightning.core.environment import ALONE, Ranks
 from ddm_lightning.core.errors import UserError, say
 from ddm_lightning.core.processes import STARTED, STOPPED
 from ddm_lightning.islands.publish import Publisher
@@ -78,15 +78,17 @@ class Slot:
     Args:
         member: the member.
         run: its run.
+        mine: this process's place.
     """
 
     publisher: Publisher | None = None
     """Publishes the training, if the run has a URL."""
 
-    def __init__(self, member: Member, run: Run) -> None:
+    def __init__(self, member: Member, run: Run, mine: Ranks = ALONE) -> None:
         self.member = member
         self.name = member.name
         self.run = run
+        self.mine = mine
         self.island = run.experiment.island
         self.folder = run.folder.member(member.name) / "checkpoints"
         self._needed = LEAVING_SECONDS
@@ -103,8 +105,7 @@ class Slot:
         """
         self.begin()
         # The node that writes checkpoints.
-        is_first = place_of(self.island.nodes).node == 0 and ranks.is_rank_zero()
-        if self.island.is_lent and is_first and not ranks.is_own_rank():
+        if self.island.is_lent and self.mine.is_first and not self.mine.is_own:
             self._end = time.monotonic() + seconds_left(self.island)
             if self._end - time.monotonic() <= LEAVING_SECONDS:
                 raise self._too_short()

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Annotated
 
 from ddm_lightning.core import checks
-from ddm_lightning.core.environment import Ranks
 from ddm_lightning.core.errors import note
 from ddm_lightning.core.files import atomic_write_json
 from ddm_lightning.core.formatting import format_duration
@@ -64,10 +63,7 @@ class MemberStatus:
     """Unix time of the last write."""
 
     def write(self, folder: Path) -> None:
-        """Write ``status.json`` in the member's folder; of several ranks, the first does."""
-        if Ranks.read().rank > 0:
-            return
-
+        """Write ``status.json`` in the member's folder; of several ranks, only the first may."""
         self.updated = time.time()
         self.pid = os.getpid()
         self.began = start_time(self.pid)

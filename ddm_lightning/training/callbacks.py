@@ -1,6 +1,6 @@
 """Lightning callbacks of one member: status, missed validations, rolling checkpoints, and a stop on request.
 
-Their order does not matter, except that ``EmaSnapshots`` comes before the callbacks that save checkpoints.
+``EmaSnapshots`` comes before the callbacks that save checkpoints, and ``RollingCheckpoints`` before ``StopOnRequest``.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from ddm_lightning.config.experiment import IslandConfig
+from ddm_lightning.core.environment import ALONE, Ranks
 from ddm_lightning.core.formatting import Bars
 from ddm_lightning.core.processes import STOPPED
 from ddm_lightning.members.status import KEPT, MemberStatus, loss_of
@@ -29,7 +30,7 @@ from ddm_lightning.training.checkpoint import TEMPORARY, checkpoints_in, read_tr
 from ddm_lightning.training.guard import skipped_file
 from ddm_lightning.training.module import MemberModule
 from ddm_lightning.training.parallel import BackgroundCheckpoints
-from ddm_lightning.training.ranks import POLL_STEPS, has_agent, is_rank_zero, report_state
+from ddm_lightning.training.ranks import POLL_STEPS, report_state
 
 
 class Reporter(L.Callback):
@@ -38,12 +39,13 @@ class Reporter(L.Callback):
     Args:
         folder: the member's folder.
         status: written at the steps at which curves are logged.
+        show: whether to show the progress.
     """
 
-    def __init__(self, folder: Path, status: MemberStatus) -> None:
+    def __init__(self, folder: Path, status: MemberStatus, *, show: bool) -> None:
         self.folder = folder
         self.status = status
-        self._bars = Bars(show=is_rank_zero())
+        self._bars = Bars(show=show)
         self._earlier_seconds = status.seconds
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
@@ -52,7 +54,7 @@ class Reporter(L.Callback):
         self._start = time.monotonic()
         self.status.state = "training"
         self.status.step = trainer.global_step
-        self.status.write(self.folder)
+        self._write(trainer)
         self._bars.start()
         self._task = self._bars.add_task(self.status.member, total=self.status.max_steps, completed=trainer.global_step)
 
@@ -76,7 +78,7 @@ class Reporter(L.Callback):
         else:
             self.status.state = "failed"
 
-        self.status.write(self.folder)
+        self._write(trainer)
 
     def _report(self, trainer: L.Trainer, module: MemberModule) -> None:
         elapsed = time.monotonic() - self._start
@@ -88,8 +90,12 @@ class Reporter(L.Callback):
 
         # The gradient norm overflows in a step that 16-bit scaling skips; JSON has no infinity.
         self.status.metrics.update({name: value for name, value in module.averages.items() if math.isfinite(value)})
-        self.status.write(self.folder)
+        self._write(trainer)
         self._bars.update(self._task, completed=trainer.global_step, note=self.status.note())
+
+    def _write(self, trainer: L.Trainer) -> None:
+        if trainer.is_global_zero:
+            self.status.write(self.folder)
 
 
 class MissedValidation(L.Callback):
@@ -150,7 +156,8 @@ class MissedValidation(L.Callback):
             (name, float(value)) for name, value in trainer.callback_metrics.items() if name.startswith("held_out/")
         )
         self.status.validated_step = trainer.global_step
-        self.status.write(self.folder)
+        if trainer.is_global_zero:
+            self.status.write(self.folder)
 
 
 class BestWeights(L.Callback):
@@ -185,16 +192,26 @@ class BestWeights(L.Callback):
         self.kept["validated_step"] = step
         loss = loss_of(self.status.metrics, "held_out")
         if loss is not None and loss < self.kept["loss"]:
-            figures = {}
-            for name, value in self.status.metrics.items():
-                if name.startswith("held_out/"):
-                    figures[name] = value
-
+            metrics = self.status.metrics.items()
+            figures = {name: value for name, value in metrics if name.startswith("held_out/")}
             figures[KEPT] = float(step)
             self.kept |= {"loss": loss, "figures": figures, "buffers": ema.kept_buffers(module.network)}
             for state in trainer.optimizers[0].state.values():
                 if ema.KEY in state:
                     state[ema.BEST] = state[ema.KEY].clone()
+
+    def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
+        """Put the best weights where those of the artifact are, unless every held-out loss was infinite or NaN."""
+        if trainer.global_step < trainer.max_steps or not self.kept["figures"]:
+            return
+
+        for state in trainer.optimizers[0].state.values():
+            if ema.BEST in state:
+                state[ema.KEY] = state[ema.BEST]
+
+        module.network.load_state_dict(self.kept["buffers"], strict=False)
+        self.status.metrics |= self.kept["figures"]
+        self.status.validated_step = int(self.kept["figures"][KEPT])
 
 
 class RollingCheckpoints(L.Callback):
@@ -226,7 +243,9 @@ class RollingCheckpoints(L.Callback):
 
     def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
         """Remove old checkpoints whenever a new one is written."""
-        _strategy(trainer).checkpoint_written = self.remove_old
+        assert isinstance(trainer.strategy, BackgroundCheckpoints)
+        self.strategy = trainer.strategy
+        self.strategy.checkpoint_written = self.remove_old
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
         """Save if a checkpoint is due.
@@ -234,7 +253,7 @@ class RollingCheckpoints(L.Callback):
         Raises:
             OSError: an earlier checkpoint could not be written.
         """
-        _strategy(trainer).checkpoints.raise_failure()
+        self.strategy.checkpoints.raise_failure()
         # Also at the last step: a kill before the artifact is written then loses nothing.
         if trainer.global_step == trainer.max_steps or any(trainer.global_step % n == 0 for n in self.due):
             self.save(trainer)
@@ -273,7 +292,7 @@ class RollingCheckpoints(L.Callback):
 
     def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Wait for the running save."""
-        _strategy(trainer).checkpoints.wait()
+        self.strategy.checkpoints.wait()
 
     def remove_old(self) -> None:
         """Remove all but the newest checkpoints and the milestones, also those of earlier starts."""
@@ -293,11 +312,6 @@ class RollingCheckpoints(L.Callback):
         return any(n and step_of(path) % n == 0 for n in (self.island.milestone_every_n_steps, recorded))
 
 
-def _strategy(trainer: L.Trainer) -> BackgroundCheckpoints:
-    assert isinstance(trainer.strategy, BackgroundCheckpoints)
-    return trainer.strategy
-
-
 class StopRequested(BaseException):
     """SIGTERM, SIGUSR1 or Ctrl-C outside the training steps, where there is nothing to save."""
 
@@ -308,11 +322,15 @@ class StopOnRequest(L.Callback):
     It cuts a running validation short, except after the last step; ``RollingCheckpoints`` has saved that step before.
     Every ten steps, several ranks agree whether one of them got a signal, and whether a checkpoint is due by rank
     zero's clock (``checkpoint_every_n_minutes``).
+
+    Args:
+        checkpoints: saves them.
+        mine: this process's place among the ranks.
     """
 
-    def __init__(self, checkpoints: RollingCheckpoints) -> None:
+    def __init__(self, checkpoints: RollingCheckpoints, mine: Ranks = ALONE) -> None:
         self.checkpoints = checkpoints
-        self.stopped = False
+        self.mine = mine
         self._training = False
         self._requested = False
         self._hosts: ProcessGroup | None = None
@@ -325,7 +343,7 @@ class StopOnRequest(L.Callback):
         """
         if not self._training:
             # A rank: the agent ends it because another one failed, and tells why.
-            raise SystemExit(STOPPED) if has_agent() else StopRequested
+            raise SystemExit(STOPPED) if self.mine.agent else StopRequested
 
         self._requested = True
 
@@ -336,7 +354,7 @@ class StopOnRequest(L.Callback):
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Let signals wait for the end of a step from here on; a collective."""
         self._training = True
-        report_state("training")
+        report_state(self.mine, "training")
         # Lightning has put a handler of SIGTERM in front, which calls a collective that other ranks do not. It gives
         # back the one before it after the training.
         signal.signal(signal.SIGTERM, self.request)
@@ -350,10 +368,10 @@ class StopOnRequest(L.Callback):
             return  # a collective at each step would hold up hosts that run ahead of their devices
 
         asked, late = self._agreed(self._requested, trainer.is_global_zero and self.checkpoints.is_late())
-        if (asked or late) and not self.stopped:
+        if (asked or late) and not trainer.should_stop:
             self.checkpoints.save(trainer)
             if asked and trainer.global_step < trainer.max_steps:
-                self.stopped = trainer.should_stop = True
+                trainer.should_stop = True
                 trainer.limit_val_batches = 0  # else Lightning validates before it stops
 
     def on_validation_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
@@ -365,13 +383,12 @@ class StopOnRequest(L.Callback):
         # Also after the last step: ranks that wait for one another drop no shard that another has yet to open.
         asked = self._agreed(self._requested)[0]
         if asked and self._training and trainer.global_step < trainer.max_steps:
-            self.stopped = trainer.should_stop = True
+            trainer.should_stop = True
         if trainer.should_stop:
             raise StopIteration
 
     def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Let signals act at once again, after the last checkpoint is written."""
-        self.checkpoints.on_train_end(trainer, module)
+        """Let signals act at once again; ``RollingCheckpoints`` has waited for the last checkpoint."""
         self._training = False
 
     def _agreed(self, *flags: bool) -> list[bool]:

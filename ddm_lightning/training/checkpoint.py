@@ -7,15 +7,13 @@ each file. Reading runs no code: ``trainer.pt`` is loaded with ``weights_only``.
 
 from __future__ import annotations
 
-import errno
 import itertools
 import json
-import os
 import pickle
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import asdict
@@ -24,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
@@ -38,9 +35,8 @@ from torch.optim import Optimizer
 
 from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core import remote
-from ddm_lightning.core.checks import SHA256
 from ddm_lightning.core.devices import local, resolve_accelerator
-from ddm_lightning.core.errors import UserError, first_line
+from ddm_lightning.core.errors import UserError, first_line, say
 from ddm_lightning.core.files import atomic_write_json, move_folder, parse_json, sha256_file
 from ddm_lightning.members.member import STUDENT, Member
 from ddm_lightning.members.run_folder import refuse_changes
@@ -147,11 +143,11 @@ class CheckpointWriter:
                 done()
         except CheckpointException as error:  # a BaseException, which would end the thread
             causes = [cause for cause, _ in error.failures.values()]
-            known = next((cause for cause in causes if isinstance(cause, OSError)), None)
-            if known is None:
-                raise RuntimeError(f"{path}: {first_line(causes[0])}") from error
+            known = [cause for cause in causes if isinstance(cause, OSError)]
+            if known:
+                raise OSError(known[0].errno, known[0].strerror, str(path)) from error
 
-            raise OSError(known.errno, os.strerror(known.errno or errno.EIO), str(path)) from error
+            raise causes[0] from error
         finally:
             if self.is_rank_zero:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -176,11 +172,7 @@ class CheckpointWriter:
             RuntimeError: the save failed for another reason.
         """
         if self._pending is not None:
-            try:
-                self._pending.result()
-            finally:
-                if self._pending.done():  # a signal interrupts the wait, not the save
-                    self._pending = None
+            self._pending.result()
 
     def close(self) -> None:
         """End the thread after the running save, whose result is ignored. Several ranks wait for a minute at most."""
@@ -214,25 +206,14 @@ def damage_of(path: Path) -> str | None:
     """Describe the damage of the checkpoint ``path``; None if it is whole."""
     try:
         sums = parse_json((path / FILES).read_bytes())
-        if (
-            not isinstance(sums, dict)
-            or TRAINER_STATE not in sums
-            or not all(SHA256[0](value) for value in sums.values())
-        ):
-            return f"{FILES} is not a list of files and hashes"
-        if extra := {found.name for found in path.glob("*.safetensors")} - sums.keys():
-            return f"{min(extra)} is not listed in {FILES}"  # but would be read
+        names = [TRAINER_STATE, *sorted(found.name for found in path.glob("*.safetensors"))]
+        if not isinstance(sums, dict) or sums.keys() != {*names}:
+            return f"{FILES} lists other files than {', '.join(names)}"
 
-        def problem_of(name: str) -> str | None:
-            if not (path / name).exists():
-                return f"{name} is missing"
-            if sha256_file(path / name) == sums[name]:
-                return None
-
-            return f"{name} has changed since it was written"
-
-        if problem := next(filter(None, remote.in_threads(problem_of, sums)), None):
-            return problem
+        hashes = remote.in_threads(lambda name: sha256_file(path / name), names)
+        for name, sha256 in zip(names, hashes, strict=True):
+            if sha256 != sums[name]:
+                return f"{name} has changed since it was written"
 
         torch.load(path / TRAINER_STATE, map_location="meta", weights_only=True)
     except pickle.UnpicklingError:  # torch's message tells how to run the code in it
@@ -357,55 +338,43 @@ def find_resumable(folder: Path) -> tuple[Path | None, dict[Path, str]]:
 
     if problems:
         newest, problem = next(iter(problems.items()))
-        if len(problems) > 1:
-            others = f", nor the {len(problems) - 1} before it"
-        else:
-            others = ""
-
         raise UserError(
-            f"{newest}: damaged checkpoint ({problem}){others}; restore one, or remove {folder} to start afresh"
+            f"{newest}: damaged checkpoint ({problem}), and none before it is whole; "
+            f"restore one, or remove {folder} to start afresh"
         )
 
     return None, problems
 
 
-def tidy(folder: Path, damaged: Iterable[Path]) -> None:
-    """Remove what a killed process left half-written; rename the checkpoints ``damaged``, of which the oldest is kept.
+def choose(folder: Path, origin: Mapping[str, Any]) -> Path | None:
+    """Choose the checkpoint to resume from; None if there is none.
 
-    The caller holds the member's lock, so no other process writes here.
-    """
-    for unfinished in folder.glob(f"{TEMPORARY}*"):
-        shutil.rmtree(unfinished, ignore_errors=True)
-
-    for path in damaged:
-        for earlier in folder.glob("*.damaged"):
-            shutil.rmtree(earlier, ignore_errors=True)
-
-        path.rename(path.with_suffix(".damaged"))
-
-
-def choose(folder: Path, origin: Mapping[str, Any], console: Console) -> Path | None:
-    """Choose the checkpoint to resume from, and tidy the folder; None if there is none.
+    Remove what a killed process left half-written, and rename damaged checkpoints, of which the oldest is kept. The
+    caller holds the member's lock, so no other process writes here.
 
     Args:
         folder: a member's checkpoints.
         origin: that of the member, from ``origin_of``.
-        console: told what was found.
 
     Raises:
         UserError: as ``find_resumable`` and ``check_origin``.
     """
     path, damaged = find_resumable(folder)
-    tidy(folder, damaged)
+    for unfinished in folder.glob(f"{TEMPORARY}*"):
+        shutil.rmtree(unfinished, ignore_errors=True)
+
     for other, problem in damaged.items():
-        console.print(f"{other}: damaged checkpoint ({problem}); falling back to the one before it")
+        say(f"{other}: damaged checkpoint ({problem}); falling back to the one before it")
+        for earlier in folder.glob("*.damaged"):
+            shutil.rmtree(earlier, ignore_errors=True)
+
+        other.rename(other.with_suffix(".damaged"))
 
     if path is not None:
-        name = origin["member"]
         changed = check_origin(path, origin)
-        console.print(f"{name}: resumes at step {step_of(path)}")
+        say(f"{origin['member']}: resumes at step {step_of(path)}")
         if changed:
-            console.print(f"{name}: {changed}")
+            say(f"{origin['member']}: {changed}")
 
     return path
 
@@ -435,9 +404,9 @@ def check_origin(path: Path, own: Mapping[str, Any]) -> str | None:
     """
     saved = read_trainer_state(path)
     member = own["member"]
-    if saved.get("member") != member:
+    if saved["member"] != member:
         raise UserError(
-            f"{path}: is a checkpoint of {saved.get('member')}, not of {member}; move it to that folder, or remove it"
+            f"{path}: is a checkpoint of {saved['member']}, not of {member}; move it to that folder, or remove it"
         )
 
     refuse_changes(path, saved["experiment"], own["experiment"])
@@ -455,7 +424,7 @@ def check_origin(path: Path, own: Mapping[str, Any]) -> str | None:
                     "folder with run_dir=…"
                 )
 
-    started = saved.get("initial_sha256")
+    started = saved["initial_sha256"]
     if started != own["initial_sha256"]:
         raise UserError(
             f"{path}: started from weights with SHA-256 {started}, and init_from has {own['initial_sha256']}; put the "
@@ -472,18 +441,13 @@ def check_origin(path: Path, own: Mapping[str, Any]) -> str | None:
     if not differing:
         return None
 
-    settings = ", ".join(f"island.{name}={_in_yaml(new[name])} (was {_in_yaml(old.get(name))})" for name in differing)
+    settings = []
+    for name in differing:
+        settings.append(f"island.{name}={json.dumps(new[name])} (was {json.dumps(old.get(name))})")
+
     if {"accelerator", "devices", "nodes"} & {*differing}:
         noise = "noise and "
     else:
         noise = ""
 
-    return f"from here on with {settings}: the same samples, other {noise}rounding"
-
-
-def _in_yaml(value: str | float | None) -> str:
-    """``value`` as typed after ``key=``."""
-    if isinstance(value, str):
-        return value
-
-    return json.dumps(value)
+    return f"from here on with {', '.join(settings)}: the same samples, other {noise}rounding"

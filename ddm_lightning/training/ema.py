@@ -10,7 +10,7 @@ of that profile, as a share of t. Snapshots of a few widths, on disk, allow any 
 
 from __future__ import annotations
 
-import operator
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -100,51 +100,37 @@ def track_ema(optimizer: Optimizer, decay: float, widths: Sequence[float] = (), 
     for group in optimizer.param_groups:
         group.setdefault(STEPS, 0)
 
-    # Local shards by group and key: asking DTensors for their shards at each step takes longer than the average.
-    kept: dict[tuple[int, str], tuple[list[Tensor], list[Tensor]]] = {}
-
+    # Asking DTensors for their shards at each step takes longer than the average.
+    shard_of = functools.cache(local)
+    # Not in the optimizer's state: it takes one that is not empty for its own.
     initial: dict[Tensor, Tensor] = {}
-
-    def before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        """Copy parameters that have no average yet; the optimizer takes a state that is not empty for its own."""
+    if from_initial:
         for group in optimizer.param_groups:
-            # Lightning computes the gradients within the step, so there are none yet.
-            new = []
-            for one in group["params"]:
-                if KEY not in optimizer.state.get(one, {}):
-                    new.append(one)
-
-            initial.update((parameter, parameter.detach().clone()) for parameter in new)
+            initial |= {parameter: parameter.detach().clone() for parameter in group["params"]}
 
     @torch.no_grad()
     def after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        for number, group in enumerate(optimizer.param_groups):
+        for group in optimizer.param_groups:
             steps = group[STEPS]
             shares = {KEY: min(decay, (1 + steps) / (10 + steps))}
             shares |= {key: power_decay(exponent, steps + 1) for key, exponent in exponents.items()}
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             for key, share in shares.items():
-                states = [optimizer.state[parameter] for parameter in parameters]
-                for parameter, state in zip(parameters, states, strict=True):
+                averages = []
+                for parameter in parameters:
+                    state = optimizer.state[parameter]
                     if key not in state:
                         # A clone keeps the parameter's (perhaps uneven) sharding.
                         state[key] = initial.get(parameter, parameter).detach().clone()
 
-                tensors = [*parameters, *(state[key] for state in states)]
-                known, shards = kept.get((number, key), ([], []))
-                if len(known) != len(tensors) or not all(map(operator.is_, known, tensors)):  # a checkpoint was loaded
-                    shards = [local(tensor) for tensor in tensors]
-                    kept[number, key] = tensors, shards
+                    averages.append(shard_of(state[key]))
 
-                if shards:
-                    get_ema_multi_avg_fn(share)(shards[len(parameters) :], shards[: len(parameters)], steps)
+                if averages:
+                    get_ema_multi_avg_fn(share)(averages, [shard_of(parameter) for parameter in parameters], steps)
 
             group[STEPS] = steps + 1
 
         initial.clear()
-
-    if from_initial:
-        optimizer.register_step_pre_hook(before_step)
 
     optimizer.register_step_post_hook(after_step)
 

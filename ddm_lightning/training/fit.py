@@ -9,16 +9,15 @@ import shutil
 import warnings
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import lightning as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from rich.console import Console
+from lightning.fabric.utilities.warnings import disable_possible_user_warnings
 
 from ddm_lightning.core.devices import autocast, configure_torch, device_of, devices_named, resolve_accelerator
-from ddm_lightning.core.environment import Ranks
-from ddm_lightning.core.errors import UserError, first_line
+from ddm_lightning.core.environment import ALONE, Ranks
+from ddm_lightning.core.errors import UserError, first_line, say
 from ddm_lightning.core.formatting import format_bytes
 from ddm_lightning.core.processes import FITTED_BY, handling
 from ddm_lightning.core.registry import CALLBACKS, require
@@ -28,21 +27,26 @@ from ddm_lightning.members.member import Member
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import lock_member
 from ddm_lightning.members.signatures import sign_artifact
-from ddm_lightning.members.status import KEPT, MemberStatus
+from ddm_lightning.members.status import MemberStatus
 from ddm_lightning.networks.attention import chosen_kernel
 from ddm_lightning.networks.lora import frozen
 from ddm_lightning.shards.datamodule import ClusterDataModule
 from ddm_lightning.training import callbacks, checkpoint, ema, ranks
 from ddm_lightning.training.module import MemberModule
-from ddm_lightning.training.objective import Objective, build_objective
+from ddm_lightning.training.objective import build_objective
 from ddm_lightning.training.parallel import BackgroundCheckpoints, choose_strategy, environment
 from ddm_lightning.training.previews import SampleLogger, build_loggers
 
 
-def fit_member(member: Member, run: Run) -> MemberStatus:
+def fit_member(member: Member, run: Run, mine: Ranks) -> MemberStatus:
     """Train a member to its last step, from its newest checkpoint if there is one, and write its artifact.
 
     A member started by a ``fit`` of several waits while another process trains it, and may then have nothing to do.
+
+    Args:
+        member: the member.
+        run: its run.
+        mine: this process's place among the ranks.
 
     Returns:
         Its status: ``done``, or ``stopped`` if SIGTERM, Ctrl-C or a plug-in callback ended the training early.
@@ -50,47 +54,48 @@ def fit_member(member: Member, run: Run) -> MemberStatus:
     Raises:
         UserError: not prepared, damaged shards, unknown network or callback, or the member is being trained elsewhere.
     """
-    island = run.experiment.island
-    if "wandb" in island.loggers:
+    if "wandb" in run.experiment.island.loggers:
         require("key 'island.loggers': 'wandb'", "wandb", extra="wandb")
 
-    # Do not break paths: rich takes a log file for a terminal of 80 columns.
-    console = Console(stderr=True, quiet=not ranks.is_rank_zero(), soft_wrap=True, markup=False, highlight=False)
     name = member.name
     folder = run.folder.member(name)
     waits = FITTED_BY in os.environ
     max_steps = member.train.max_steps
     status = MemberStatus.read(folder, name, max_steps)
     status.max_steps = max_steps  # a finished training may be extended
-    if not ranks.broadcast_from_rank_zero("finished", run.is_finished(name)):
+    if not ranks.broadcast_from_rank_zero(mine, "finished", run.is_finished(name)):
         folder.mkdir(parents=True, exist_ok=True)
-        if status.runs():
-            user = f"another process ({status.pid})"
-        else:
-            user = "another process"
+        with contextlib.ExitStack() as locks:
+            if mine.is_first:
+                user = f"another process ({status.pid})" if status.runs() else "another process"
+                locks.enter_context(lock_member(folder, user, -1 if waits else 0.0))
 
-        with lock_member(folder, user, -1 if waits else 0.0) if ranks.is_rank_zero() else contextlib.nullcontext():
             if not (waits and run.is_finished(name)):
-                return _train(member, run, status, console)
+                return _train(member, run, status, mine)
 
-    console.print(f"{name} is finished: {run.folder.artifact(name)}")
+    if mine.is_first:
+        say(f"{name} is finished: {run.folder.artifact(name)}")
+
     status.state = "done"  # even if it was stopped here and another island finished it
     return status
 
 
-def _train(member: Member, run: Run, status: MemberStatus, console: Console) -> MemberStatus:
+def _train(member: Member, run: Run, status: MemberStatus, mine: Ranks) -> MemberStatus:
     """Train a member whose lock this process, or rank zero, holds."""
     island = run.experiment.island
     folder = run.folder.member(member.name)
     configure_torch(island.accelerator, island.num_threads)
-    objective = build_objective(member, run)
-    module = MemberModule(objective, island)
-    data = build_data(member, run)
+    module = MemberModule(build_objective(member, run), island)
+    data = build_data(member, run, mine.node)
     if member.train.keep == "best" and not data.held_out_clusters:
         raise UserError(
             f"key '{member.role.section}.train.keep' = 'best': {member.name} has no held-out samples to choose by; "
             "set it to last, or prepare anew with held_out_fraction"
         )
+
+    def tell(line: str) -> None:
+        if mine.is_first:
+            say(f"{member.name}: {line}")
 
     num_parameters = sum(parameter.numel() for parameter in module.network.parameters())
     num_copies = member.train.num_copies
@@ -98,113 +103,102 @@ def _train(member: Member, run: Run, status: MemberStatus, console: Console) -> 
     module.speed.cost = step_cost(member, island, module.network)
     size = format_bytes(state_bytes(num_parameters, num_copies).checkpoint)
     num_frozen = sum(weight.numel() for weight in frozen(module.network).values())
-    if num_frozen:
-        on_base = f" on a frozen base of {num_frozen / 1e6:.2f} M"
-    else:
-        on_base = ""
-
-    console.print(f"{member.name}: {num_parameters / 1e6:.2f} M parameters{on_base}, {reason}")
-    console.print(f"{member.name}: a checkpoint takes {size} of the disk and of the host's memory")
-    console.print(f"{member.name}: {module.speed.cost.line}")
-    if device_of(island.accelerator).type == "cuda" and island.attention in ("auto", "sdpa"):
-        with autocast(island.precision, device_of(island.accelerator)):
-            kernel = chosen_kernel(module.network, device_of(island.accelerator))
+    on_base = f" on a frozen base of {num_frozen / 1e6:.2f} M" if num_frozen else ""
+    tell(f"{num_parameters / 1e6:.2f} M parameters{on_base}, {reason}")
+    tell(f"a checkpoint takes {size} of the disk and of the host's memory")
+    tell(module.speed.cost.line)
+    device = device_of(island.accelerator)
+    if device.type == "cuda" and island.attention in ("auto", "sdpa"):
+        with autocast(island.precision, device):
+            kernel = chosen_kernel(module.network, device)
 
         if kernel is not None:
-            console.print(f"{member.name}: attention by torch's kernel {kernel}")
+            tell(f"attention by torch's kernel {kernel}")
 
     origin = checkpoint.origin_of(member, run.experiment)
     newest = None
-    if ranks.is_rank_zero():
-        newest = checkpoint.choose(folder / "checkpoints", origin, console)
+    if mine.is_first:
+        newest = checkpoint.choose(folder / "checkpoints", origin)
 
-    told = ranks.broadcast_from_rank_zero("checkpoint", newest.name if newest else None)
-    resume = told and folder / "checkpoints" / told
-    initial = member.initial
-    if resume is None and initial is not None:
+    told = ranks.broadcast_from_rank_zero(mine, "checkpoint", newest.name if newest else None)
+    resume = None
+    first_step = 0
+    if told:
+        resume = folder / "checkpoints" / told
+        first_step = checkpoint.step_of(resume)
+    elif member.initial is not None:
         # The base of adapters is in the network from the start.
         if member.lora is None:
-            initial.load(module.network)
+            member.initial.load(module.network)
 
-        console.print(f"{member.name}: starts from {initial.source}, SHA-256 {initial.sha256}")
-        for line in initial.differing:
-            console.print(f"{member.name}: {line}")
+        tell(f"starts from {member.initial.source}, SHA-256 {member.initial.sha256}")
+        for line in member.initial.differing:
+            tell(line)
 
-    trainer, stop = build_trainer(member, run, status, strategy, origin, resume)
+    trainer, stop = build_trainer(member, run, status, strategy, origin, first_step, mine)
     with contextlib.closing(data):
-        try:
-            with handling(stop.request):
-                status.state = "starting"
-                status.device = devices_named(island.accelerator, island.num_ranks)
+        is_done = False
+        # Stopped even at the last step: weights or held-out figures may not be there yet.
+        with contextlib.suppress(callbacks.StopRequested), handling(stop.request):
+            status.state = "starting"
+            status.device = devices_named(island.accelerator, island.num_ranks)
+            if mine.is_first:
                 status.write(folder)
-                trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)
-        except callbacks.StopRequested:  # even at the last step: weights or held-out figures may not be there yet
-            status.step = max(trainer.global_step, checkpoint.step_of(resume) if resume else 0)
+
+            trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)
+            is_done = trainer.global_step >= member.train.max_steps
+
+        status.step = max(trainer.global_step, first_step)
+        if is_done:
+            status.state = "done"
+            _hand_over(module, trainer, run, status)
+        else:
             status.state = "stopped"
-        else:
-            status.step = trainer.global_step
-            if status.step >= member.train.max_steps:
-                status.state = "done"
-            else:
-                status.state = "stopped"
+            tell(f"stopped at step {status.step}; the same command resumes it")
 
-        if status.state == "done":
-            _hand_over(objective, trainer, run, status)
-        else:
-            console.print(f"{member.name}: stopped at step {status.step}; the same command resumes it")
+    if mine.is_first:
+        status.write(folder)
 
-    status.write(folder)
     return status
 
 
-def _hand_over(objective: Objective, trainer: L.Trainer, run: Run, status: MemberStatus) -> None:
+def _hand_over(module: MemberModule, trainer: L.Trainer, run: Run, status: MemberStatus) -> None:
     """Write the artifact, on rank zero; a collective of all ranks."""
-    member = objective.member
-    own: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # a connector sets it
-    # No figures: every held-out loss was infinite or NaN.
-    best = next((one.kept for one in own if isinstance(one, callbacks.BestWeights) and one.kept["figures"]), None)
-    if best:
-        key = ema.BEST
-    else:
-        key = ema.KEY
-
-    weights = ema.unsharded_ema(objective.network, trainer.optimizers[0], key, keeps=trainer.is_global_zero)
+    member = module.member
+    weights = ema.unsharded_ema(module.network, trainer.optimizers[0], keeps=trainer.is_global_zero)
     if trainer.is_global_zero:
-        weights |= best["buffers"] if best else ema.kept_buffers(objective.network)
-        if best:
-            status.metrics |= best["figures"]
-            status.validated_step = int(best["figures"][KEPT])
-
-        # The one that ``ema`` replaced has fewer steps.
+        # An artifact that the command ``ema`` has replaced is older than this training.
         shutil.rmtree(run.folder.member(member.name) / ema.FOLDER / "artifact", ignore_errors=True)
         hand_over(
             run.folder.artifact(member.name),
             member,
             run.manifest,
-            weights,
-            objective.prediction,
+            weights | ema.kept_buffers(module.network),
+            module.objective.prediction,
             status,
             sign=partial(sign_artifact, name=member.name, run=run),
         )
 
 
-def build_data(member: Member, run: Run) -> ClusterDataModule:
-    """Build the LightningDataModule of a member of ``run``."""
+def build_data(member: Member, run: Run, node: int = 0) -> ClusterDataModule:
+    """Build the LightningDataModule of a member of ``run`` on one of its nodes."""
     island = run.experiment.island
     manifest = run.manifest
-    clusters = member.clusters
     cache = run.folder.member(member.name) / "cache"
+    if node:
+        cache /= f"node-{node}"  # of a disk that nodes may share
+
     return ClusterDataModule(
         shards=run.shards,
-        clusters=clusters,
+        clusters=member.clusters,
         batch_size=member.batch_size,
         seed=member.seed,
-        cache=cache / f"node-{node}" if (node := Ranks.read().node) else cache,  # of a disk that nodes may share
+        cache=cache,
         num_workers=island.num_workers,
         max_cache_bytes=island.cache_gb and island.cache_gb * 1e9,
         columns=manifest.columns,
         index_sha256=manifest.index_sha256,
-        held_out_clusters=[k for k in clusters if manifest.clusters[k].held_out > 0],
+        held_out_clusters=[k for k in member.clusters if manifest.clusters[k].held_out > 0],
         pin_memory=resolve_accelerator(island.accelerator) == "gpu",
     )
 
@@ -215,7 +209,8 @@ def build_trainer(
     status: MemberStatus,
     strategy: BackgroundCheckpoints,
     origin: Mapping[str, Any],
-    resume: Path | None = None,
+    first_step: int = 0,
+    mine: Ranks = ALONE,
 ) -> tuple[L.Trainer, callbacks.StopOnRequest]:
     """Build the Trainer of one member, and the callback that stops it on request.
 
@@ -225,7 +220,8 @@ def build_trainer(
         status: kept up to date.
         strategy: from ``choose_strategy``.
         origin: of the checkpoints, from ``origin_of``.
-        resume: checkpoint to resume from; None for none.
+        first_step: step of the checkpoint to resume from; 0 for none.
+        mine: this process's place among the ranks.
 
     Raises:
         UserError: an unknown plug-in callback, or flags in ``island.trainer`` that Lightning refuses.
@@ -234,9 +230,9 @@ def build_trainer(
     folder = run.folder.member(member.name)
     island = experiment.island
     checkpoints = callbacks.RollingCheckpoints(folder / "checkpoints", island, origin)
-    stop = callbacks.StopOnRequest(checkpoints)
+    stop = callbacks.StopOnRequest(checkpoints, mine)
     all_callbacks: list[L.Callback] = [
-        callbacks.Reporter(folder, status),
+        callbacks.Reporter(folder, status, show=mine.is_first),
         callbacks.MissedValidation(folder, status, island.validate_every_n_steps),
         *([callbacks.BestWeights(status)] if member.train.keep == "best" else []),
         *([ema.EmaSnapshots(folder, member.train)] if member.train.ema_widths else []),
@@ -258,9 +254,9 @@ def build_trainer(
             val_check_interval=island.validate_every_n_steps,
             check_val_every_n_epoch=None,
             num_sanity_val_steps=0,
-            logger=build_loggers(island.loggers, folder, experiment.name, checkpoint.step_of(resume) if resume else 0),
+            logger=build_loggers(island.loggers, folder, experiment.name, first_step),
             callbacks=all_callbacks,
-            plugins=[environment()],
+            plugins=[environment(mine)],
             log_every_n_steps=island.log_every_n_steps,
             enable_checkpointing=False,
             enable_progress_bar=False,
@@ -279,14 +275,8 @@ def build_trainer(
 
 def _quieten(*, keep_notes: bool) -> None:
     """Hide the warnings and notes that Lightning gives in every run of this kind; a profiler's table is a note."""
-    for message in (
-        r".*does not have many workers.*",
-        r"The `srun` command is available on your system but is not used.*",
-        r".*isinstance\(treespec, LeafSpec\).*",
-        r".*is smaller than the logging interval.*",
-        r"Checkpoint directory .* exists and is not empty.*",
-        r"Experiment logs directory .* exists and is not empty.*",
-    ):
+    disable_possible_user_warnings()
+    for message in (r".*isinstance\(treespec, LeafSpec\).*", r".*exists and is not empty.*"):
         warnings.filterwarnings("ignore", message=message)
 
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.distributed"):

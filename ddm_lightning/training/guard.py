@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -39,9 +38,9 @@ class SkippedStep:
 
     @classmethod
     def of(cls, line: str) -> SkippedStep:
-        """Parse a ``line``; raises ``ValueError``, ``KeyError``, ``TypeError`` or ``OverflowError`` if it is none."""
+        """Parse a ``line``."""
         fields = parse_json(line)
-        return cls(**{**fields, "step": int(fields["step"]), "losses": [float(x) for x in fields["losses"]]})
+        return cls(**{**fields, "losses": [float(x) for x in fields["losses"]]})
 
 
 class FiniteGuard:
@@ -92,14 +91,13 @@ class FiniteGuard:
         for (step, rank, _, batches), is_finite in zip(self._seen, finite, strict=True):
             if is_finite:
                 self._consecutive = 0
-            else:
-                self._consecutive = self._consecutive + 1
+                continue
 
+            self._consecutive += 1
+            self.num_skipped += 1
             longest = max(longest, (self._consecutive, step))
-            if not is_finite:
-                self.num_skipped += 1
-                ids, times, losses = (torch.cat(parts).tolist() for parts in zip(*batches, strict=True))
-                self._skipped.append(SkippedStep(step, rank, ids, times, losses))
+            ids, times, losses = (torch.cat(parts).tolist() for parts in zip(*batches, strict=True))
+            self._skipped.append(SkippedStep(step, rank, ids, times, losses))
 
         self._seen.clear()
         if longest[0] > self.max_consecutive:
@@ -112,23 +110,17 @@ class FiniteGuard:
     def write(self, path: Path) -> None:
         """Add the newly found steps to ``path``; a step that a resumed training repeats is recorded once."""
         if self._skipped:
-            records = {}
-            for skipped in [*read_skipped(path), *self._skipped]:
-                records[(skipped.step, skipped.rank)] = skipped
-
+            records = {skipped.step: skipped for skipped in [*read_skipped(path), *self._skipped]}
             atomic_write_text(path, "".join(skipped.line() + "\n" for skipped in records.values()))
             self._skipped.clear()
 
 
 def read_skipped(path: Path) -> list[SkippedStep]:
-    """Read the file that ``FiniteGuard.write`` wrote; damaged lines, such as a killed process leaves, are ignored."""
-    found: list[SkippedStep] = []
-    if path.exists():
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            with suppress(ValueError, KeyError, TypeError, OverflowError):
-                found.append(SkippedStep.of(line))
+    """Read the file that ``FiniteGuard.write`` wrote, if it is there."""
+    if not path.exists():
+        return []
 
-    return found
+    return [SkippedStep.of(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def skipped_of(folder: Path) -> list[SkippedStep]:

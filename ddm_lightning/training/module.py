@@ -7,7 +7,6 @@ import math
 import resource
 import sys
 import time
-import warnings
 from contextlib import ExitStack
 from typing import Any
 
@@ -23,7 +22,14 @@ from ddm_lightning.members.cost import HALF, UNKNOWN_COST, StepCost
 from ddm_lightning.networks.attention import check_attention
 from ddm_lightning.training.ema import check_float32, ema_weights, track_ema
 from ddm_lightning.training.guard import FiniteGuard
-from ddm_lightning.training.objective import NUM_VALIDATION_TIMESTEPS, Averages, NoisyBatch, Objective, Position
+from ddm_lightning.training.objective import (
+    NUM_VALIDATION_TIMESTEPS,
+    Averages,
+    NoisyBatch,
+    Objective,
+    Position,
+    time_suffix,
+)
 from ddm_lightning.training.optimizer import build_optimizer, build_schedule, clip_in_step
 from ddm_lightning.training.parallel import Sharded, apply_island, shard_blocks
 
@@ -50,6 +56,8 @@ class MemberModule(L.LightningModule):
         self.averages: dict[str, float] = {}
         """Training averages of the newest report."""
         self._running = Averages()
+        times = range(NUM_VALIDATION_TIMESTEPS)
+        self._names_by_time = [f"train/{objective.loss_name}{time_suffix(index)}" for index in times]
         self._parameters_to_clip: list[nn.Parameter] = []
         self._averaged_weights = ExitStack()
 
@@ -92,10 +100,6 @@ class MemberModule(L.LightningModule):
 
     # A training step, from its batch to the curves.
 
-    def on_fit_start(self) -> None:
-        # The averages are over all ranks, but Lightning cannot know.
-        warnings.filterwarnings("ignore", message=r"It is recommended to use `self.log\(.*sync_dist=True\)`.*")
-
     def on_train_start(self) -> None:
         self.speed.start(self.global_step)
 
@@ -116,7 +120,8 @@ class MemberModule(L.LightningModule):
             self.guard.record(batch["sample_id"], noisy.t, losses["loss"])
 
         for name, values in losses.items():
-            self._running.add(f"train/{self.objective.loss_name if name == 'loss' else name}", values.mean())
+            shown = self.objective.loss_name if name == "loss" else name
+            self._running.add(values.mean(), f"train/{shown}")
 
         self._add_by_time(noisy.t, losses["loss"].detach())
         return loss
@@ -167,7 +172,7 @@ class MemberModule(L.LightningModule):
             self._parameters_to_clip = list(self.parameters())  # walks through all modules, so only once
 
         norm = clip_in_step(optimizer, self._parameters_to_clip, self.member.train.gradient_clip_norm)
-        self._running.add("train/gradient_norm", norm)
+        self._running.add(norm, "train/gradient_norm")
         if scaler is None:
             self.guard.skip_unless_finite(self.global_step, self.global_rank, optimizer, norm)
 
@@ -223,7 +228,7 @@ class MemberModule(L.LightningModule):
         part = torch.arange(NUM_VALIDATION_TIMESTEPS, device=t.device)[:, None]
         within = (t * NUM_VALIDATION_TIMESTEPS).long().clamp(max=NUM_VALIDATION_TIMESTEPS - 1) == part
         sums = torch.where(within, losses, 0.0).sum(1)
-        self._running.add(f"train/{self.objective.loss_name}_by_time", sums, within.sum(1))
+        self._running.add(sums, *self._names_by_time, count=within.sum(1))
 
     # Validation.
 
@@ -315,7 +320,7 @@ class Speed:
 
 def peak_memory_bytes() -> int:
     """Return the most memory that this process has held: of its GPU, or of the host without one."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():
         return int(torch.cuda.max_memory_allocated())
 
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -6,9 +6,11 @@ All randomness (timesteps, noise, dropped conditions, dropout within the network
 
 from __future__ import annotations
 
+import itertools
 import math
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +19,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ddm_lightning.core.devices import device_of
-from ddm_lightning.core.environment import Ranks
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import CAPTION_ENCODERS, STRATEGIES
 from ddm_lightning.core.weights import check_memory
@@ -86,44 +87,37 @@ class Averages:
     """Running averages on the device."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, Tensor] = {}
+        self._sums: dict[tuple[str, ...], Tensor] = {}
 
-    def add(self, name: str, value: Float[Tensor, "*times"], count: int | Tensor = 1) -> None:
+    def add(self, value: Float[Tensor, "*n"], *names: str, count: int | Tensor = 1) -> None:
         """Add values, unless they are not finite.
 
         Args:
-            name: name of the average; ends in ``_by_time`` for one average per timestep.
-            value: the sum of the values, or one sum per timestep.
+            value: the sum of the values, or one sum per name.
+            names: names of the averages.
             count: number of values in a sum.
         """
-        value = value.detach().float()
+        value = value.detach().float().view(len(names))
         finite = value.isfinite()
         pair = torch.stack([torch.where(finite, value, 0.0), finite * count])
-        if name in self._sums:
-            self._sums[name] = self._sums[name] + pair
-        else:
-            self._sums[name] = pair
+        self._sums[names] = self._sums.get(names, 0.0) + pair
 
     def drain(self, num_ranks: int = 1) -> dict[str, float]:
         """Return and reset the averages over all ranks, sorted by name; empty ones are missing.
 
         The host waits for the device here. With several ranks this is a collective, and all need the same names.
         """
-        drained = {name: self._sums[name] for name in sorted(self._sums)}
-        self._sums = {}
-        if not drained:
+        if not self._sums:
             return {}
 
-        table = torch.cat([pair.view(2, -1) for pair in drained.values()], dim=1)
+        groups = sorted(self._sums)
+        table = torch.cat([self._sums[names] for names in groups], dim=1)
+        self._sums = {}
         if num_ranks > 1:
             torch.distributed.all_reduce(table)
 
-        sums, counts = table.tolist()
-        names = []
-        for name, pair in drained.items():
-            names += _names(name, pair.view(2, -1).shape[1])
-
-        return {name: total / count for name, total, count in zip(names, sums, counts, strict=True) if count}
+        averages = zip(itertools.chain(*groups), *table.tolist(), strict=True)
+        return {name: total / count for name, total, count in averages if count}
 
 
 @dataclass(eq=False)
@@ -142,8 +136,8 @@ class Objective(ABC):
     """Encodes captions during training; None if the shards hold the result."""
     captions: Sequence[float] = ()
     """Weights of several captions per image, of which each step draws one; empty if there is only one."""
-    num_held_out: int | None = None
-    """Held-out samples of its clusters; None to count every row of a held-out batch."""
+    num_held_out: int = sys.maxsize
+    """Held-out samples of its clusters."""
 
     def __post_init__(self) -> None:
         low, high = times_on_path(self.member.interval, self.member.path)
@@ -165,17 +159,19 @@ class Objective(ABC):
     def condition(self, batch: dict[str, Tensor]) -> Condition | None:
         """Return the condition of a batch, without dropout."""
         kind = self.member.condition.kind
-        encoder = self.caption_encoder
         if kind == "none":
             return None
-        if encoder is None:
-            return Condition.of(*(batch[_COLUMNS[one]] for one in kind.split("+")))
 
-        methods = []
+        parts = []
         for one in kind.split("+"):
-            methods.append({"text": "vectors_of_stored", "tokens": "tokens_of_stored"}[one])
+            if self.caption_encoder is None:
+                parts.append(batch[_COLUMNS[one]])
+            elif one == "text":
+                parts.append(self.caption_encoder.vectors_of_stored(batch))
+            else:
+                parts.append(self.caption_encoder.tokens_of_stored(batch))
 
-        return Condition.of(*(getattr(encoder, method)(batch) for method in methods))
+        return Condition.of(*parts)
 
     # Training.
 
@@ -274,12 +270,8 @@ class Objective(ABC):
         If the held-out samples do not divide equally among ranks, some ranks repeat one as their last row
         (``shards.datamodule.steps``). Its loss is computed, because FSDP2 needs all ranks, but not counted.
         """
-        num = len(batch["sample_id"])
-        if self.num_held_out is None:
-            return num
-
         first = batch_idx * self.member.batch_size + at.rank
-        return min(num, len(range(first, self.num_held_out, at.num_ranks)))
+        return min(len(batch["sample_id"]), len(range(first, self.num_held_out, at.num_ranks)))
 
 
 class Regression(Objective):
@@ -289,7 +281,11 @@ class Regression(Objective):
     """
 
     def compute_losses(self, noisy: NoisyBatch, batch: dict[str, Tensor]) -> dict[str, Float[Tensor, " b"]]:
-        return {"loss": self._squared_error(noisy, noisy.x_0, noisy.noise)}
+        return {"loss": self._squared_error(noisy, *self.ends(noisy, batch))}
+
+    def ends(self, noisy: NoisyBatch, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return data and noise, the ends of each sample's path."""
+        return noisy.x_0, noisy.noise
 
     def _squared_error(self, noisy: NoisyBatch, x_0: Tensor, noise: Tensor) -> Float[Tensor, " b"]:
         """Mean squared error of each sample, whose path ends at ``x_0`` and ``noise``."""
@@ -304,7 +300,7 @@ class Regression(Objective):
             noisy = self.noisy_validation_batch(batch, batch_idx, index, at)
             loss = self._squared_error(noisy, noisy.x_0, noisy.noise)[:num].sum()
             for suffix in ("", f"_t{t:.3f}"):
-                self.held_out.add(f"held_out/loss{suffix}", loss, num)
+                self.held_out.add(loss, f"held_out/loss{suffix}", count=num)
 
 
 class Distillation(Regression):
@@ -343,9 +339,6 @@ class Distillation(Regression):
         if self.strategy is not None and is_blind and self.strategy.needs_router:
             raise UserError(f"key 'distill.teacher' = {name!r}: needs the router, which the ensemble lacks; set owner")
 
-    def compute_losses(self, noisy: NoisyBatch, batch: dict[str, Tensor]) -> dict[str, Float[Tensor, " b"]]:
-        return {"loss": self._squared_error(noisy, *self.ends(noisy, batch))}
-
     def ends(self, noisy: NoisyBatch, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return the teacher's estimates of data and noise, the ends of each sample's path."""
         x_t, t = PATHS[self.member.path].to_linear(noisy.x_t, noisy.t)
@@ -375,8 +368,9 @@ class Classification(Objective):
 
     def start_validation(self) -> None:
         super().start_validation()
-        self.confusion: Float[Tensor, "t k k"] | None = None
-        """Probabilities of this rank's part of a validation, summed by timestep and true cluster."""
+        num = self.member.num_clusters
+        self.confusion = torch.zeros(NUM_VALIDATION_TIMESTEPS, num, num)
+        """Probabilities of this rank's part of a validation, summed by timestep and true cluster; on the CPU."""
         self.calibrations: dict[str, Calibration] = {}
         """Calibration without (``""``) and with (``CONDITIONAL``) the condition, of this rank's samples."""
 
@@ -385,56 +379,51 @@ class Classification(Objective):
         """Add cross-entropy and accuracy, without and with the condition."""
         num = self.num_counted(batch, batch_idx, at)
         cluster = batch["cluster"][:num]
-        sample_ids = batch["sample_id"][:num]
-        on_host = cluster.cpu(), sample_ids.cpu()
+        on_host = cluster.cpu(), batch["sample_id"][:num].cpu()
         for index in range(NUM_VALIDATION_TIMESTEPS):
             noisy = self.noisy_validation_batch(batch, batch_idx, index, at)
-            branches = {"": None} | ({CONDITIONAL: noisy.condition} if noisy.condition is not None else {})
+            branches: dict[str, Condition | None] = {"": None}
+            if noisy.condition is not None:
+                branches[CONDITIONAL] = noisy.condition
+
             for branch, condition in branches.items():
                 logits = self.network(noisy.x_t, noisy.t, condition).float()[:num]
                 nll = F.cross_entropy(logits, cluster, reduction="sum")
                 hits = (logits.argmax(1) == cluster).float().sum()
                 for suffix in (branch, f"{branch}{time_suffix(index)}"):
-                    self.held_out.add(f"held_out/{self.loss_name}{suffix}", nll, num)
-                    self.held_out.add(f"held_out/accuracy{suffix}", hits, num)
+                    self.held_out.add(nll, f"held_out/{self.loss_name}{suffix}", count=num)
+                    self.held_out.add(hits, f"held_out/accuracy{suffix}", count=num)
 
-                self.calibrations.setdefault(branch, Calibration(NUM_VALIDATION_TIMESTEPS)).add(
-                    index, logits.cpu(), *on_host
-                )
+                logits = logits.cpu()
+                self.calibrations.setdefault(branch, Calibration(NUM_VALIDATION_TIMESTEPS)).add(index, logits, *on_host)
                 if not branch:
-                    if self.confusion is None:
-                        self.confusion = logits.new_zeros(NUM_VALIDATION_TIMESTEPS, logits.shape[1], logits.shape[1])
-
-                    self.confusion[index].index_add_(0, cluster, logits.softmax(1))
+                    self.confusion[index].index_add_(0, on_host[0], logits.softmax(1))
 
     def held_out_figures(self, num_ranks: int = 1) -> dict[str, float]:
         """Return the averages, the temperatures, and the calibration error before and after; a collective."""
         figures = super().held_out_figures(num_ranks)
-        device = next(self.network.parameters()).device
         for branch, calibration in self.calibrations.items():
-            if num_ranks > 1:
-                for sums in (calibration.loss, calibration.reliability):
-                    on_device = sums.to(device)
-                    torch.distributed.all_reduce(on_device)
-                    sums.copy_(on_device)
-
-            temperatures = calibration.temperatures()
-            (before, after) = calibration.errors()
-            for name, values in (
-                (TEMPERATURE_METRIC, temperatures),
-                (CALIBRATION_ERROR_METRIC, before),
-                (f"{CALIBRATION_ERROR_METRIC}_calibrated", after),
-            ):
-                figures |= {f"{name}{branch}{time_suffix(index)}": value for index, value in enumerate(values)}
+            self._sum_over_ranks(calibration.loss, num_ranks)
+            self._sum_over_ranks(calibration.reliability, num_ranks)
+            before, after = calibration.errors()
+            for index, temperature in enumerate(calibration.temperatures()):
+                suffix = f"{branch}{time_suffix(index)}"
+                figures[f"{TEMPERATURE_METRIC}{suffix}"] = temperature
+                figures[f"{CALIBRATION_ERROR_METRIC}{suffix}"] = before[index]
+                figures[f"{CALIBRATION_ERROR_METRIC}_calibrated{suffix}"] = after[index]
 
         return {name: value for name, value in figures.items() if math.isfinite(value)}
 
-    def sum_confusion(self, num_ranks: int) -> Float[Tensor, "t k k"] | None:
-        """Return the confusion of all ranks; a collective, once per validation. None without held-out samples."""
-        if self.confusion is not None and num_ranks > 1:
-            torch.distributed.all_reduce(self.confusion)
-
+    def sum_confusion(self, num_ranks: int) -> Float[Tensor, "t k k"]:
+        """Return the confusion of all ranks; a collective, once per validation."""
+        self._sum_over_ranks(self.confusion, num_ranks)
         return self.confusion
+
+    def _sum_over_ranks(self, sums: Tensor, num_ranks: int) -> None:
+        if num_ranks > 1:
+            on_device = sums.to(next(self.network.parameters()).device)
+            torch.distributed.all_reduce(on_device)
+            sums.copy_(on_device)
 
 
 OBJECTIVES: dict[str, type[Objective]] = {
@@ -460,12 +449,6 @@ def build_objective(member: Member, run: Run, network: nn.Module | None = None) 
             "prepare with prepare.horizontal_flips=true, or set it to false"
         )
 
-    kinds = member.condition.kind.split("+")
-    is_text = not {"class", "none"} & {*kinds}
-    # Captions are encoded during training unless the shards hold the result.
-    has_result = not is_text or {_COLUMNS[kind] for kind in kinds} <= manifest.columns.keys()
-    coder = None if has_result else member.caption_encoder
-    several = len(manifest.captions) > 1 and is_text
     if network is None:
         planned = member.plan_network()
         check_memory([*planned.parameters(), *planned.buffers()], member.name)
@@ -473,18 +456,20 @@ def build_objective(member: Member, run: Run, network: nn.Module | None = None) 
         if member.lora is not None and member.initial is not None:
             member.adapted(network, member.initial.fitting(network))
 
+    captions: list[float] = []
     caption_encoder = None
-    if coder is not None:
-        caption_encoder = CAPTION_ENCODERS.build(coder.name, coder.params)
-        if Ranks.read().rank == 0:
-            _check_caption_encoder(caption_encoder.provenance(), run)
+    if member.condition.kind not in ("class", "none"):
+        if len(manifest.captions) > 1:
+            captions = [one.weight for one in manifest.captions]
+
+        caption_encoder = _caption_encoder(member, run)
 
     objective = OBJECTIVES[member.role.objective](
         network,
         member,
         StoredForm(manifest.stores, manifest.normalisation),
         caption_encoder=caption_encoder,
-        captions=[one.weight for one in manifest.captions] if several else (),
+        captions=captions,
         num_held_out=sum(manifest.clusters[k].held_out for k in member.clusters),
     )
     if isinstance(objective, Distillation):
@@ -493,16 +478,23 @@ def build_objective(member: Member, run: Run, network: nn.Module | None = None) 
     return objective
 
 
-def _check_caption_encoder(found: Mapping[str, str], run: Run) -> None:
-    """Check that captions are encoded by the model that prepared the shards, as on the other members' islands.
+def _caption_encoder(member: Member, run: Run) -> CaptionEncoder | None:
+    """Build the encoder of captions, unless the shards hold what it would return.
+
+    It has to be the model that prepared the shards, as on the other members' islands.
 
     Raises:
         UserError: its files differ.
     """
-    recorded = run.manifest.provenance.get("caption_encoder", {})
+    columns = {_COLUMNS[kind] for kind in member.condition.kind.split("+")}
+    if columns <= run.manifest.columns.keys() or member.caption_encoder is None:
+        return None
+
+    encoder = CAPTION_ENCODERS.build(member.caption_encoder.name, member.caption_encoder.params)
+    found = encoder.provenance()
     differing = []
-    for name in recorded:
-        if name.endswith("sha256") and recorded[name] != found.get(name):
+    for name, value in run.manifest.provenance.get("caption_encoder", {}).items():
+        if name.endswith("sha256") and value != found.get(name):
             differing.append(name)
 
     if differing:
@@ -511,14 +503,9 @@ def _check_caption_encoder(found: Mapping[str, str], run: Run) -> None:
             f"{run.folder.prepared / 'manifest.json'}; copy the model, with its tokenizer, from where prepare ran"
         )
 
-
-def time_suffix(index: int, num: int = NUM_VALIDATION_TIMESTEPS) -> str:
-    """Ends the names of curves at the ``index``-th of ``num`` timesteps, as in ``_t0.062``."""
-    return f"_t{(index + 0.5) / num:.3f}"
+    return encoder
 
 
-def _names(name: str, num: int) -> list[str]:
-    if num == 1:
-        return [name]
-
-    return [f"{name.removesuffix('_by_time')}{time_suffix(index, num)}" for index in range(num)]
+def time_suffix(index: int) -> str:
+    """Ends the names of curves at the ``index``-th validation timestep, as in ``_t0.062``."""
+    return f"_t{(index + 0.5) / NUM_VALIDATION_TIMESTEPS:.3f}"

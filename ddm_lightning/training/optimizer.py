@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,21 +28,21 @@ def build_optimizer(network: nn.Module, train: TrainConfig) -> Optimizer:
     Raises:
         ValueError: Muon for a network without such matrices (``is_muon_matrix``).
     """
-    named = []
-    for name, p in network.named_parameters():
-        if p.requires_grad:
-            named.append((name, p))
-
     by_muon = train.optimizer == "muon"
     hidden: dict[Tensor, int] = {}
-    for name, p in named:
-        if by_muon and is_muon_matrix(name, p):
+    matrices = []
+    vectors = []
+    for name, p in network.named_parameters():
+        if by_muon and p.requires_grad and is_muon_matrix(name, p):
             hidden[p] = _FUSED.get(name.split(".")[-2], 1)
+        elif p.requires_grad and p.ndim >= 2:
+            matrices.append(p)
+        elif p.requires_grad:
+            vectors.append(p)
 
-    others = [p for _, p in named if p not in hidden]
     groups = [
-        {"params": [p for p in others if p.ndim >= 2], "weight_decay": train.weight_decay},
-        {"params": [p for p in others if p.ndim < 2], "weight_decay": 0.0},
+        {"params": matrices, "weight_decay": train.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
     if not by_muon:
@@ -74,23 +75,23 @@ def clip_in_step(optimizer: Optimizer, parameters: Iterable[nn.Parameter], limit
     return norm
 
 
-def learning_rate_factor(train: TrainConfig) -> Callable[[int], float]:
-    """Return the factor on the peak learning rate as a function of the optimizer step, counted from 0."""
+def learning_rate_factor(train: TrainConfig, step: int) -> float:
+    """Return the factor on the peak learning rate at the optimizer step ``step``, counted from 0."""
+    if step < train.warmup_steps:
+        return (step + 1) / train.warmup_steps
 
-    def factor(step: int) -> float:
-        if step < train.warmup_steps:
-            return (step + 1) / train.warmup_steps
+    progress = min(1.0, (step - train.warmup_steps) / max(1, train.max_steps - train.warmup_steps))
+    if train.schedule == "linear":
+        return 1.0 - progress
+    if train.schedule == "cosine":
+        return 0.5 * (1.0 + math.cos(math.pi * progress))
 
-        progress = min(1.0, (step - train.warmup_steps) / max(1, train.max_steps - train.warmup_steps))
-        factors = {"linear": 1.0 - progress, "cosine": 0.5 * (1.0 + math.cos(math.pi * progress))}
-        return factors.get(train.schedule, 1.0)
-
-    return factor
+    return 1.0
 
 
 def build_schedule(optimizer: Optimizer, train: TrainConfig) -> LambdaLR:
     """Build the scheduler of ``learning_rate_factor``; it steps once per optimizer step."""
-    return LambdaLR(optimizer, learning_rate_factor(train))
+    return LambdaLR(optimizer, partial(learning_rate_factor, train))
 
 
 _BUFFER = "momentum_buffer"
@@ -123,16 +124,8 @@ class MuonWithAdamW(Optimizer):
         self._adamw = AdamW(adamw, lr=lr, fused=True)
         matrices = {"params": list(muon), "weight_decay": weight_decay, "lr": lr}
         super().__init__([matrices, *self._adamw.param_groups], {"lr": lr})
-        self._share()
-
-    def _share(self) -> None:
         self._adamw.param_groups = self.param_groups[1:]
         self._adamw.state = self.state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a ``state_dict``."""
-        super().load_state_dict(state_dict)  # creates new groups and a new state
-        self._share()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step of both; if ``found_inf`` is 1, change neither weights nor moments. The host does not wait."""
@@ -149,11 +142,7 @@ class MuonWithAdamW(Optimizer):
     @torch.no_grad()
     def _muon_step(self) -> None:
         """Take Muon's step; it cannot be skipped on the device, so restore the matrices from copies if it must be."""
-        matrices = []
-        for p in self.param_groups[0]["params"]:
-            if p.grad is not None:
-                matrices.append(p)
-
+        matrices = [p for p in self.param_groups[0]["params"] if p.grad is not None]
         if self.grad_scale is not None:
             for matrix in matrices:
                 matrix.grad.div_(self.grad_scale)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -131,8 +130,9 @@ class BackgroundCheckpoints(strategies.Strategy):
             yield path
             return
 
-        copy = path.with_name(f"{TEMPORARY}{path.name}-{Ranks.read().node}")
-        writes = lacks and Ranks.read().local_rank == 0
+        trainer = self.lightning_module.trainer  # type: ignore[union-attr]  # there by now
+        copy = path.with_name(f"{TEMPORARY}{path.name}-{trainer.node_rank}")
+        writes = lacks and trainer.local_rank == 0
         for name in self.broadcast([file.name for file in path.glob("*")]):
             content = self.broadcast((path / name).read_bytes() if self.is_global_zero else b"")
             if writes:
@@ -191,9 +191,9 @@ class Sharded(BackgroundCheckpoints, strategies.ModelParallelStrategy):
         return torch.distributed.new_group(backend="gloo")
 
 
-def environment() -> ClusterEnvironment:
+def environment(mine: Ranks) -> ClusterEnvironment:
     """Ranks are as torchrun sets them; tasks of a SLURM job are not ranks."""
-    if Ranks.read().launched:
+    if mine.launched:
         return TorchElasticEnvironment()
 
     alone = LightningEnvironment()
@@ -284,18 +284,12 @@ def shard_blocks(
         half: whether weights are gathered in bfloat16, to which autocast casts nearly all of them anyway; shards,
             gradients and their sums over devices stay float32.
     """
-    # Inputs are not cast: a time in bfloat16 has two digits.
-    policy = None
+    policy = MixedPrecisionPolicy()
     if half:
+        # Inputs are not cast: a time in bfloat16 has two digits.
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
 
-    sharded = partial(fully_shard, mesh=mesh, mp_policy=policy or MixedPrecisionPolicy())
     # None: torch reshards the blocks, but not the rest, which the backward pass needs first.
-    again = None
-    if not reshard_after_forward:
-        again = False
-
-    for block in blocks_of(network):
-        sharded(block, reshard_after_forward=again)
-
-    sharded(network, reshard_after_forward=again)
+    again = None if reshard_after_forward else False
+    for part in (*blocks_of(network), network):
+        fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=again)

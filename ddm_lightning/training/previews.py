@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import cached_property
 from pathlib import Path
-from threading import get_ident
-from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
@@ -21,7 +17,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from ddm_lightning.config.experiment import SampleConfig
-from ddm_lightning.core.errors import UserError, first_line, line_of, say
+from ddm_lightning.core.errors import first_line, say
 from ddm_lightning.core.files import create_file
 from ddm_lightning.core.grids import heat_map, labelled_grid, scale_of
 from ddm_lightning.core.registry import IMAGE_ENCODERS
@@ -39,26 +35,6 @@ NUM_COLUMNS = 8
 
 class GroupingLogger(TensorBoardLogger):
     """TensorBoard with the curves in groups, what to watch first; see ``tensorboard_tag``."""
-
-    @cached_property
-    def experiment(self) -> Any:
-        """The writer. It names its file after those of earlier starts, whose clocks may have been ahead.
-
-        TensorBoard reads files in the order of their names, which hold the time.
-        """
-        from tensorboard.summary.writer import event_file_writer
-
-        names = []
-        for path in Path(self.log_dir).glob("events.out.tfevents.*"):
-            names.append(path.name.split("."))
-
-        later = max([time.time(), *(int(parts[3]) + 1 for parts in names if parts[3].isdecimal())])
-        own = get_ident()  # the writer's thread needs the time
-        event_file_writer.time = SimpleNamespace(time=lambda: later if get_ident() == own else time.time())
-        try:
-            return super().experiment
-        finally:
-            event_file_writer.time = time
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Log figures under their tags."""
@@ -165,21 +141,15 @@ class SampleLogger(L.Callback):
             else:
                 made = self._sampled(module)
 
-            if trainer.is_global_zero and made is not None:
+            if trainer.is_global_zero:
                 self._log(trainer, module.objective, made)
         except StopIteration:
             return
         except Exception as error:
-            step = f"{module.member.name}: step {trainer.global_step}"
             if made is None and trainer.world_size > 1:  # other ranks may wait for this one
-                if line := line_of(error):
-                    raise UserError(
-                        f"{step}: rank {trainer.global_rank} cannot make images of this validation: {line}; "
-                        "or train without: island.loggers=[csv]"
-                    ) from error
-
                 raise
 
+            step = f"{module.member.name}: step {trainer.global_step}"
             say(f"{step}: no images of this validation: {first_line(error)}")
 
     def _sampled(self, module: MemberModule) -> Float[Tensor, "b c h w"]:

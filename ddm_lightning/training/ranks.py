@@ -19,6 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.rendezvous import rendezvous
 
 from ddm_lightning.config.experiment import IslandConfig
-from ddm_lightning.core.environment import Place, Ranks, leave_ranks, place_of
+from ddm_lightning.core.environment import OWN_AGENT, Ranks, leave_ranks, place_of
 from ddm_lightning.core.errors import UserError, first_line, line_of, say
 from ddm_lightning.core.processes import handling, on_orphaned
 from ddm_lightning.members.run import Run
@@ -46,7 +47,6 @@ _OTHERS_TELL_SECONDS = 5.0
 _FAILURE = "failure"
 # Ends of the messages of gloo and NCCL.
 _LOST = ("closed by peer", "reset by peer", "Remote Error", "remote process exited")
-_OWN = "ddm-lightning-fit-"
 _POLL_SECONDS = 0.1
 POLL_STEPS = 10
 """Steps after which ranks ask one another whether one was told to stop."""
@@ -56,46 +56,29 @@ _STATE = "state"
 """File beside that of an error; see ``report_state``."""
 
 
-def is_rank() -> bool:
-    """Whether torchrun, or another launcher that sets its variables, started this process."""
-    return Ranks.read().launched
-
-
-def is_own_rank() -> bool:
-    """Whether ``fit_on_ranks`` of another ``fit`` started this process."""
-    return os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(_OWN)
-
-
-def is_rank_zero() -> bool:
-    """Whether this process is the first of all ranks, on all nodes."""
-    return Ranks.read().rank == 0
-
-
-def has_agent() -> bool:
-    """Whether an agent of torchrun started this process and takes an exit code other than 0 for a failure."""
-    return "TORCHELASTIC_RUN_ID" in os.environ
-
-
-def check_ranks(island: IslandConfig) -> None:
-    """Check that a launcher such as torchrun has started one rank per device; one alone may not count as a rank.
+def own_place(island: IslandConfig) -> Ranks:
+    """Return this process's place among the ranks and nodes of a member; ask once and pass it on.
 
     Raises:
-        UserError: it started more or fewer, in all or on this node.
+        UserError: a launcher such as torchrun did not start one rank per device, in all or on this node, or nothing
+            says which node this is.
     """
     mine = Ranks.read()
-    number = mine.world_size
     of_node = mine.local_world_size or mine.world_size // island.nodes
-    if not mine.launched or (number, of_node) == (island.num_ranks, island.devices):
-        return
+    fits = (mine.world_size, of_node) == (island.num_ranks, island.devices)
+    if mine.launched and not fits:
+        if mine.world_size == 1 and not mine.agent:
+            leave_ranks()
+            return own_place(island)
 
-    if number > 1 or has_agent():
         raise UserError(
-            f"{number} processes of fit were started, as by torchrun, but island.devices = {island.devices} "
+            f"{mine.world_size} processes of fit were started, as by torchrun, but island.devices = {island.devices} "
             f"and island.nodes = {island.nodes}; start fit only once on each node, and it starts one process per "
             "device; if each trains a member of its own, unset LOCAL_RANK"
         )
 
-    leave_ranks()
+    node, endpoint = place_of(island.nodes)
+    return replace(mine, node=node, endpoint=endpoint)
 
 
 @functools.cache
@@ -103,29 +86,30 @@ def _store() -> Any:
     return next(iter(rendezvous("env://")))[0]
 
 
-def broadcast_from_rank_zero(key: str, value: str | bool | None) -> Any:
+def broadcast_from_rank_zero(mine: Ranks, key: str, value: str | bool | None) -> Any:
     """Return rank zero's ``value`` on every rank, also before there is a process group.
 
     Args:
+        mine: this process's place.
         key: a new one for each call.
         value: that of other ranks is ignored.
     """
-    if Ranks.read().world_size == 1:
+    if mine.world_size == 1:
         return value
-    if is_rank_zero():
+    if mine.rank == 0:
         _store().set(key, json.dumps(value))
 
     return json.loads(_store().get(key))
 
 
-def report_state(state: str) -> None:
+def report_state(mine: Ranks, state: str) -> None:
     """Tell the process that started the ranks of this node how far they are: ``training``, ``stopped`` or ``done``."""
-    if _ERROR_FILE in os.environ and Ranks.read().local_rank == 0:
+    if _ERROR_FILE in os.environ and mine.local_rank == 0:
         Path(os.environ[_ERROR_FILE]).with_name(_STATE).write_text(state, encoding="utf-8")
 
 
-def fit_on_ranks(run: Run) -> str:
-    """Run this process's command once per device of this node to train a member, and wait for all of them.
+def fit_on_ranks(run: Run, mine: Ranks) -> str:
+    """Run this process's command once per device of the node ``mine`` to train a member, and wait for all of them.
 
     Ctrl-C, SIGTERM and SIGUSR1 go to this node's first rank, which stops all ranks with a checkpoint, however long that
     takes. Before the training's first step there is nothing to save, so all ranks are killed.
@@ -140,9 +124,8 @@ def fit_on_ranks(run: Run) -> str:
     """
     island = run.experiment.island
     os.environ.setdefault("OMP_NUM_THREADS", str(island.num_threads))
-    place = place_of(island.nodes)
-    if place.endpoint:
-        say(f"node {place.node} of {island.nodes}: meets the others at {place.endpoint}")
+    if mine.endpoint:
+        say(f"node {mine.node} of {island.nodes}: meets the others at {mine.endpoint}")
 
     requests: list[int] = []
     results: list[RunResult | Exception] = []
@@ -150,7 +133,7 @@ def fit_on_ranks(run: Run) -> str:
         # Keep the agent from logging: what went wrong is said once, in our words.
         after.callback(logging.disable, logging.root.manager.disable)
         logging.disable(logging.CRITICAL)
-        agent = _agent(island, place, folder)
+        agent = _agent(island, mine, folder)
         group = agent.get_worker_group()
 
         def run_agent() -> None:
@@ -182,16 +165,16 @@ def fit_on_ranks(run: Run) -> str:
                     _signal(pids if was_killed else pids[:1], signal.SIGKILL if was_killed else number)
 
         if was_killed:
-            report_failure(group.store, place, "was interrupted before the first step")
+            report_failure(group.store, mine, "was interrupted before the first step")
             raise KeyboardInterrupt
 
         result = results[0]
         if isinstance(result, Exception):
-            raise UserError(f"{island.nodes} nodes do not meet at {place.endpoint}: {first_line(result)}") from result
+            raise UserError(f"{island.nodes} nodes do not meet at {mine.endpoint}: {first_line(result)}") from result
         if reason and result.is_failed():
             raise UserError(reason)
         if result.is_failed():
-            raise first_cause(_cause(result.failures, island.num_ranks, Path(folder)), group.store, place)
+            raise first_cause(_cause(result.failures, island.num_ranks, Path(folder)), group.store, mine)
 
         return _states(folder)[0]
 
@@ -207,13 +190,14 @@ def _states(folder: str) -> list[str]:
     return [path.read_text(encoding="utf-8") for path in Path(folder).rglob(_STATE)]
 
 
-def _agent(island: IslandConfig, place: Place, folder: str) -> LocalElasticAgent:
+def _agent(island: IslandConfig, mine: Ranks, folder: str) -> LocalElasticAgent:
     """Build torchrun's agent of this node, which starts this process's command as ranks."""
     if island.nodes == 1:
-        parameters = RendezvousParameters("c10d", "localhost:0", f"{_OWN}{os.getpid()}", 1, 1, local_addr="localhost")
+        own = f"{OWN_AGENT}{os.getpid()}"
+        parameters = RendezvousParameters("c10d", "localhost:0", own, 1, 1, local_addr="localhost")
     else:
-        settings: dict[str, Any] = {"rank": place.node, "timeout": RENDEZVOUS_SECONDS}
-        parameters = RendezvousParameters("static", place.endpoint, _OWN, island.nodes, island.nodes, **settings)
+        settings: dict[str, Any] = {"rank": mine.node, "timeout": RENDEZVOUS_SECONDS}
+        parameters = RendezvousParameters("static", mine.endpoint, OWN_AGENT, island.nodes, island.nodes, **settings)
 
     spec = WorkerSpec(
         role="fit",
@@ -260,27 +244,27 @@ def failure(store: Any) -> str | None:
         return f"node 0 is gone; {RESUMES}"
 
 
-def report_failure(store: Any, place: Place, reason: str) -> None:
+def report_failure(store: Any, mine: Ranks, reason: str) -> None:
     """Tell the other nodes that this one has failed, so that they end."""
     with contextlib.suppress(DistError):
-        store.set(_FAILURE, f"node {place.node}: {reason}")
+        store.set(_FAILURE, f"node {mine.node}: {reason}")
 
-    if place.endpoint and place.node == 0:
+    if mine.endpoint and mine.node == 0:
         time.sleep(1.0)  # with this process, the store ends
 
 
-def first_cause(own: Exception, store: Any, place: Place) -> Exception:
+def first_cause(own: Exception, store: Any, mine: Ranks) -> Exception:
     """Choose between this node's error and that of another, which may have failed before and been the cause."""
-    end = time.monotonic() + (_OTHERS_TELL_SECONDS if place.endpoint and not isinstance(own, UserError) else 0.0)
+    end = time.monotonic() + (_OTHERS_TELL_SECONDS if mine.endpoint and not isinstance(own, UserError) else 0.0)
     while (reason := failure(store)) is None and time.monotonic() < end:
         time.sleep(_POLL_SECONDS)
 
     if reason:
         return UserError(reason)
-    if place.endpoint and any(words in str(own) for words in _LOST):
+    if mine.endpoint and any(words in str(own) for words in _LOST):
         own = UserError(f"another node is gone; {RESUMES}")
 
-    report_failure(store, place, str(own).strip().splitlines()[-1])
+    report_failure(store, mine, str(own).strip().splitlines()[-1])
     return own
 
 

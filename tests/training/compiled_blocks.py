@@ -42,20 +42,37 @@ def built(name):
     return network
 
 
+def afresh():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+
+def num_graphs():
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def inputs(condition, num):
+    generator = torch.Generator().manual_seed(num)
+    shape = (num, condition.length, 6) if condition.kind == "tokens" else (num, 6)
+    x_t = torch.randn(num, 3, 8, 8, generator=generator)
+    t = torch.rand(num, generator=generator)
+    return x_t, t, Condition.of(torch.randn(shape, generator=generator))
+
+
 def gradients(network, condition, num):
     """Of a loss of ``num`` samples."""
-    generator = torch.Generator().manual_seed(num)
-    x, t = torch.randn(num, 3, 8, 8, generator=generator), torch.rand(num, generator=generator)
-    shape = (num, condition.length, 6) if condition.kind == "tokens" else (num, 6)
     network.zero_grad()
-    network(x, t, Condition.of(torch.randn(shape, generator=generator))).square().mean().backward(retain_graph=True)
+    network(*inputs(condition, num)).square().mean().backward(retain_graph=True)
     return {name: parameter.grad.clone() for name, parameter in network.named_parameters()}
+
+
+def are_close(found, expected):
+    return all(torch.allclose(found[name], value, rtol=1e-4, atol=1e-6) for name, value in expected.items())
 
 
 def compare(name, is_checkpointed):
     """A compiled network beside one that is not, in two sizes of the batch."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
+    afresh()
     network, plain = built(name), built(name)
     if is_checkpointed:
         checkpoint_blocks(network)
@@ -64,23 +81,21 @@ def compare(name, is_checkpointed):
     is_close = True
     for num in (4, 3):
         expected = gradients(plain, NETWORKS[name][1], num)
-        found = gradients(network, NETWORKS[name][1], num)
-        is_close &= all(torch.allclose(found[key], value, rtol=1e-4, atol=1e-6) for key, value in expected.items())
-    counters = torch._dynamo.utils.counters
-    return {"is_close": is_close, "breaks": len(counters["graph_break"]), "graphs": counters["stats"]["unique_graphs"]}
+        is_close &= are_close(gradients(network, NETWORKS[name][1], num), expected)
+
+    num_breaks = len(torch._dynamo.utils.counters["graph_break"])
+    return {"is_close": is_close, "breaks": num_breaks, "graphs": num_graphs()}
 
 
 def kinds_of_calls(name):
     """How many graphs training, validation and images take under autocast, with batches of one, few and many."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
+    afresh()
     network, condition = built(name), NETWORKS[name][1]
     compile_blocks(network, backend="eager")
     for num, trains, half in ((4, True, True), (4, False, True), (3, False, True), (1, False, True), (5, False, False)):
-        shape = (num, condition.length, 6) if condition.kind == "tokens" else (num, 6)
         with torch.autocast("cpu", torch.bfloat16, enabled=half), torch.set_grad_enabled(trains):
-            network(torch.zeros(num, 3, 8, 8), torch.full((num,), 0.5), Condition.of(torch.zeros(shape)))
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+            network(*inputs(condition, num))
+    return num_graphs()
 
 
 def under_ddp(name):
@@ -90,10 +105,9 @@ def under_ddp(name):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     found = {}
     for kind, module in (("alone", network), ("ddp", DistributedDataParallel(network, bucket_cap_mb=0.001))):
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
+        afresh()
         gradients(module, condition, 4)
-        found[kind] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        found[kind] = num_graphs()
     dist.destroy_process_group()
     return found
 
@@ -103,7 +117,7 @@ def takes_xformers():
     stub = ModuleType("xformers.ops")
     stub.memory_efficient_attention = lambda q, k, v: q + k + v
     sys.modules["xformers.ops"] = stub
-    torch._dynamo.reset()
+    afresh()
 
     class Attends(nn.Module):
         attention_backend = "auto"
@@ -122,12 +136,11 @@ def takes_xformers():
 
 def takes_flash():
     """Whether a block whose attention is bound to a kernel of torch's is one graph, with the gradients of no choice."""
-    torch._dynamo.reset()
+    afresh()
     network, plain = built("dit"), built("dit")
     set_attention(network, "flash")
     compile_blocks(network, backend="aot_eager")
-    found, expected = gradients(network, TEXT, 4), gradients(plain, TEXT, 4)
-    return all(torch.allclose(found[name], value, rtol=1e-4, atol=1e-6) for name, value in expected.items())
+    return are_close(gradients(network, TEXT, 4), gradients(plain, TEXT, 4))
 
 
 def samples():
@@ -135,8 +148,7 @@ def samples():
     found, num = [], 7
     x_t, t = torch.randn(num, 3, 8, 8, generator=torch.Generator().manual_seed(0)), torch.linspace(0.1, 0.9, num)
     for is_compiled in (True, False):
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
+        afresh()
         router = RouterDiT(**SMALL, condition=TEXT, num_clusters=2)
         ensemble = Ensemble([built("dit"), built("dit")], router, [0.5, 0.5])
         if is_compiled:
@@ -145,7 +157,7 @@ def samples():
         condition = Condition.of(torch.ones(num, 6))
         ways = [torch.eye(2)[(torch.arange(num) >= first).long()] for first in range(num)]
         found.append(torch.stack([ensemble.velocity(x_t, t, condition, weights=weights) for weights in ways]))
-        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] if is_compiled else graphs
+        graphs = num_graphs() if is_compiled else graphs
     return {"is_close": torch.allclose(*found, rtol=1e-4, atol=1e-5), "graphs": graphs}
 
 

@@ -26,6 +26,10 @@ def artifact(run, name, file="model.safetensors"):
     return run / "members" / name / "artifact" / file
 
 
+def meta(run, name):
+    return json.loads(artifact(run, name, "member.json").read_text())
+
+
 @pytest.fixture(scope="module")
 def base(tiny_prepared, tmp_path_factory):
     """Artifact of a monolith."""
@@ -49,12 +53,9 @@ def run(tiny_prepared, base, tmp_path_factory):
 
 def test_an_artifact_holds_the_adapter_and_the_hash_of_the_base(run, base):
     folder, _ = run
-    metas = [json.loads(artifact(folder, name, "member.json").read_text()) for name in ("expert-0", "expert-1")]
-    assert metas[0]["lora"] == {
-        "rank": 2,
-        "alpha": None,
-        "target_modules": ["attention.qkv", "modulation", "final.out"],
-    }
+    metas = [meta(folder, name) for name in ("expert-0", "expert-1")]
+    modules = ["attention.qkv", "modulation", "final.out"]
+    assert metas[0]["lora"] == {"rank": 2, "alpha": None, "target_modules": modules}
     expected = json.loads((base / "member.json").read_text())["model_sha256"]
     assert {meta["init_sha256"] for meta in metas} == {expected}
     for place in (folder, folder.parent / "store"):
@@ -67,15 +68,18 @@ def test_an_artifact_holds_the_adapter_and_the_hash_of_the_base(run, base):
     assert len(tensors) == 5 * len(weights) and all(".lora_" in name for name in tensors)
 
 
-def test_an_adapter_starts_as_its_base_and_learns_its_cluster(run, tiny_prepared, tmp_path):
+@pytest.fixture
+def fresh(tiny_prepared, tmp_path):
+    """A run without members, but with the shards of ``run``."""
+    shutil.copytree(tiny_prepared, tmp_path / "fresh" / "prepared")
+    return tmp_path / "fresh"
+
+
+def test_an_adapter_starts_as_its_base_and_learns_its_cluster(run, fresh):
     folder, own = run
-    shutil.copytree(tiny_prepared, tmp_path / "run" / "prepared")
     still = ("expert.train.learning_rate=1e-12", "expert.train.max_steps=1", "island.validate_every_n_steps=1")
-    assert fit(tmp_path / "run", "expert-0", *own[:-1], *still) == 0
-    losses = [
-        json.loads(artifact(place, "expert-0", "member.json").read_text())["metrics"]["held_out/loss"]
-        for place in (tmp_path / "run", folder)
-    ]
+    assert fit(fresh, "expert-0", *own[:-1], *still) == 0
+    losses = [meta(place, "expert-0")["metrics"]["held_out/loss"] for place in (fresh, folder)]
     assert losses[1] < losses[0] - 0.02
 
 
@@ -112,29 +116,28 @@ def test_every_place_gives_the_same_images(run, tmp_path):
     assert len(shared) >= len(load_file(next(folder.glob("initial/*/model.safetensors"))))
 
 
-def test_a_resumed_adapter_has_the_same_weights(run, tiny_prepared, tmp_path):
+def test_a_resumed_adapter_has_the_same_weights(run, fresh):
     folder, own = run
-    shutil.copytree(tiny_prepared, tmp_path / "run" / "prepared")
     for steps in (10, 20):
-        assert fit(tmp_path / "run", "expert-0", *own[:-1], f"expert.train.max_steps={steps}") == 0
-    resumed, straight = (load_file(artifact(place, "expert-0")) for place in (tmp_path / "run", folder))
-    assert all(torch.equal(resumed[name], straight[name]) for name in straight)
+        assert fit(fresh, "expert-0", *own[:-1], f"expert.train.max_steps={steps}") == 0
+
+    torch.testing.assert_close(
+        load_file(artifact(fresh, "expert-0")), load_file(artifact(folder, "expert-0")), rtol=0, atol=0
+    )
 
 
-def test_muon_trains_adapters_and_ema_widths_choose_among_their_averages(run, tiny_prepared, tmp_path, capsys):
+def test_muon_trains_adapters_and_ema_widths_choose_among_their_averages(run, fresh, capsys):
     _, own = run
-    folder = tmp_path / "run"
-    shutil.copytree(tiny_prepared, folder / "prepared")
     more = (*own[:-1], "expert.train.optimizer=muon", "expert.train.ema_widths=[0.1, 0.2]")
-    assert fit(folder, "expert-0", *more) == 0
-    before = load_file(artifact(folder, "expert-0"))
+    assert fit(fresh, "expert-0", *more) == 0
+    before = load_file(artifact(fresh, "expert-0"))
     capsys.readouterr()
-    arguments = ["ema", "-c", str(TINY), f"run_dir={folder}", "member=expert-0", *QUICK, *more]
+    arguments = ["ema", "-c", str(TINY), f"run_dir={fresh}", "member=expert-0", *QUICK, *more]
     assert main([*arguments, "--width", "0.1"]) == 0
     told = re.search(r"width 0\.1 +([\d.]+)", capsys.readouterr().out)
     assert main([*arguments, "--use", "0.1"]) == 0
-    after = load_file(artifact(folder, "expert-0"))
-    metrics = json.loads(artifact(folder, "expert-0", "member.json").read_text())["metrics"]
+    after = load_file(artifact(fresh, "expert-0"))
+    metrics = meta(fresh, "expert-0")["metrics"]
     assert metrics["ema_width"] == 0.1 and metrics["held_out/loss"] == pytest.approx(float(told[1]), abs=1e-5)
     assert after.keys() == before.keys() and all(".lora_" in name for name in after)
     assert not torch.equal(after[min(after)], before[min(after)])
@@ -156,11 +159,10 @@ def test_two_ranks_resume_an_adapter_to_the_same_weights(run, tiny_prepared, tmp
     assert all(torch.equal(found[0][name], value) for name, value in found[1].items())
 
 
-def test_the_monolith_is_an_adapter_too(run, tiny_prepared, tmp_path):
+def test_the_monolith_is_an_adapter_too(run, fresh):
     folder, own = run
-    shutil.copytree(tiny_prepared, tmp_path / "run" / "prepared")
-    assert fit(tmp_path / "run", "monolith", *own[:-1], "expert.train.max_steps=2") == 0
-    assert load_file(artifact(tmp_path / "run", "monolith")).keys() == load_file(artifact(folder, "expert-0")).keys()
+    assert fit(fresh, "monolith", *own[:-1], "expert.train.max_steps=2") == 0
+    assert load_file(artifact(fresh, "monolith")).keys() == load_file(artifact(folder, "expert-0")).keys()
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,8 @@ from ddm_lightning.members.status import MemberStatus
 from ddm_lightning.training import callbacks
 from ddm_lightning.training.callbacks import RollingCheckpoints, StopOnRequest, StopRequested
 from ddm_lightning.training.module import MemberModule
-from ddm_lightning.training.parallel import choose_strategy
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
@@ -46,17 +44,17 @@ def train(folder, told, rank=None, max_steps=10, every=1000, **island):
     """Train up to ``max_steps``, validating ``every`` so many: the step it ends at, and the stopping callback."""
     island = IslandConfig(checkpoint_every_n_steps=1000, validate_every_n_steps=every, **island)
     stop = StopOnRequest(RollingCheckpoints(folder, island, {}))
-    settings = {"max_steps": max_steps, "num_sanity_val_steps": 0, "val_check_interval": every}
-    settings |= {"callbacks": [stop.checkpoints, stop, told], "check_val_every_n_epoch": None}
-    if rank is None:
-        strategy, _ = choose_strategy(IslandConfig(accelerator="cpu"), 1)
-        trainer = L.Trainer(accelerator="cpu", strategy=strategy, **QUIET, **settings)
-    else:
-        trainer = trainer_of(rank, "ddp", **settings)
+    trainer = trainer_of(
+        rank,
+        max_steps=max_steps,
+        val_check_interval=every,
+        check_val_every_n_epoch=None,
+        callbacks=[stop.checkpoints, stop, told],
+    )
     loader = DataLoader([batch()] * 100, batch_size=None)
     with handling(stop.request):
         trainer.fit(MemberModule(expert(Recorder())), loader, DataLoader([batch()], batch_size=None))
-    return trainer.global_step, stop
+    return trainer.global_step, trainer.should_stop
 
 
 def saved(folder):
@@ -66,14 +64,14 @@ def saved(folder):
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_between_steps_saves_at_the_end_of_the_step_and_stops_without_validating(tmp_path, number):
     told = Told(number, 5)
-    step, stop = train(tmp_path, told, every=3)
-    assert (step, stop.stopped, saved(tmp_path)) == (6, True, [3, 6])
+    step, stopped = train(tmp_path, told, every=3)
+    assert (step, stopped, saved(tmp_path)) == (6, True, [3, 6])
     assert told.num_validations == 1  # at step 3, and none at 6
 
 
 def test_a_signal_in_the_last_step_does_not_keep_the_member_from_ending(tmp_path):
-    step, stop = train(tmp_path, Told(signal.SIGTERM, 9))
-    assert (step, stop.stopped) == (10, False)
+    step, stopped = train(tmp_path, Told(signal.SIGTERM, 9))
+    assert (step, stopped) == (10, False)
 
 
 def test_ranks_wait_for_one_another_in_the_last_validation_too(tmp_path, monkeypatch):
@@ -87,8 +85,8 @@ def test_ranks_wait_for_one_another_in_the_last_validation_too(tmp_path, monkeyp
 def test_ranks_stop_together_at_the_tenth_step(tmp_path, rank_told):
     def task(rank):
         told = Told(signal.SIGTERM, 4) if rank == rank_told else Told()
-        step, stop = train(tmp_path, told, rank, max_steps=20)
-        return step, stop.stopped
+        step, stopped = train(tmp_path, told, rank, max_steps=20)
+        return step, stopped
 
     assert in_two_processes(task) == dict.fromkeys((0, 1), (10, True))
     assert saved(tmp_path) == [10]
@@ -122,12 +120,12 @@ def test_after_a_resume_speed_counts_this_start_and_time_all_of_them(tmp_path, m
     clock = SimpleNamespace(monotonic=lambda: clock.now, now=500.0)
     monkeypatch.setattr(callbacks, "time", clock)
     status = MemberStatus("expert-0", 100, step=40, seconds=1000.0, samples_per_second=3.0)
-    trainer = SimpleNamespace(global_step=40)
+    trainer = SimpleNamespace(global_step=40, is_global_zero=True)
     module = SimpleNamespace(
         member=SimpleNamespace(batch_size=16), averages={"train/loss": 0.5, "train/norm": math.inf}
     )
     module.logs_now, module.log_curves = lambda: True, lambda: None
-    reporter = callbacks.Reporter(tmp_path, status)
+    reporter = callbacks.Reporter(tmp_path, status, show=False)
     reporter.on_train_start(trainer, module)
     for trainer.global_step, clock.now, speed in ((40, 504.0, 3.0), (50, 505.0, 32.0), (70, 520.0, 24.0)):
         reporter.on_train_batch_end(trainer, module)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -87,6 +86,5 @@ def test_an_extended_router_knows_the_new_cluster_and_keeps_the_others(
 def test_a_router_s_list_of_clusters_is_checked(finished_run: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(finished_run / "members" / "router" / "artifact", tmp_path / "router")
     edit(folder / "member.json", clusters=["a"])
-    assert json.loads((folder / "member.json").read_text())["clusters"] == ["a"]
     with pytest.raises(Exception, match="'clusters' must name num_clusters clusters"):
         read_meta(folder)

@@ -58,7 +58,7 @@ def validated(kind, network, num_ranks, strategy):
         whole = batch(NUM_HELD_OUT)
         order = steps(np.arange(NUM_HELD_OUT), rank, num_ranks, BATCH_SIZE // num_ranks, full=False)
         dealt = [{name: column[rows] for name, column in whole.items()} for rows in order]
-        trainer = trainer_of(rank, strategy, num_ranks, max_steps=1, num_sanity_val_steps=0)
+        trainer = trainer_of(rank, strategy, num_ranks, max_steps=1)
         objective = build(
             Seeing,
             network(),

@@ -10,42 +10,28 @@ import time
 import pytest
 from shards.mds import WARNINGS
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tiny_runs import TINY
+from tiny_runs import read_status
+from training.short_fits import checkpoints, fit, member, trained, weights
 
-from ddm_lightning.cli.parser import main
+from ddm_lightning.members.artifact import read_meta
 from ddm_lightning.members.status import MemberStatus
 from ddm_lightning.training import checkpoint, parallel, previews
 from ddm_lightning.training.callbacks import MissedValidation
 from ddm_lightning.training.module import MemberModule
 
-SHORT = (
-    "expert.train.max_steps=20",
-    "island.log_every_n_steps=5",
-    "island.validate_every_n_steps=8",
-    "island.checkpoint_every_n_steps=20",
-)
+EIGHT = ("island.validate_every_n_steps=8", "island.checkpoint_every_n_steps=20")
+LAST = (*EIGHT, "expert.train.max_steps=16")
 
 pytestmark = WARNINGS
 
 
-def fit(run):
-    return main(["fit", "-c", str(TINY), f"run_dir={run}", "member=expert-0", *SHORT])
-
-
 @pytest.fixture(scope="module")
 def undisturbed(tiny_prepared, tmp_path_factory):
-    run = tmp_path_factory.mktemp("undisturbed")
-    shutil.copytree(tiny_prepared, run / "prepared")
-    assert fit(run) == 0
-    return run
-
-
-def weights(run):
-    return (run / "members/expert-0/artifact/model.safetensors").read_bytes()
+    return trained(tiny_prepared, tmp_path_factory.mktemp("undisturbed"), *EIGHT)
 
 
 def status(run):
-    return json.loads((run / "members/expert-0/status.json").read_text())
+    return read_status(run, "expert-0")
 
 
 def logged(run, kind, tag):
@@ -56,7 +42,7 @@ def logged(run, kind, tag):
 def events(run, kind, name):
     """What each start has logged, file by file: of two starts in one second a reader of the folder may miss one."""
     found = []
-    for path in (run / "members/expert-0/tensorboard").iterdir():
+    for path in member(run, "tensorboard").iterdir():
         file = EventAccumulator(str(path))
         file.Reload()
         for tag in file.Tags()[kind.lower()]:
@@ -109,15 +95,15 @@ def test_it_ends_at_once_and_resumes_to_the_same_bits(undisturbed, tiny_run, mon
     for _ in range(2 if place is in_held_out_batches else 1):  # also a validation that a resume makes up for
         with monkeypatch.context() as patched:
             seen = place(patched, 8)
-            assert fit(tiny_run) == 130
+            assert fit(tiny_run, *EIGHT) == 130
     # Of two held-out batches the first, or the samples' velocities up to the signal.
     assert (seen == [8]) if place is in_held_out_batches else ([len(times) for times in seen] == [3])
     assert "expert-0: stopped at step 8; the same command resumes it" in capsys.readouterr().err
     assert (status(tiny_run)["state"], status(tiny_run)["step"]) == ("stopped", 8)
-    assert [path.name for path in (tiny_run / "members/expert-0/checkpoints").iterdir()] == ["step-00000008.ckpt"]
+    assert checkpoints(tiny_run) == ["step-00000008.ckpt"]
     assert logged(tiny_run, "Images", "validation/samples") == []
     assert logged(tiny_run, "Scalars", "held_out/loss") == []
-    assert fit(tiny_run) == 0
+    assert fit(tiny_run, *EIGHT) == 0
     assert weights(tiny_run) == weights(undisturbed)
     # What was cut short is made up for, once, with the figures that it would have had.
     assert logged(tiny_run, "Images", "validation/samples") == [8, 16, 20]
@@ -141,12 +127,12 @@ def test_a_second_signal_does_not_end_the_writing_of_the_checkpoint(undisturbed,
             moved(temporary, path)
 
         patched.setattr(checkpoint, "move_folder", slowly)
-        assert fit(tiny_run) == 130
+        assert fit(tiny_run, *EIGHT) == 130
     assert signals == [False, False]
     assert "expert-0: stopped at step 13; the same command resumes it" in capsys.readouterr().err
-    assert (tiny_run / "members/expert-0/checkpoints/step-00000013.ckpt").is_dir()
+    assert "step-00000013.ckpt" in checkpoints(tiny_run)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("checkpoint")]
-    assert fit(tiny_run) == 0
+    assert fit(tiny_run, *EIGHT) == 0
     assert weights(tiny_run) == weights(undisturbed)
 
 
@@ -166,8 +152,7 @@ def test_the_last_validation_is_not_cut_short(tiny_run, monkeypatch):
     """Training is over, and the artifact takes its figures from there."""
     with monkeypatch.context() as patched:
         in_held_out_batches(patched, 16)
-        last = [*SHORT, "expert.train.max_steps=16"]
-        assert main(["fit", "-c", str(TINY), f"run_dir={tiny_run}", "member=expert-0", *last]) == 0
+        assert fit(tiny_run, *LAST) == 0
     assert status(tiny_run)["state"] == "done"
     assert logged(tiny_run, "Scalars", "held_out/loss") == [8, 16]
 
@@ -177,7 +162,7 @@ class KilledError(Exception):
 
 
 def test_the_last_one_is_made_up_for_where_a_kill_ended_it(tiny_run, tmp_path, monkeypatch):
-    last, other = [*SHORT, "expert.train.max_steps=16"], tmp_path / "other"
+    other = tmp_path / "other"
     shutil.copytree(tiny_run, other)
     step_of = MemberModule.validation_step
 
@@ -189,22 +174,22 @@ def test_the_last_one_is_made_up_for_where_a_kill_ended_it(tiny_run, tmp_path, m
     with monkeypatch.context() as patched:
         patched.setattr(MemberModule, "validation_step", validation_step)
         with pytest.raises(KilledError):
-            main(["fit", "-c", str(TINY), f"run_dir={tiny_run}", "member=expert-0", *last])
+            fit(tiny_run, *LAST)
     speed = status(tiny_run)["samples_per_second"]
     with monkeypatch.context() as patched:  # a stop while it loads its last checkpoint hands over no weights
         patched.setattr(parallel, "read_trainer_state", lambda _: os.kill(os.getpid(), signal.SIGTERM))
-        assert main(["fit", "-c", str(TINY), f"run_dir={tiny_run}", "member=expert-0", *last]) == 130
+        assert fit(tiny_run, *LAST) == 130
     assert (status(tiny_run)["state"], status(tiny_run)["step"]) == ("stopped", 16)
     for run in (tiny_run, other):
-        assert main(["fit", "-c", str(TINY), f"run_dir={run}", "member=expert-0", *last]) == 0
+        assert fit(run, *LAST) == 0
     assert weights(tiny_run) == weights(other)
     assert values(tiny_run, "held_out/loss") == values(other, "held_out/loss")
     assert sorted(values(other, "held_out/loss")) == [8, 16]
     assert logged(tiny_run, "Images", "validation/samples") == [8, 16]
     assert status(tiny_run)["samples_per_second"] == speed > 0
-    handed_over = [json.loads((run / "members/expert-0/artifact/member.json").read_text()) for run in (tiny_run, other)]
-    first, second = ({k: v for k, v in meta["metrics"].items() if k.startswith("held_out/")} for meta in handed_over)
-    assert first == second
+    first, second = (read_meta(member(run, "artifact")).metrics for run in (tiny_run, other))
+    held_out = [name for name in first if name.startswith("held_out/")]
+    assert [first[name] for name in held_out] == [second[name] for name in held_out]
     assert first["held_out/loss"] == pytest.approx(values(other, "held_out/loss")[16])
 
 
@@ -220,10 +205,9 @@ def test_a_point_behind_the_checkpoint_that_is_resumed_does_not_count(undisturbe
     """It is taken out of the curves, and comes again or is made up for."""
     run = tmp_path / "run"
     shutil.copytree(undisturbed, run)
-    member = run / "members/expert-0"
-    shutil.rmtree(member / "artifact")
-    shutil.rmtree(member / "checkpoints/step-00000020.ckpt")
-    (member / "status.json").write_text(json.dumps({**status(run), "validated_step": 24}))
+    shutil.rmtree(member(run, "artifact"))
+    shutil.rmtree(member(run, "checkpoints", "step-00000020.ckpt"))
+    member(run, "status.json").write_text(json.dumps({**status(run), "validated_step": 24}))
     seen = []
 
     def seen_before(self, *_):
@@ -231,5 +215,5 @@ def test_a_point_behind_the_checkpoint_that_is_resumed_does_not_count(undisturbe
         return False
 
     monkeypatch.setattr(MissedValidation, "is_missed", seen_before)
-    assert fit(run) == 0
+    assert fit(run, *EIGHT) == 0
     assert seen == [16]

@@ -1,7 +1,6 @@
 """A citizen of Lightning: any logger, callbacks in any order, Trainer flags, and modules under a plain Trainer."""
 
 import csv
-import inspect
 import random
 import shutil
 
@@ -15,7 +14,6 @@ from shards.mds import WARNINGS
 from tiny_runs import TINY, copy_run
 from training.short_fits import SHORT, checkpoints, events, fit, member, trained, weights
 
-from ddm_lightning.config.experiment import TRAINER_FLAGS
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import CALLBACKS
@@ -148,10 +146,6 @@ def test_a_setting_that_cannot_be_is_refused_at_once(setting, words):
     assert words in str(caught.value)
 
 
-def test_the_flags_are_lightnings_own():
-    assert {*TRAINER_FLAGS} <= set(inspect.signature(L.Trainer).parameters)
-
-
 def test_images_go_to_weights_and_biases():
     class Recorded(WandbLogger):
         def __init__(self):
@@ -208,21 +202,3 @@ def test_modules_and_data_work_under_a_plain_trainer(plain, tmp_path, name, loss
 def rows(folder, max_steps, curve):
     with (folder / f"to-{max_steps}" / "metrics.csv").open() as file:
         return [row for row in csv.DictReader(file) if row.get(curve)]
-
-
-def test_the_host_reads_the_device_only_where_curves_are_logged(plain, monkeypatch):
-    trainer, module, data = plain("expert-0", 12)
-    trainer.log_every_n_steps = 5
-    trainer.limit_val_batches = 0
-    read = set()
-    for name in ("item", "tolist", "__bool__", "__float__"):
-        original = getattr(torch.Tensor, name)
-
-        def watched(self, original=original):
-            if self.is_floating_point():
-                read.add(trainer.global_step)
-            return original(self)
-
-        monkeypatch.setattr(torch.Tensor, name, watched)
-    trainer.fit(module, datamodule=data)
-    assert read == {5, 10, 12}

@@ -8,7 +8,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,13 +15,12 @@ from pathlib import Path
 import pytest
 from deadline import within
 from safetensors.torch import load_file
-from sample_log import LOGS_SAMPLES, python_path
+from sample_log import LOGS_SAMPLES
 from shards.mds import WARNINGS
-from tiny_runs import RANK_VARIABLES, ROOT, TINY, finish, prepared, read_status
+from tiny_runs import RANK_VARIABLES, TINY, finish, launch, prepared, read_status
 from training.short_fits import events
 
 from ddm_lightning.cli.parser import main
-from ddm_lightning.training.ranks import place_of
 
 SETTINGS = (
     "member=expert-0",
@@ -41,11 +39,7 @@ pytestmark = WARNINGS
 
 
 def fit(run, *more, within=(), **variables):
-    environment = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
-    environment |= {"OMP_NUM_THREADS": "1", "COLUMNS": "200", "PYTHONPATH": python_path(), **variables}
-    command = [sys.executable, "-m", "ddm_lightning", "fit", "-c", str(TINY), f"run_dir={run}", *SETTINGS, *more]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([*within, *command], env=environment, cwd=ROOT, **pipes)
+    return launch("fit", "-c", str(TINY), f"run_dir={run}", *SETTINGS, *more, within=within, **variables)
 
 
 def on_two_nodes(runs, *more, **variables):
@@ -244,9 +238,3 @@ def test_bad_input_is_one_line(tiny_run, monkeypatch, capsys, more, variables, w
     (line,) = capsys.readouterr().err.splitlines()
     assert words in line
     assert not (tiny_run / "members").exists()
-
-
-def test_torchrun_tells_a_node_its_place(monkeypatch):
-    for name, value in (("GROUP_RANK", "1"), ("MASTER_ADDR", "node-0"), ("MASTER_PORT", "23456")):
-        monkeypatch.setenv(name, value)
-    assert place_of(2) == (1, "node-0:23456")

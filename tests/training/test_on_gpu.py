@@ -46,14 +46,10 @@ def status(folder):
 
 
 @pytest.mark.slow
-def test_a_compiled_expert_trains_in_bfloat16(run):
+def test_a_compiled_expert_trains_in_bfloat16_and_resumes(run):
     assert status(run)["state"] == "done"
     assert status(run)["step"] == 60
     assert 0 < status(run)["metrics"]["held_out/loss"] < 3
-
-
-@pytest.mark.slow
-def test_it_goes_on_from_its_checkpoint(run):
     member = run / "members" / "expert-0"
     shutil.rmtree(member / "artifact")
     shutil.rmtree(member / "checkpoints" / "step-00000060.ckpt")

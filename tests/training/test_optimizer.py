@@ -1,4 +1,5 @@
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -79,9 +80,9 @@ def test_the_learning_rate_of_each_step(schedule, warmup):
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
 def test_behind_the_last_step_and_in_a_run_of_warmup_alone_it_stays_in_range(schedule):
-    factor = learning_rate_factor(TrainConfig(20, 1, warmup_steps=5, schedule=schedule))
+    factor = partial(learning_rate_factor, TrainConfig(20, 1, warmup_steps=5, schedule=schedule))
     for step in (20, 23, 1000):
         assert factor(step) == pytest.approx(1.0 if schedule == "constant" else 0.0, abs=1e-12)
-    only_warmup = learning_rate_factor(TrainConfig(5, 1, warmup_steps=5, schedule=schedule))
+    only_warmup = partial(learning_rate_factor, TrainConfig(5, 1, warmup_steps=5, schedule=schedule))
     assert [only_warmup(step) for step in range(5)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert 0 <= only_warmup(5) <= 1

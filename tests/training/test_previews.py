@@ -2,7 +2,6 @@ import contextlib
 import io
 import re
 
-import lightning as L
 import numpy as np
 import pytest
 import torch
@@ -24,7 +23,6 @@ from ddm_lightning.islands.publish import _is_shared
 from ddm_lightning.training import previews
 from ddm_lightning.training.callbacks import RollingCheckpoints, StopOnRequest
 from ddm_lightning.training.module import MemberModule
-from ddm_lightning.training.parallel import choose_strategy
 from ddm_lightning.training.previews import SampleLogger, build_loggers, routing_heat_map, sample_like
 
 pytestmark = WARNINGS
@@ -62,25 +60,6 @@ def test_samples_are_guided():
     torch.testing.assert_close(found, noise - (1 + 4 * (3 - 1)) * noise)
 
 
-@pytest.mark.parametrize("ahead", [-3600, 0, 3600])
-def test_tensorboard_reads_starts_in_order_whatever_their_clocks(tmp_path, ahead):
-    def start(resumed_step, steps, value):
-        (logger,) = build_loggers(["tensorboard"], tmp_path, "project", resumed_step)
-        for step in steps:
-            logger.log_metrics({"train/loss": value}, step)
-        logger.finalize("stopped")
-
-    start(0, range(5, 101, 5), 1.0)
-    (first,) = (tmp_path / "tensorboard").glob("events*")
-    prefix, began, host = first.name.partition(str(int(first.name.split(".")[3])))
-    first.rename(first.with_name(f"{prefix}{int(began) + ahead}{host}"))
-    start(64, range(65, 151, 5), 2.0)
-    start(104, range(105, 201, 5), 3.0)
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("1_watch/train/loss")
-    assert [one.step for one in events] == [*range(5, 201, 5)]
-    assert [one.value for one in events] == [1.0] * 12 + [2.0] * 8 + [3.0] * 20
-
-
 def test_the_heat_map_has_a_panel_per_timestep_and_rows_that_sum_to_one():
     confusion = (
         torch.rand(8, 3, 3, generator=torch.Generator().manual_seed(0)) * torch.tensor([10.0, 50.0, 1.0])[:, None]
@@ -114,21 +93,15 @@ class Fails(Recorder):
         return super().forward(x_t, t, condition)
 
 
-QUIET = dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
 ODD = "expert-0: step 1: no images of this validation: odd"
 
 
 def show(folder, network, rank=None):
     """Take a step and validate with images, on one rank or one of two."""
     stop = StopOnRequest(RollingCheckpoints(folder, IslandConfig(), {}))
-    settings = {"max_steps": 1, "num_sanity_val_steps": 0, "log_every_n_steps": 1}
-    settings |= {"callbacks": [stop, SampleLogger(SampleConfig(num_steps=1), stop)]}
-    settings["logger"] = TensorBoardLogger(folder, version=rank)
-    if rank is None:
-        strategy, _ = choose_strategy(IslandConfig(accelerator="cpu"), 1)
-        trainer = L.Trainer(accelerator="cpu", strategy=strategy, **QUIET, **settings)
-    else:
-        trainer = trainer_of(rank, "ddp", **settings)
+    callbacks = [stop, SampleLogger(SampleConfig(num_steps=1), stop)]
+    logger = TensorBoardLogger(folder, version=rank)
+    trainer = trainer_of(rank, max_steps=1, log_every_n_steps=1, callbacks=callbacks, logger=logger)
     trainer.fit(MemberModule(expert(network)), *(DataLoader([batch()], batch_size=None) for _ in range(2)))
 
 
@@ -138,20 +111,13 @@ def test_networks_that_fail_end_no_training_on_one_rank(tmp_path, capsys):
 
 
 def test_networks_that_fail_on_one_of_several_ranks_end_all_at_once(tmp_path):
-    """The others would wait in a collective. What may be a lost connection keeps its type: another rank says why."""
+    """The others would wait in a collective. The error keeps its type: another rank may say why."""
 
-    def raised(error):
-        def task(rank):
-            with pytest.raises(Exception) as caught:
-                show(tmp_path, Fails(error), rank)
-            return caught.type.__name__, str(caught.value)
+    def task(rank):
+        with pytest.raises(RuntimeError, match="closed by peer"):
+            show(tmp_path, Fails(RuntimeError("closed by peer")), rank)
 
-        return in_two_processes(task)[0]
-
-    assert raised(RuntimeError("closed by peer")) == ("RuntimeError", "closed by peer")
-    name, text = raised(RuntimeError("Tried to allocate 2 GiB"))
-    assert name == "UserError"
-    assert re.match(r"expert-0: step 1: rank 0 cannot make images .*: out of memory .*\[csv\]", text)
+    in_two_processes(task)
 
 
 def test_a_decoder_that_fails_ends_no_training_on_several_ranks(tmp_path, monkeypatch):

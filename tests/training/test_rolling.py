@@ -1,4 +1,3 @@
-import json
 import math
 import shutil
 from concurrent.futures import wait
@@ -9,28 +8,32 @@ import torch
 from tiny_runs import TINY
 from training.checkpoint_folders import cut
 from training.members import MEMBER, expert
+from training.saved import names, write, writer_of
 
 from ddm_lightning.config.experiment import IslandConfig
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.training.callbacks import RollingCheckpoints, StopOnRequest
 from ddm_lightning.training.checkpoint import (
-    CheckpointWriter,
-    check_origin,
+    choose,
     find_resumable,
     newest_checkpoint,
     origin_of,
-    tidy,
 )
 from ddm_lightning.training.guard import read_skipped
 from ddm_lightning.training.module import MemberModule
 from ddm_lightning.training.parallel import OneDevice
 
+TENSORS = {"w": torch.arange(5000.0)}
+
 
 class FakeTrainer:
     """Counts steps and writes checkpoints as a Trainer does."""
 
-    world_size, global_rank, is_global_zero = 1, 0, True
+    world_size = 1
+    global_rank = 0
+    is_global_zero = True
+    should_stop = False
 
     def __init__(self, rolling, max_steps=1000):
         self.max_steps = max_steps
@@ -38,7 +41,7 @@ class FakeTrainer:
         self.saved = []
         self.lightning_module = MemberModule(expert())
         self.strategy = OneDevice(torch.device("cpu"))
-        self.strategy.checkpoints = CheckpointWriter(None, is_rank_zero=True, from_device=False)
+        self.strategy.checkpoints = writer_of()
         self.rolling = rolling
         rolling.setup(self, self.lightning_module, "fit")
 
@@ -67,18 +70,9 @@ def rolling(folder, every, keep, validate_every, milestone_every=None, minutes=N
     return RollingCheckpoints(folder, island, {})
 
 
-def names(folder):
-    return sorted(path.name for path in folder.iterdir())
-
-
-def write(folder, *steps, **rest):
-    writer = CheckpointWriter(None, is_rank_zero=True, from_device=False)
+def write_steps(folder, *steps, **rest):
     for step in steps:
-        path, tensors = folder / f"step-{step:08d}.ckpt", {"w": torch.arange(5000.0)}
-        writer.start(path, tensors, {"step": step, **rest}, lambda: None)
-    writer.wait()
-    writer.close()
-    return folder
+        write(folder / f"step-{step:08d}.ckpt", TENSORS, {"step": step, **rest})
 
 
 def test_the_newest_few_are_kept(tmp_path):
@@ -109,36 +103,15 @@ def test_skipped_steps_are_written_before_the_checkpoint(tmp_path):
     assert (skipped.step, skipped.rank, skipped.sample_ids, skipped.t) == (7, 0, [5, 9], [0.25, 0.5])
 
 
-def test_milestones_are_kept_for_good_and_validations_have_a_checkpoint(tmp_path):
+def test_milestones_of_any_start_are_kept_and_validations_have_a_checkpoint(tmp_path):
+    write_steps(tmp_path, 3, 4, experiment={"island": {"milestone_every_n_steps": 4}})
     trainer = FakeTrainer(rolling(tmp_path, 10, 1, 35, 25))
-    trainer.take(60)
+    trainer.global_step = 4
+
+    trainer.take(56)
+
     assert trainer.saved == [10, 20, 25, 30, 35, 40, 50, 60]
-    assert names(tmp_path) == [f"step-000000{step}.ckpt" for step in (25, 50, 60)]
-
-
-def test_milestones_by_the_setting_they_were_saved_under_are_kept(tmp_path):
-    write(tmp_path, 20, 25, experiment={"island": {"milestone_every_n_steps": 25}})
-    trainer = FakeTrainer(rolling(tmp_path, 10, 1, 100))
-    trainer.global_step = 29
-    trainer.take(11)
-    assert names(tmp_path) == ["step-00000025.ckpt", "step-00000040.ckpt"]
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "line"),
-    [
-        ({}, {"keep_checkpoints": 9}, None),
-        ({}, {"devices": 2}, "island.devices=2 (was 1): the same samples, other noise and rounding"),
-        ({}, {"compile": True}, "island.compile=true (was false): the same samples, other rounding"),
-    ],
-)
-def test_settings_that_differ_from_the_checkpoints(tmp_path, before, after, line):
-    def experiment_of(changes):
-        return load_experiment(TINY, [f"island.{key}={json.dumps(value)}" for key, value in changes.items()])
-
-    write(tmp_path, 5, **origin_of(MEMBER, experiment_of(before)))
-    path = tmp_path / "step-00000005.ckpt"
-    assert check_origin(path, origin_of(MEMBER, experiment_of(after))) == (line and f"from here on with {line}")
+    assert names(tmp_path) == [f"step-000000{step}.ckpt" for step in ("04", 25, 50, 60)]
 
 
 def test_checkpoints_by_minutes_count_from_the_newest_and_validations_still_have_one(tmp_path, monkeypatch):
@@ -151,34 +124,18 @@ def test_checkpoints_by_minutes_count_from_the_newest_and_validations_still_have
     assert trainer.saved == [5, 9, 12, 17, 18, 23, 24, 27]
 
 
-def test_checkpoints_of_an_earlier_start_count(tmp_path):
-    write(tmp_path, 4, 8, 11)
+def test_one_step_is_saved_once_and_checkpoints_of_an_earlier_start_count(tmp_path):
+    write_steps(tmp_path, 4, 8, 11)
     trainer = FakeTrainer(rolling(tmp_path, 3, 2, 100))
     trainer.global_step = 11
+
     trainer.take(1)
+    trainer.rolling.save(trainer)
+    assert trainer.saved == [12]
     assert names(tmp_path) == ["step-00000011.ckpt", "step-00000012.ckpt"]
-
-
-def test_one_step_is_saved_once(tmp_path):
-    trainer = FakeTrainer(rolling(tmp_path, 5, 2, 100))
-    trainer.take(5)
-    trainer.rolling.save(trainer)
-    assert trainer.saved == [5]
     trainer.take(1)
     trainer.rolling.save(trainer)
-    assert trainer.saved == [5, 6]
-
-
-def test_a_diverged_step_is_not_kept(tmp_path):
-    trainer = FakeTrainer(rolling(tmp_path, 5, 2, 100))
-    trainer.take(5)
-    guard = trainer.lightning_module.guard
-    for step in range(guard.max_consecutive + 1):
-        guard.record(torch.tensor([0]), torch.tensor([0.5]), torch.tensor([1.0]))
-        guard.skip_unless_finite(step, 0, SimpleNamespace(), torch.tensor(float("nan")))
-    with pytest.raises(UserError, match="no finite gradient"):
-        trainer.take(5)
-    assert names(tmp_path) == ["step-00000005.ckpt"]
+    assert trainer.saved == [12, 13]
 
 
 def test_a_save_that_failed_ends_training_at_a_later_step(tmp_path):
@@ -192,12 +149,7 @@ def test_a_save_that_failed_ends_training_at_a_later_step(tmp_path):
     trainer.rolling.save(trainer)
     wait([trainer.strategy.checkpoints._pending])
     with pytest.raises(OSError, match="folder"):  # at the next step, not at the next save
-        trainer.rolling.on_train_batch_end(at(trainer, 6), trainer.lightning_module)
-
-
-def at(trainer, step):
-    trainer.global_step = step
-    return trainer
+        trainer.take(1)
 
 
 def test_a_failed_removal_does_not_end_training(tmp_path, monkeypatch):
@@ -211,26 +163,18 @@ def test_a_failed_removal_does_not_end_training(tmp_path, monkeypatch):
     assert [name for name in names(tmp_path) if name.startswith("step")] == ["step-00000003.ckpt"]
 
 
-def test_the_end_waits_for_the_running_save(tmp_path):
-    trainer = FakeTrainer(rolling(tmp_path, 5, 2, 100))
-    trainer.global_step = 5
-    trainer.rolling.save(trainer)
-    trainer.strategy.checkpoints.close()
-    assert names(tmp_path) == ["step-00000005.ckpt"]
-
-
 def test_the_newest_is_found(tmp_path):
     assert find_resumable(tmp_path) == (None, {})
     assert find_resumable(tmp_path / "none") == (None, {})
-    write(tmp_path, 90, 100, 1000)
+    write_steps(tmp_path, 90, 100, 1000)
     assert find_resumable(tmp_path) == (tmp_path / "step-00001000.ckpt", {})
-    write(tmp_path, 20_000_000, 100_000_000)  # the last of them by number, not by name
+    write_steps(tmp_path, 20_000_000, 100_000_000)  # the last of them by number, not by name
     assert find_resumable(tmp_path)[0] == newest_checkpoint(tmp_path) == tmp_path / "step-100000000.ckpt"
 
 
 @pytest.mark.parametrize("name", ["step-00000155-copy.ckpt", "step-abc.ckpt", "step-9.ckpt"])
 def test_other_names_are_ignored(tmp_path, name):
-    write(tmp_path, 5, 10)
+    write_steps(tmp_path, 5, 10)
     shutil.copytree(tmp_path / "step-00000010.ckpt", tmp_path / name)
     assert find_resumable(tmp_path) == (tmp_path / "step-00000010.ckpt", {})
     assert newest_checkpoint(tmp_path) == tmp_path / "step-00000010.ckpt"
@@ -238,38 +182,31 @@ def test_other_names_are_ignored(tmp_path, name):
     assert names(tmp_path) == sorted(["step-00000015.ckpt", name])
 
 
-@pytest.mark.parametrize(("steps", "others"), [((10, 20, 30), ", nor the 2 before it"), ((30,), "")])
-def test_training_does_not_start_over_if_all_are_damaged(tmp_path, steps, others):
-    write(tmp_path, *steps)
+def test_training_does_not_start_over_if_all_are_damaged(tmp_path):
+    write_steps(tmp_path, 10, 30)
     for path in tmp_path.iterdir():
         cut(path)
     before = names(tmp_path)
+
     with pytest.raises(UserError) as caught:
         find_resumable(tmp_path)
+
     line = str(caught.value)
     assert line.startswith(f"{tmp_path / 'step-00000030.ckpt'}: damaged checkpoint (")
-    assert line.endswith(f"){others}; restore one, or remove {tmp_path} to start afresh")
+    assert line.endswith(f"none before it is whole; restore one, or remove {tmp_path} to start afresh")
     assert names(tmp_path) == before
 
 
-def test_damaged_checkpoints_give_way_to_an_earlier_one(tmp_path):
+def test_damaged_checkpoints_give_way_to_an_earlier_one_and_leftovers_go(tmp_path):
+    origin = origin_of(MEMBER, load_experiment(TINY))
     for _ in range(2):  # the second replaces the damaged one set aside by the first
-        write(tmp_path, 10, 20, 30)
+        write_steps(tmp_path, 10, 20, 30, **origin)
+        (tmp_path / ".tmp-step-00000040.ckpt").mkdir()
         newer = [tmp_path / f"step-000000{step}.ckpt" for step in (30, 20)]
         for path in newer:
             cut(path)
         path, damaged = find_resumable(tmp_path)
         assert (path, [*damaged]) == (tmp_path / "step-00000010.ckpt", newer)
-        assert all(problem and "\n" not in problem for problem in damaged.values())
-        tidy(tmp_path, damaged)
+        assert choose(tmp_path, origin) == path
         assert names(tmp_path) == ["step-00000010.ckpt", "step-00000020.damaged"]
     assert find_resumable(tmp_path) == (path, {})  # reported once
-
-
-def test_leftovers_of_a_killed_save_are_removed(tmp_path):
-    write(tmp_path, 10)
-    left = tmp_path / ".tmp-step-00000020.ckpt"
-    left.mkdir()
-    (left / "half").write_bytes(b"half")
-    tidy(tmp_path, [])
-    assert names(tmp_path) == ["step-00000010.ckpt"]

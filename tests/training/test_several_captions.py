@@ -40,9 +40,10 @@ def captions_of(index):
 def source(tmp_path):
     folder = tmp_path / "table"
     folder.mkdir()
-    table = [
-        {"image": encoded(noise(8, 8, 3, seed=i)), **dict(zip(COLUMNS, captions_of(i), strict=True))} for i in range(64)
-    ]
+    table = []
+    for i in range(64):
+        table.append({"image": encoded(noise(8, 8, 3, seed=i)), **dict(zip(COLUMNS, captions_of(i), strict=True))})
+
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(table), folder / "0.parquet")
     return PluginConfig("parquet", {"path": str(folder)})
 

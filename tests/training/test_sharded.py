@@ -1,6 +1,7 @@
 """FSDP2 on two processes against one process that is given the same gradients."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -11,12 +12,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from training.saved import load, save
+from training.saved import load, save, writer_of
 from training.two_processes import WORLD, in_two_processes
 
 from ddm_lightning.config.experiment import TrainConfig
+from ddm_lightning.core.devices import local
 from ddm_lightning.flow.condition import Condition, ConditionSpec
-from ddm_lightning.networks.dit import DiT
 from ddm_lightning.networks.mmdit import MMDiT
 from ddm_lightning.training.checkpoint import damage_of, tensors_of
 from ddm_lightning.training.ema import KEY, ema_tensors, ema_weights, track_ema, unsharded_ema, width_key
@@ -74,9 +75,7 @@ def clipped(network, optimizer, limit):
 def close(sharded, single):
     assert sharded.keys() == single.keys()
     for name, value in single.items():
-        torch.testing.assert_close(
-            sharded[name], value, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
-        )
+        torch.testing.assert_close(sharded[name], value, rtol=1e-5, atol=1e-6)
 
 
 def shard(network, reshard_after_forward=True):
@@ -84,23 +83,35 @@ def shard(network, reshard_after_forward=True):
     return network
 
 
-def averages_and_clipping(rank):
-    sharded, single = shard(Uneven()), Uneven()
-    optimizer, reference = optimizer_of(sharded), optimizer_of(single)
-    sizes = {name: p.to_local().shape[0] for name, p in sharded.named_parameters()}
+def built(kind):
+    if kind == "ddp":
+        return DistributedDataParallel(Uneven())
+
+    return shard(Uneven(), reshard_after_forward=kind == "fsdp")
+
+
+def averages_and_clipping(kind, rank):
+    """Steps beside those of one process; returns how many rows this rank has of each weight."""
+    ours = built(kind)
+    network = ours.module if kind == "ddp" else ours
+    single = Uneven()
+    optimizer = optimizer_of(network)
+    reference = optimizer_of(single)
+    sizes = {name: local(p).shape[0] for name, p in network.named_parameters()}
     for number in range(6):
         x = inputs(number)
         # The mean of two halves' gradients is the whole batch's; the limit is well below the norm.
-        norm, gradients = step(sharded, optimizer, x.chunk(WORLD)[rank], clip=0.05)
+        norm, gradients = step(ours, optimizer, x.chunk(WORLD)[rank], clip=0.05)
         expected_norm, expected = step(single, reference, x, clip=0.05)
         torch.testing.assert_close(norm, expected_norm, rtol=1e-5, atol=0)
         assert norm > 0.05
-        close(gradients, expected)
+        close({name.removeprefix("module."): value for name, value in gradients.items()}, expected)
+
     for key in (KEY, width_key(0.1)):
-        for name, value in ema_tensors(sharded, optimizer, key).items():
-            assert isinstance(value, DTensor)
-            assert value.to_local().shape[0] == sizes[name]
-        close(unsharded_ema(sharded, optimizer, key), unsharded_ema(single, reference, key))
+        averages = ema_tensors(network, optimizer, key)
+        assert {name: local(value).shape[0] for name, value in averages.items()} == sizes
+        close(unsharded_ema(network, optimizer, key), unsharded_ema(single, reference, key))
+
     return sizes
 
 
@@ -141,7 +152,7 @@ def checkpoints_of_either_kind(folder):
         def meanwhile():
             step(sharded, optimizer, inputs(3).chunk(WORLD)[rank], clip=0.05)
 
-        save(folder / "two", sharded, optimizer, hosts, is_rank_zero=rank == 0, meanwhile=meanwhile)
+        save(folder / "two", sharded, optimizer, meanwhile, writer_of(hosts, is_rank_zero=rank == 0))
         if rank == 0:
             save(folder / "one", single, reference)
         dist.barrier()
@@ -177,126 +188,71 @@ def what_is_whole_after_a_forward(rank):
     return found
 
 
-def losses_of_twenty_steps(rank):
-    """Of FSDP2, DDP and one process on the same 20 batches; no dimension is shared equally."""
-    networks = {
-        "fsdp": shard(Uneven()),
-        "gathered": shard(Uneven(), reshard_after_forward=False),
-        "ddp": DistributedDataParallel(Uneven()),
-        "one": Uneven(),
-    }
-    optimizers = {name: optimizer_of(network) for name, network in networks.items()}
-    losses = {name: [] for name in networks}
-    for number in range(20):
-        x = inputs(number)
-        for name, network in networks.items():
-            optimizers[name].zero_grad()
-            loss = network(x if name == "one" else x.chunk(WORLD)[rank]).square().mean()
-            loss.backward()
-            clipped(network, optimizers[name], 0.05)
-            optimizers[name].step()
-            mean = loss.detach().clone()
-            if name != "one":
-                dist.all_reduce(mean)
-                mean /= WORLD
-            losses[name].append(float(mean))
-    return losses
-
-
-def a_dit_in_bfloat16(rank):
-    """Losses of FSDP2, whose weights are gathered in bfloat16, and of one process, both under autocast."""
-
-    def built():
-        torch.manual_seed(0)
-        sizes = {"x_shape": (3, 8, 8), "width": 32, "depth": 2, "num_heads": 2, "patch_size": 2}
-        return moved(DiT(**sizes, condition=ConditionSpec("class", 5), qk_norm=True, rope=True))
-
-    seen = set()
-    sharded, single = built(), built()
-    qkv = sharded.blocks[0].attention.qkv
-    qkv.register_forward_hook(lambda part, inputs, _: seen.add((part.weight.dtype, inputs[0].dtype)))
-    sharded.blocks[0].register_forward_hook(lambda *call: seen.add(call[-1].dtype))
-    sharded.time_embedding.register_forward_hook(lambda _, inputs, __: seen.add(inputs[0].dtype))
-    shard_blocks(sharded, init_device_mesh("cpu", (WORLD,)), reshard_after_forward=False, half=True)
-    for part in (sharded, *sharded.blocks):
-        assert part._get_fsdp_state()._mp_policy.reduce_dtype == torch.float32
-    optimizers = [build_optimizer(network, replace(TRAIN, learning_rate=3e-3)) for network in (sharded, single)]
-    losses = []
-    for number in range(8):
-        generator = torch.Generator().manual_seed(number)
-        x, t = torch.randn(4, 3, 8, 8, generator=generator), torch.rand(4, generator=generator)
-        classes = torch.randint(5, (4,), generator=generator)
-        found = []
-        for network, optimizer in zip((sharded, single), optimizers, strict=True):
-            rows = slice(2 * rank, 2 * rank + 2) if network is sharded else slice(None)
-            optimizer.zero_grad()
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = (network(x[rows], t[rows], Condition.of(classes[rows])).float() - x[rows]).square().mean()
-            loss.backward()
-            clipped(network, optimizer, 1.0)
-            assert {p.grad.dtype for p in network.parameters()} == {torch.float32}
-            optimizer.step()
-            mean = loss.detach().clone()
-            if network is sharded:
-                dist.all_reduce(mean)
-                mean /= WORLD
-            found.append(float(mean))
-        losses.append(found)
-    return losses, seen
-
-
-def text_of_an_mmdit_in_bfloat16(rank):
-    """Types of the text tokens that blocks are given, with a condition and without, sharded and not."""
+def an_mmdit_in_bfloat16(rank):
+    """Losses of FSDP2, whose weights are gathered in bfloat16, and of one process, both under autocast; and types."""
 
     def built():
         torch.manual_seed(0)
         tokens = ConditionSpec("tokens", 6, length=3)
         network = moved(MMDiT(x_shape=(3, 8, 8), condition=tokens, width=32, depth=3, num_heads=2, patch_size=2))
-        network.types = []
+        network.texts = []
         for block in network.blocks:
-            block.register_forward_pre_hook(lambda _, inputs: network.types.append(inputs[1].dtype))
+            block.register_forward_pre_hook(lambda _, given: network.texts.append(given[1].dtype))
+
         return network
 
-    networks = [built(), built()]
-    shard_blocks(networks[0], init_device_mesh("cpu", (WORLD,)), half=True)
-    generator = torch.Generator().manual_seed(0)
-    x, t = torch.randn(4, 3, 8, 8, generator=generator), torch.rand(4, generator=generator)
-    for condition in (Condition.of(torch.randn(4, 3, 6, generator=generator)), None):
-        with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-            ours, expected = (network(x, t, condition) for network in networks)
-        torch.testing.assert_close(ours, expected, rtol=0.05, atol=0.05)
-    return [network.types for network in networks]
+    seen = set()
+    sharded = built()
+    single = built()
+    qkv = sharded.blocks[0].patches.qkv
+    qkv.register_forward_hook(lambda part, given, _: seen.add((part.weight.dtype, given[0].dtype)))
+    sharded.time_embedding.register_forward_hook(lambda _, given, __: seen.add(given[0].dtype))
+    shard_blocks(sharded, init_device_mesh("cpu", (WORLD,)), reshard_after_forward=False, half=True)
+    for part in (sharded, *sharded.blocks):
+        assert part._get_fsdp_state()._mp_policy.reduce_dtype == torch.float32
+
+    sides = []
+    for network, rows in ((sharded, slice(2 * rank, 2 * rank + 2)), (single, slice(None))):
+        optimizer = build_optimizer(network, replace(TRAIN, learning_rate=3e-3))
+        losses = []
+        for number in range(8):
+            generator = torch.Generator().manual_seed(number)
+            x = torch.randn(4, 3, 8, 8, generator=generator)[rows]
+            t = torch.rand(4, generator=generator)[rows]
+            condition = Condition.of(torch.randn(4, 3, 6, generator=generator)[rows])
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = (network(x, t, condition if number else None).float() - x).square().mean()
+
+            loss.backward()
+            clipped(network, optimizer, 1.0)
+            assert {p.grad.dtype for p in network.parameters() if p.grad is not None} == {torch.float32}
+            optimizer.step()
+            losses.append(loss.detach().clone())
+
+        sides.append((torch.stack(losses), network.texts))
+
+    (ours, texts), (expected, others) = sides
+    dist.all_reduce(ours)
+    return (ours / WORLD).tolist(), expected.tolist(), seen, {*texts, *others}
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 
 
-def test_unevenly_sharded_averages_and_clipped_gradients_are_those_of_one_process():
-    sizes = in_two_processes(averages_and_clipping)
-    assert sizes[0]["blocks.0.weight"] == 3
-    assert sizes[1]["blocks.0.weight"] == 2
-    assert (sizes[0]["head.weight"], sizes[1]["head.weight"]) == (1, 0)
+@pytest.mark.parametrize("kind", ["fsdp", "gathered", "ddp"])
+def test_averages_and_clipped_gradients_are_those_of_one_process(kind):
+    sizes = in_two_processes(partial(averages_and_clipping, kind))
+    rows = [(sizes[rank]["blocks.0.weight"], sizes[rank]["head.weight"]) for rank in range(WORLD)]
+    assert rows == ([(5, 1), (5, 1)] if kind == "ddp" else [(3, 1), (2, 0)])
 
 
-def test_losses_over_twenty_steps_are_those_of_one_process():
-    for losses in in_two_processes(losses_of_twenty_steps).values():
-        assert losses["one"][-1] < 0.5 * losses["one"][0]  # they do not agree for want of learning
-        for name in ("fsdp", "gathered", "ddp"):
-            assert losses[name] == pytest.approx(losses["one"], rel=1e-5, abs=1e-6), name
-
-
-def test_under_autocast_weights_are_gathered_in_bfloat16_and_times_stay():
-    for losses, seen in in_two_processes(a_dit_in_bfloat16).values():
-        ours, expected = zip(*losses, strict=True)
-        assert expected[-1] < 0.8 * expected[0]
+def test_under_autocast_weights_are_gathered_in_bfloat16_and_times_and_text_stay():
+    for ours, expected, seen, texts in in_two_processes(an_mmdit_in_bfloat16).values():
+        assert expected[-1] < 0.8 * expected[1]
         assert ours == pytest.approx(expected, rel=0.005)
         assert seen == {torch.float32, (torch.bfloat16, torch.float32)}
-
-
-def test_the_text_stream_stays_in_float32():
-    for sharded, single in in_two_processes(text_of_an_mmdit_in_bfloat16).values():
-        assert single == [torch.float32] * 6
-        assert sharded == single
+        assert texts == {torch.float32}
 
 
 def test_checkpoints_are_read_by_any_number_of_ranks(tmp_path):

@@ -8,8 +8,10 @@ import traceback
 import lightning as L
 import torch.distributed as dist
 from deadline import within
+from lightning.fabric.utilities.warnings import disable_possible_user_warnings
 
 from ddm_lightning.config.experiment import IslandConfig
+from ddm_lightning.core.environment import Ranks
 from ddm_lightning.training.parallel import choose_strategy, environment
 
 WORLD = 2
@@ -17,6 +19,7 @@ WORLD = 2
 
 def _in_rank(rank, meeting, task, results):
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD))
+    disable_possible_user_warnings()
     try:
         dist.init_process_group("gloo", f"file://{meeting}/ranks", rank=rank, world_size=WORLD)
         results.put((rank, task(rank), None))
@@ -44,16 +47,21 @@ def in_two_processes(task):
     return {rank: answer for rank, answer, _ in answers}
 
 
-def trainer_of(rank, strategy, num_ranks=WORLD, **settings):
-    """What trains in one of the processes, as ``fit`` has it; ``settings`` are of the Trainer."""
+def trainer_of(rank, strategy="ddp", num_ranks=WORLD, **settings):
+    """What trains in one of the processes, or alone if ``rank`` is None, as ``fit`` has it."""
+    island = IslandConfig(accelerator="cpu", devices=num_ranks, strategy=strategy)
+    if rank is None:
+        island = IslandConfig(accelerator="cpu")
+
     return L.Trainer(
         accelerator="cpu",
-        devices=num_ranks,
-        strategy=choose_strategy(IslandConfig(accelerator="cpu", devices=num_ranks, strategy=strategy), 1)[0],
-        plugins=[environment()],
+        devices=island.devices,
+        strategy=choose_strategy(island, 1)[0],
+        plugins=[environment(Ranks.read())],
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
+        num_sanity_val_steps=0,
         **{"logger": False, **settings},
     )
