@@ -14,11 +14,13 @@ def stored(folder):
             offsets = json.loads(file.metadata()["DCP_SHARDING_INFO"])
             for name in file.keys():  # noqa: SIM118  # it is no dict
                 tensors.setdefault(name, []).append((offsets[name]["saved_offsets"], file.get_tensor(name)))
+
     whole = {}
     for name, parts in tensors.items():
         # Sharded along the first dimension alone; a rank may have nothing.
         parts = sorted((part for part in parts if part[1].numel()), key=lambda part: part[0][:1])
         whole[name] = parts[0][1] if len(parts) == 1 else torch.cat([part for _, part in parts])
+
     return whole, torch.load(folder / "trainer.pt", weights_only=True)
 
 
@@ -30,6 +32,7 @@ def state_by_parameter(folder):
         if kind == "optimizer":
             key, _, name = rest.partition("/")
             found.setdefault(name, {})[key] = value
+
     return found
 
 

@@ -21,7 +21,8 @@ from ddm_lightning.networks.dit import DiT, RouterDiT
 from ddm_lightning.networks.mmdit import MMDiT
 
 SMALL = {"x_shape": (3, 8, 8), "width": 32, "depth": 2, "num_heads": 2, "patch_size": 2}
-TEXT, TOKENS = ConditionSpec("text", 6), ConditionSpec("tokens", 6, length=3)
+TEXT = ConditionSpec("text", 6)
+TOKENS = ConditionSpec("tokens", 6, length=3)
 EVERY_OPTION = {"qk_norm": True, "rope": True, "mlp": "swiglu", "norm": "rms", "modulation": "single"}
 NETWORKS = {
     "dit": (DiT, TEXT, {}),
@@ -39,6 +40,7 @@ def built(name):
     with torch.no_grad():
         for parameter in network.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
+
     return network
 
 
@@ -73,9 +75,11 @@ def are_close(found, expected):
 def compare(name, is_checkpointed):
     """A compiled network beside one that is not, in two sizes of the batch."""
     afresh()
-    network, plain = built(name), built(name)
+    network = built(name)
+    plain = built(name)
     if is_checkpointed:
         checkpoint_blocks(network)
+
     # Without code generation, which has tests of its own and takes a minute.
     compile_blocks(network, backend="eager")
     is_close = True
@@ -90,17 +94,20 @@ def compare(name, is_checkpointed):
 def kinds_of_calls(name):
     """How many graphs training, validation and images take under autocast, with batches of one, few and many."""
     afresh()
-    network, condition = built(name), NETWORKS[name][1]
+    network = built(name)
+    condition = NETWORKS[name][1]
     compile_blocks(network, backend="eager")
     for num, trains, half in ((4, True, True), (4, False, True), (3, False, True), (1, False, True), (5, False, False)):
         with torch.autocast("cpu", torch.bfloat16, enabled=half), torch.set_grad_enabled(trains):
             network(*inputs(condition, num))
+
     return num_graphs()
 
 
 def under_ddp(name):
     """How many graphs a step takes alone, and under DDP with buckets smaller than a block, as a large network's are."""
-    network, condition = built(name), NETWORKS[name][1]
+    network = built(name)
+    condition = NETWORKS[name][1]
     compile_blocks(network, backend="eager")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     found = {}
@@ -108,6 +115,7 @@ def under_ddp(name):
         afresh()
         gradients(module, condition, 4)
         found[kind] = num_graphs()
+
     dist.destroy_process_group()
     return found
 
@@ -131,13 +139,15 @@ def takes_xformers():
     compile_blocks(network, backend="eager")
     with FakeTensorMode():
         q = torch.empty(2, 16, 4, 8, device="cuda")
+
     return network.blocks[0](q).shape == q.shape
 
 
 def takes_flash():
     """Whether a block whose attention is bound to a kernel of torch's is one graph, with the gradients of no choice."""
     afresh()
-    network, plain = built("dit"), built("dit")
+    network = built("dit")
+    plain = built("dit")
     set_attention(network, "flash")
     compile_blocks(network, backend="aot_eager")
     return are_close(gradients(network, TEXT, 4), gradients(plain, TEXT, 4))
@@ -145,8 +155,10 @@ def takes_flash():
 
 def samples():
     """Whether a compiled ensemble gives the velocities of one that is not, for groups of all sizes, and its graphs."""
-    found, num = [], 7
-    x_t, t = torch.randn(num, 3, 8, 8, generator=torch.Generator().manual_seed(0)), torch.linspace(0.1, 0.9, num)
+    found = []
+    num = 7
+    x_t = torch.randn(num, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    t = torch.linspace(0.1, 0.9, num)
     for is_compiled in (True, False):
         afresh()
         router = RouterDiT(**SMALL, condition=TEXT, num_clusters=2)
@@ -158,6 +170,7 @@ def samples():
         ways = [torch.eye(2)[(torch.arange(num) >= first).long()] for first in range(num)]
         found.append(torch.stack([ensemble.velocity(x_t, t, condition, weights=weights) for weights in ways]))
         graphs = num_graphs() if is_compiled else graphs
+
     return {"is_close": torch.allclose(*found, rtol=1e-4, atol=1e-5), "graphs": graphs}
 
 
@@ -176,6 +189,7 @@ def refuses_a_break():
         network.blocks[0](torch.ones(1))
     except torch._dynamo.exc.Unsupported:
         return True
+
     return False
 
 

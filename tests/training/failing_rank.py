@@ -46,9 +46,11 @@ def fail_at(step, fail):
         path = Path(self.path) if fail is killed else arguments[0]
         if fail is not killed and path.name == name:
             fail(path)
+
         written = before(self, *arguments)
         if path.name.endswith(name):
             fail(path)
+
         return written
 
     setattr(kind, method, patched)
@@ -56,7 +58,8 @@ def fail_at(step, fail):
 
 def no_memory_for_images():
     """At the second evaluation of the network, while the others take part in the first layers of theirs."""
-    before, calls = previews.velocity_of, itertools.count()
+    before = previews.velocity_of
+    calls = itertools.count()
 
     def patched(*arguments):
         if next(calls):

@@ -14,7 +14,8 @@ from ddm_lightning.members.member import ROLES, Member
 from ddm_lightning.training.module import MemberModule
 from ddm_lightning.training.objective import Classification, Position, Regression
 
-SCALE, SHIFT = 1 / 127.5, 127.5
+SCALE = 1 / 127.5
+SHIFT = 127.5
 
 
 MEMBER = Member(
@@ -90,6 +91,7 @@ def figures(objective, *batches):
     objective.start_validation()
     for index, given in enumerate(batches):
         objective.validate(given, index, Position(0))
+
     return objective.held_out_figures()
 
 
@@ -99,7 +101,8 @@ def fitted(objective, *batches, **settings):
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     defaults = {"accelerator": "cpu", "max_steps": len(batches), "limit_val_batches": 0}
     trainer = L.Trainer(**quiet, **{**defaults, **settings})
-    module, loader = MemberModule(objective, island), DataLoader(list(batches), batch_size=None)
+    module = MemberModule(objective, island)
+    loader = DataLoader(list(batches), batch_size=None)
     trainer.fit(module, loader, loader)
     return module, trainer
 

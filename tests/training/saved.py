@@ -23,6 +23,7 @@ def write(path, tensors, rest=None, meanwhile=lambda: None, writer=None):
         writer.wait()
     finally:
         writer.close()
+
     return path
 
 

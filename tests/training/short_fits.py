@@ -24,7 +24,9 @@ def trained(prepared, folder, *more):
     """A run in ``folder`` with shards of its own, whose first expert is finished."""
     run = folder / "run"
     shutil.copytree(prepared, run / "prepared")
+
     assert fit(run, *more) == 0
+
     return run
 
 

@@ -35,7 +35,9 @@ def base(tiny_prepared, tmp_path_factory):
     """Artifact of a monolith."""
     run = tmp_path_factory.mktemp("base") / "run"
     shutil.copytree(tiny_prepared, run / "prepared")
+
     assert fit(run, "monolith", "expert.train.learning_rate=1e-2") == 0
+
     return artifact(run, "monolith").parent
 
 
@@ -45,9 +47,12 @@ def run(tiny_prepared, base, tmp_path_factory):
     folder = tmp_path_factory.mktemp("adapters")
     shutil.copytree(tiny_prepared, folder / "run" / "prepared")
     own = (ADAPTERS, f"expert.init_from={base}", "expert.train.learning_rate=2e-2", f"remote={folder / 'store'}")
+
     assert main(["prepare", "-c", str(TINY), f"run_dir={folder / 'run'}", *QUICK, *own]) == 0
+
     for name in ("expert-0", "expert-1"):
         assert fit(folder / "run", name, *own) == 0
+
     return folder / "run", own
 
 
@@ -55,31 +60,33 @@ def test_an_artifact_holds_the_adapter_and_the_hash_of_the_base(run, base):
     folder, _ = run
     metas = [meta(folder, name) for name in ("expert-0", "expert-1")]
     modules = ["attention.qkv", "modulation", "final.out"]
+
     assert metas[0]["lora"] == {"rank": 2, "alpha": None, "target_modules": modules}
+
     expected = json.loads((base / "member.json").read_text())["model_sha256"]
     assert {meta["init_sha256"] for meta in metas} == {expected}
+
     for place in (folder, folder.parent / "store"):
         kept = place / "initial" / expected / "model.safetensors"
         assert kept.read_bytes() == (base / "model.safetensors").read_bytes()
+
     weights = load_file(artifact(folder, "expert-0"))
+
     assert {name.split(".lora_")[0].rpartition(".")[2] for name in weights} == {"qkv", "modulation", "out"}
+
     checkpoint = max((folder / "members" / "expert-0" / "checkpoints").iterdir())
     tensors = [name for file in checkpoint.glob("*.safetensors") for name in load_file(file)]
+
     assert len(tensors) == 5 * len(weights) and all(".lora_" in name for name in tensors)
 
 
-@pytest.fixture
-def fresh(tiny_prepared, tmp_path):
-    """A run without members, but with the shards of ``run``."""
-    shutil.copytree(tiny_prepared, tmp_path / "fresh" / "prepared")
-    return tmp_path / "fresh"
-
-
-def test_an_adapter_starts_as_its_base_and_learns_its_cluster(run, fresh):
+def test_an_adapter_starts_as_its_base_and_learns_its_cluster(run, tiny_run):
     folder, own = run
     still = ("expert.train.learning_rate=1e-12", "expert.train.max_steps=1", "island.validate_every_n_steps=1")
-    assert fit(fresh, "expert-0", *own[:-1], *still) == 0
-    losses = [meta(place, "expert-0")["metrics"]["held_out/loss"] for place in (fresh, folder)]
+
+    assert fit(tiny_run, "expert-0", *own[:-1], *still) == 0
+
+    losses = [meta(place, "expert-0")["metrics"]["held_out/loss"] for place in (tiny_run, folder)]
     assert losses[1] < losses[0] - 0.02
 
 
@@ -87,7 +94,9 @@ def test_fit_refuses_an_adapter_of_another_base(run, tmp_path, capsys):
     folder, own = run
     copy = copy_run(folder, tmp_path / "copy")
     edit(artifact(copy, "expert-1", "member.json"), init_sha256="cd" * 32)
+
     assert fit(copy, "expert-0", *own, "remote=null") == 0
+
     capsys.readouterr()
     assert fit(copy, "expert-1", *own, "remote=null") == 2
     assert (
@@ -103,41 +112,53 @@ def test_every_place_gives_the_same_images(run, tmp_path):
         grids.append(tmp_path / f"{number}.png")
         where = ["-c", str(TINY), f"run_dir={place}", *QUICK, *own, *BAYES]
         assert main(["sample", *where, "--prompt", "red disc", "--num", "2", "--out", str(grids[-1])]) == 0
+
     assert main(["export", *where, "--to", "ensemble", "--out", str(tmp_path / "saved")]) == 0
     assert main(["export", *where, "--to", "peft", "--out", str(tmp_path / "peft")]) == 0
+
     written = {path.name for path in (tmp_path / "peft" / "expert-1").iterdir()}
     assert written == {"adapter_config.json", "adapter_model.safetensors"}
+
     grids.append(tmp_path / "2.png")
     saved = ["-c", str(tmp_path / "saved"), *BAYES, "--prompt", "red disc", "--num", "2"]
+
     assert main(["sample", *saved, "--out", str(grids[-1])]) == 0
     assert len({grid.read_bytes() for grid in grids}) == 1
+
     first, second = DecentralizedEnsemble.from_pretrained(tmp_path / "saved").field.experts
     shared = {tensor.data_ptr() for tensor in first.buffers()} & {tensor.data_ptr() for tensor in second.buffers()}
+
     assert len(shared) >= len(load_file(next(folder.glob("initial/*/model.safetensors"))))
 
 
-def test_a_resumed_adapter_has_the_same_weights(run, fresh):
+def test_a_resumed_adapter_has_the_same_weights(run, tiny_run):
     folder, own = run
     for steps in (10, 20):
-        assert fit(fresh, "expert-0", *own[:-1], f"expert.train.max_steps={steps}") == 0
+        assert fit(tiny_run, "expert-0", *own[:-1], f"expert.train.max_steps={steps}") == 0
 
     torch.testing.assert_close(
-        load_file(artifact(fresh, "expert-0")), load_file(artifact(folder, "expert-0")), rtol=0, atol=0
+        load_file(artifact(tiny_run, "expert-0")), load_file(artifact(folder, "expert-0")), rtol=0, atol=0
     )
 
 
-def test_muon_trains_adapters_and_ema_widths_choose_among_their_averages(run, fresh, capsys):
+def test_muon_trains_adapters_and_ema_widths_choose_among_their_averages(run, tiny_run, capsys):
     _, own = run
     more = (*own[:-1], "expert.train.optimizer=muon", "expert.train.ema_widths=[0.1, 0.2]")
-    assert fit(fresh, "expert-0", *more) == 0
-    before = load_file(artifact(fresh, "expert-0"))
+
+    assert fit(tiny_run, "expert-0", *more) == 0
+
+    before = load_file(artifact(tiny_run, "expert-0"))
     capsys.readouterr()
-    arguments = ["ema", "-c", str(TINY), f"run_dir={fresh}", "member=expert-0", *QUICK, *more]
+    arguments = ["ema", "-c", str(TINY), f"run_dir={tiny_run}", "member=expert-0", *QUICK, *more]
+
     assert main([*arguments, "--width", "0.1"]) == 0
+
     told = re.search(r"width 0\.1 +([\d.]+)", capsys.readouterr().out)
     assert main([*arguments, "--use", "0.1"]) == 0
-    after = load_file(artifact(fresh, "expert-0"))
-    metrics = meta(fresh, "expert-0")["metrics"]
+
+    after = load_file(artifact(tiny_run, "expert-0"))
+    metrics = meta(tiny_run, "expert-0")["metrics"]
+
     assert metrics["ema_width"] == 0.1 and metrics["held_out/loss"] == pytest.approx(float(told[1]), abs=1e-5)
     assert after.keys() == before.keys() and all(".lora_" in name for name in after)
     assert not torch.equal(after[min(after)], before[min(after)])
@@ -156,13 +177,15 @@ def test_two_ranks_resume_an_adapter_to_the_same_weights(run, tiny_prepared, tmp
                 start("fit", tmp_path / name, *QUICK, *own[:-1], *ranks, "member=expert-0", "island.accelerator=cpu")
             )
         found.append(load_file(artifact(tmp_path / name, "expert-0")))
+
     assert all(torch.equal(found[0][name], value) for name, value in found[1].items())
 
 
-def test_the_monolith_is_an_adapter_too(run, fresh):
+def test_the_monolith_is_an_adapter_too(run, tiny_run):
     folder, own = run
-    assert fit(fresh, "monolith", *own[:-1], "expert.train.max_steps=2") == 0
-    assert load_file(artifact(fresh, "monolith")).keys() == load_file(artifact(folder, "expert-0")).keys()
+
+    assert fit(tiny_run, "monolith", *own[:-1], "expert.train.max_steps=2") == 0
+    assert load_file(artifact(tiny_run, "monolith")).keys() == load_file(artifact(folder, "expert-0")).keys()
 
 
 @pytest.mark.parametrize(
@@ -176,7 +199,9 @@ def test_the_monolith_is_an_adapter_too(run, fresh):
 )
 def test_settings_that_cannot_be_are_refused(tiny_run, base, capsys, more, words):
     capsys.readouterr()
+
     assert fit(tiny_run, "expert-0", f"expert.init_from={base}", ADAPTERS, *more) == 2
+
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and all(word in line for word in words)
     assert not (tiny_run / "members").exists()

@@ -35,11 +35,15 @@ def best(tiny_prepared, tmp_path_factory):
 def test_it_hands_over_what_a_training_that_ended_there_would(best, tiny_prepared, tmp_path):
     metrics = meta(best)["metrics"]
     step = int(metrics["kept_step"])
+
     assert 0 < step < 14 == meta(best)["step"] and metrics["held_out/step"] == step
+
     # Steps 4, 8, … and the last one; all later ones are worse.
     shorter = trained(tiny_prepared, tmp_path / "shorter", *FAST, f"expert.train.max_steps={step}")
     ended = meta(shorter)["metrics"]
+
     assert "kept_step" not in ended
+
     held_out = [name for name in ended if name.startswith("held_out/")]
     assert {name: ended[name] for name in held_out} == {name: metrics[name] for name in held_out}
     assert weights(best) == weights(shorter)
@@ -64,6 +68,7 @@ def test_buffers_are_those_of_the_best_validation_too(tiny_prepared, tmp_path, m
     monkeypatch.setitem(EXPERTS._registered, "counting", Counting)
     run = trained(tiny_prepared, tmp_path, *FAST, BEST, "expert.network={name: counting}")
     kept = meta(run)["metrics"]["kept_step"]
+
     assert load_file(member(run, "artifact", "model.safetensors"))["seen"] == kept < 14
 
 
@@ -74,6 +79,7 @@ def test_a_resumed_training_keeps_the_same(best, tiny_prepared, tmp_path):
     run = trained(tiny_prepared, tmp_path, *FAST, BEST, widths, f"expert.train.max_steps={step}")
     for steps in (step + 1, 14):
         assert fit(run, *FAST, BEST, widths, f"expert.train.max_steps={steps}") == 0
+
     assert weights(run) == weights(best)
     assert {**meta(run), "metrics": None} == {**meta(best), "metrics": None}
     assert meta(run)["metrics"]["held_out/loss"] == meta(best)["metrics"]["held_out/loss"]
@@ -86,14 +92,18 @@ def test_another_average_is_not_the_best_validation_s(best):
         assert main(["ema", *arguments, "member=expert-0", "--use", width]) == 0
         metrics = meta(best)["metrics"]
         assert ("kept_step" in metrics) == (step is None)
+
     assert weights(best) == kept
 
 
 def test_a_member_without_held_out_samples_cannot_choose(tmp_path, capsys):
     none = "prepare.held_out_fraction=0"
+
     assert main(["prepare", "-c", str(TINY), f"run_dir={tmp_path / 'run'}", BEST, none]) == 0
+
     capsys.readouterr()
     assert fit(tmp_path / "run", BEST, none) == 2
+
     *_, line = capsys.readouterr().err.splitlines()
     assert line.startswith("error: key 'expert.train.keep' = 'best': expert-0 has no held-out samples")
     assert not member(tmp_path / "run", "checkpoints").exists()
@@ -111,4 +121,5 @@ def test_two_ranks_keep_the_best_of_both(tiny_prepared, tmp_path):
         steps = own or (f"expert.train.max_steps={int(meta(tmp_path / 'best')['metrics']['kept_step'])}",)
         finish(start("fit", run, *FAST, *steps, *ranks))
         found.append(weights(run))
+
     assert found[0] == found[1]

@@ -30,7 +30,9 @@ class Told(L.Callback):
     """Sends a signal to this process within a step, and counts validations."""
 
     def __init__(self, number=None, step=None):
-        self.number, self.step, self.num_validations = number, step, 0
+        self.number = number
+        self.step = step
+        self.num_validations = 0
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         if trainer.global_step == self.step:
@@ -54,6 +56,7 @@ def train(folder, told, rank=None, max_steps=10, every=1000, **island):
     loader = DataLoader([batch()] * 100, batch_size=None)
     with handling(stop.request):
         trainer.fit(MemberModule(expert(Recorder())), loader, DataLoader([batch()], batch_size=None))
+
     return trainer.global_step, trainer.should_stop
 
 
@@ -65,6 +68,7 @@ def saved(folder):
 def test_a_signal_between_steps_saves_at_the_end_of_the_step_and_stops_without_validating(tmp_path, number):
     told = Told(number, 5)
     step, stopped = train(tmp_path, told, every=3)
+
     assert (step, stopped, saved(tmp_path)) == (6, True, [3, 6])
     assert told.num_validations == 1  # at step 3, and none at 6
 
@@ -75,9 +79,11 @@ def test_a_signal_in_the_last_step_does_not_keep_the_member_from_ending(tmp_path
 
 
 def test_ranks_wait_for_one_another_in_the_last_validation_too(tmp_path, monkeypatch):
-    asked, agreed = [], StopOnRequest._agreed
+    asked = []
+    agreed = StopOnRequest._agreed
     monkeypatch.setattr(StopOnRequest, "_agreed", lambda *given: asked.append(given) or agreed(*given))
     train(tmp_path, Told(), max_steps=4, every=4)
+
     assert len(asked) == 4 + 1  # at each step, and at the held-out batch
 
 
@@ -113,6 +119,7 @@ def test_a_signal_outside_of_the_steps_stops_at_once(tmp_path, number):
 def test_the_signals_are_given_back(tmp_path):
     before = [signal.getsignal(number) for number in SIGNALS]
     train(tmp_path, Told(), max_steps=2)
+
     assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
@@ -124,7 +131,8 @@ def test_after_a_resume_speed_counts_this_start_and_time_all_of_them(tmp_path, m
     module = SimpleNamespace(
         member=SimpleNamespace(batch_size=16), averages={"train/loss": 0.5, "train/norm": math.inf}
     )
-    module.logs_now, module.log_curves = lambda: True, lambda: None
+    module.logs_now = lambda: True
+    module.log_curves = lambda: None
     reporter = callbacks.Reporter(tmp_path, status, show=False)
     reporter.on_train_start(trainer, module)
     for trainer.global_step, clock.now, speed in ((40, 504.0, 3.0), (50, 505.0, 32.0), (70, 520.0, 24.0)):
@@ -132,5 +140,7 @@ def test_after_a_resume_speed_counts_this_start_and_time_all_of_them(tmp_path, m
         written = MemberStatus.read(tmp_path, "expert-0", 100)
         found = (written.step, written.seconds, written.samples_per_second)
         assert found == (trainer.global_step, 500.0 + clock.now, speed)
+
     assert written.metrics == {"train/loss": 0.5}
+
     reporter.on_train_end(trainer, module)

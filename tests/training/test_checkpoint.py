@@ -40,8 +40,10 @@ def test_tensors_come_back_as_they_were(tmp_path):
     found, rest = stored(path)
     into = {name: torch.zeros_like(value).contiguous() for name, value in tensors.items()}
     read_tensors(path, into)
+
     assert rest == {"step": 3}
     assert stored_sizes(path) == {name: (value.shape, value.dtype) for name, value in tensors.items()}
+
     for one in (found, into):
         torch.testing.assert_close(one, tensors, rtol=0, atol=0, equal_nan=True)
 
@@ -54,8 +56,10 @@ def test_large_tensors_are_spread_over_files(tmp_path, monkeypatch):
     path = write(tmp_path / "step-1", tensors)
 
     found = sorted(sorted(load_file(file)) for file in path.glob("*.safetensors"))
+
     assert found == [["model/0", "model/1", "model/2"], ["model/3", "model/4"], ["model/big"], ["model/last"]]
     assert damage_of(path) is None
+
     into = {name: torch.full_like(value, -1.0) for name, value in tensors.items()}
     read_tensors(path, into)
     torch.testing.assert_close(into, tensors, rtol=0, atol=0)
@@ -86,18 +90,24 @@ def test_a_checkpoint_appears_whole_while_training_continues(tmp_path, monkeypat
 
     writer.start(tmp_path / "step-1", {"w": value}, {"list": [1]}, lambda: ended.append(names(tmp_path)))
     value.fill_(1.0)  # training goes on
+
     assert not (tmp_path / "step-1").exists()
+
     writer.raise_failure()  # waits for nothing
     assert ended == []
+
     may_end.set()
     writer.wait()
 
     assert ended == [["step-1"]]
     assert stored(tmp_path / "step-1")[0]["w"].sum() == 0
+
     value.fill_(2.0)
     writer.start(tmp_path / "step-2", {"w": value}, None, lambda: None)
     writer.start(tmp_path / "step-3", {"w": value}, None, lambda: None)
+
     assert damage_of(tmp_path / "step-2") is None  # one at a time
+
     writer.close()
     assert stored(tmp_path / "step-3")[0]["w"].sum() == 2000
 
@@ -174,6 +184,7 @@ def test_a_full_disk_is_named_and_leaves_earlier_checkpoints(tmp_path):
     options = ["-t", "tmpfs", "-o", "size=2m", "tmpfs", str(tmp_path)]
     if subprocess.run(["mount", *options], capture_output=True, timeout=20, check=False).returncode:
         pytest.skip("needs the right to mount a tmpfs")
+
     try:
         write(tmp_path / "step-1", TENSORS)
         with pytest.raises(OSError, match="No space left on device") as full:

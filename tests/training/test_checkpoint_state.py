@@ -38,6 +38,7 @@ def trained(steps, module=None, train=TRAIN):
     optimizer = optimizer_of(module, train)
     for number in range(steps):
         step(module, optimizer, number)
+
     return module, optimizer
 
 
@@ -49,14 +50,20 @@ def test_resuming_is_bit_identical(tmp_path):
     resumed = network(seed=1)
     new = optimizer_of(resumed)
     load(tmp_path / "step", resumed, new)
+
     assert {group["ema_steps"] for group in new.param_groups} == {4}
+
     for number in range(4, 9):
         step(resumed, new, number)
-    expected, found = tensors_of(straight, optimizer), tensors_of(resumed, new)
+
+    expected = tensors_of(straight, optimizer)
+    found = tensors_of(resumed, new)
+
     assert found.keys() == expected.keys()
     assert {name.split("/")[1] for name in found if name.startswith("optimizer")} == {
         *("step", "exp_avg", "exp_avg_sq", "ema", "ema_0.1")
     }
+
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
 
@@ -69,7 +76,9 @@ def test_each_moment_is_stored_under_the_name_of_its_parameter(tmp_path):
     for name, parameter in module.named_parameters():
         assert torch.equal(tensors[f"model/{name}"], parameter)
         assert torch.equal(tensors[f"optimizer/exp_avg/{name}"], optimizer.state[parameter]["exp_avg"])
+
     assert torch.equal(tensors["model/table"], module.table)
+
     decays = {name: group["weight_decay"] for group in rest["groups"] for name in group["params"]}
     assert decays == {name: 0.05 if p.ndim >= 2 else 0.0 for name, p in module.named_parameters()}
 
@@ -85,6 +94,7 @@ def test_a_checkpoint_of_another_network_is_refused_and_changes_nothing(tmp_path
     before = {name: value.clone() for name, value in module.state_dict().items()}
     with pytest.raises(UserError, match=rf"step: is the checkpoint of another network, which differs in {differs};"):
         load(tmp_path / "step", module, optimizer_of(module))
+
     assert all(torch.equal(module.state_dict()[name], value) for name, value in before.items())
 
 
@@ -98,9 +108,12 @@ def test_tied_weights_are_stored_once_and_stay_tied(tmp_path):
 
     module, optimizer = trained(3, tied(0))
     save(tmp_path / "step", module, optimizer)
+
     assert "model/2.weight" in stored(tmp_path / "step")[0] and "model/4.weight" not in stored(tmp_path / "step")[0]
+
     other = tied(1)
     load(tmp_path / "step", other, optimizer_of(other))
+
     assert other[4].weight is other[2].weight
     assert torch.equal(other[4].weight, module[2].weight)
 
@@ -109,6 +122,7 @@ def test_empty_shards_are_not_tied_weights():
     """As of two of one shape with fewer rows than ranks: all of their parts lie at the same address, which is none."""
     module = nn.Module()
     module.first, module.second = (nn.Parameter(torch.empty(0, 3)) for _ in range(2))
+
     assert module.first.data_ptr() == module.second.data_ptr()
     assert list(tensors_of(module)) == ["model/first", "model/second"]
 
@@ -117,6 +131,7 @@ def test_a_part_of_a_weight_is_no_tied_weight():
     """It begins where the weight does."""
     module = nn.Linear(4, 2)
     module.register_buffer("part", module.weight.detach()[:1])
+
     assert list(tensors_of(module)) == ["model/weight", "model/bias", "model/part"]
 
 
@@ -133,8 +148,10 @@ def test_a_setting_that_torch_adds_later_keeps_its_default(tmp_path):
     module, optimizer = trained(3)
     for group in optimizer.param_groups:
         del group["decoupled_weight_decay"]
+
     save(tmp_path / "step", module, optimizer)
     other = network(seed=1)
     new = optimizer_of(other)
     load(tmp_path / "step", other, new)
+
     assert all(group["decoupled_weight_decay"] for group in new.param_groups)

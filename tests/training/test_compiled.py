@@ -13,7 +13,9 @@ NETWORKS = ("dit", "dit with every option", "router", "mmdit")
 def run(*arguments):
     command = [sys.executable, str(Path(__file__).with_name("compiled_blocks.py")), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
+
     assert done.returncode == 0, done.stderr
+
     return {(name, is_checkpointed): what for name, is_checkpointed, what in map(json.loads, done.stdout.splitlines())}
 
 
@@ -29,8 +31,10 @@ def is_one_graph_and_close(what):
 @pytest.mark.slow
 def test_a_block_with_every_option_is_one_graph_and_one_in_two_graphs_is_an_error():
     quick = run("quick")
+
     assert is_one_graph_and_close(quick["dit with every option", True])
     assert quick["break", False]["refused"]
+
     samples = quick["samples", False]
     assert samples["is_close"] and 1 <= samples["graphs"] <= 3  # of one row, of the first number of rows, of any
 

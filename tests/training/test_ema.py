@@ -65,7 +65,9 @@ def test_power_function_averages_match_their_recursion():
         found = unsharded_ema(module, optimizer, width_key(width))
         for name, average in averages.items():
             torch.testing.assert_close(found[name].double(), average, rtol=1e-4, atol=1e-5)
+
     undisturbed = unsharded_ema(plain, without)
+
     assert all(torch.equal(value, undisturbed[name]) for name, value in unsharded_ema(module, optimizer).items())
 
 
@@ -75,6 +77,7 @@ def test_a_parameter_without_gradients_is_its_own_average():
     module[1].weight.requires_grad_(False)
     take_step(module, optimizer, 0)
     averages = ema_tensors(module, optimizer)
+
     assert torch.equal(averages["1.weight"], module[1].weight)
     assert KEY not in optimizer.state[module[1].weight]
 
@@ -84,6 +87,7 @@ def test_ema_weights_restores_the_weights_bit_for_bit():
     optimizer = optimizer_of(module)
     for step in range(5):
         take_step(module, optimizer, step)
+
     own = {name: value.clone() for name, value in module.state_dict().items()}
     averages = unsharded_ema(module, optimizer)  # a copy
     with pytest.raises(KeyError), ema_weights(module, optimizer):
@@ -91,6 +95,8 @@ def test_ema_weights_restores_the_weights_bit_for_bit():
             assert torch.equal(value, averages[name])
             assert not torch.equal(value, own[name])
         raise KeyError
+
     for name, value in module.state_dict().items():
         assert torch.equal(value, own[name])
+
     assert all(torch.equal(value, averages[name]) for name, value in unsharded_ema(module, optimizer).items())

@@ -15,6 +15,7 @@ def test_a_width_is_the_standard_deviation_of_its_profile(exponent):
         return quad(lambda tau: (exponent + 1) * tau ** (exponent + power), 0, 1, epsabs=1e-13)[0]
 
     deviation = (moment(2) - moment(1) ** 2) ** 0.5
+
     assert exponent_of(deviation) == pytest.approx(exponent, rel=1e-6, abs=1e-6)
 
 
@@ -26,21 +27,27 @@ def test_no_profile_has_a_width_of_0_or_above_that_of_equal_weights(width):
 
 def test_the_recursion_weighs_steps_by_their_power():
     """Written out, step τ of 2000 has the share ∫ of the profile over (τ − 1, τ], to 1/t."""
-    exponent, num = 6.94, 2000
+    exponent = 6.94
+    num = 2000
     kept = np.array([power_decay(exponent, step) for step in range(1, num + 1)])
     written_out = (1 - kept) * np.append(np.cumprod(kept[::-1])[::-1][1:], 1.0)
+
     assert written_out.sum() == pytest.approx(1)
+
     edges = (np.arange(num + 1) / num) ** (exponent + 1)
     np.testing.assert_allclose(written_out, np.diff(edges), atol=1e-9 + 1e-3 * np.diff(edges).max())
 
 
 def averaged(values, width):
     """The average after each step."""
-    exponent, average, found = exponent_of(width), np.zeros_like(values[0]), []
+    exponent = exponent_of(width)
+    average = np.zeros_like(values[0])
+    found = []
     for step, value in enumerate(values, start=1):
         kept = power_decay(exponent, step)
         average = kept * average + (1 - kept) * value
         found.append(average)
+
     return found
 
 
@@ -55,6 +62,7 @@ def test_snapshots_of_two_widths_give_any_width(width, offset):
     exact = averaged(walks, width)[-1]
     shares, misfit = mixture(snapshots, width, 4000)
     error = np.linalg.norm(shares @ stored - exact) / np.linalg.norm(exact - walks[-1])
+
     assert shares.sum() == pytest.approx(1, abs=1e-9)
     assert error < 0.02
     assert misfit < 0.05
@@ -73,5 +81,6 @@ def test_misfit_is_the_relative_error_of_the_profile(width):
     shares, misfit = mixture(snapshots, width, 16)
     made = sum(share * profile(one.width, one.step) for share, one in zip(shares, snapshots, strict=True))
     wanted = profile(width, 16)
+
     assert misfit == pytest.approx(np.linalg.norm(made - wanted) / np.linalg.norm(wanted), rel=1e-3)
     assert misfit > 0.05

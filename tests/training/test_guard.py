@@ -31,12 +31,14 @@ def take(module, optimizer, guard, step, spoil=False, gradient=None, rank=0):
     x = torch.randn(5, 3, generator=generator)
     if spoil:
         x[3, 1] = NAN
+
     losses = module(x).square().mean(1)
     guard.record(torch.arange(5) + 10 * step, torch.linspace(0.1, 0.9, 5), losses)
     optimizer.zero_grad()
     losses.mean().backward()
     if gradient is not None:
         next(module.parameters()).grad[0, 0] = gradient
+
     guard.skip_unless_finite(step, rank, optimizer, clip_in_step(optimizer, module.parameters(), 1.0))
     optimizer.step()
 
@@ -58,20 +60,28 @@ def test_a_skipped_step_changes_nothing(number):
         runs.append(state_of(module, optimizer))
         guard.find_skipped()
         assert guard.num_skipped == steps.count("bad")
+
     for one, other in zip(*runs, strict=True):
         assert torch.equal(one, other)
 
 
 def test_skipped_steps_are_known_once_the_host_looks(tmp_path):
-    module, path = network(), tmp_path / "skipped_steps.jsonl"
-    optimizer, guard = build_optimizer(module, TrainConfig(10, 5)), FiniteGuard("expert-0", 3)
+    module = network()
+    path = tmp_path / "skipped_steps.jsonl"
+    optimizer = build_optimizer(module, TrainConfig(10, 5))
+    guard = FiniteGuard("expert-0", 3)
     for step in range(7, 12):
         take(module, optimizer, guard, step, spoil=step in (8, 11), rank=1)
+
     guard.write(path)
+
     assert not path.exists() and guard.num_skipped == 0, "nobody has looked yet"
+
     guard.find_skipped()
     guard.write(path)
+
     assert guard.num_skipped == 2
+
     first, second = read_skipped(path)
     assert (first.step, second.step, first.rank) == (8, 11, 1)
     assert first.sample_ids == [80, 81, 82, 83, 84]
@@ -82,8 +92,10 @@ def test_skipped_steps_are_known_once_the_host_looks(tmp_path):
     again = FiniteGuard("expert-0", 3)
     for step in (11, 12):
         take(module, optimizer, again, step, spoil=True, rank=1)
+
     again.find_skipped()
     again.write(path)
+
     assert [skipped.step for skipped in read_skipped(path)] == [8, 11, 12]
 
 
@@ -95,7 +107,8 @@ class Activation:
 
 
 def test_a_remembered_step_holds_no_activations():
-    kept, guard = [], FiniteGuard("expert-0", 3)
+    kept = []
+    guard = FiniteGuard("expert-0", 3)
 
     def keep(value):
         activation = Activation(value)
@@ -104,21 +117,29 @@ def test_a_remembered_step_holds_no_activations():
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda activation: activation.value):
         losses = network()(torch.ones(5, 3)).square().mean(1)
+
     guard.record(torch.arange(5), torch.linspace(0.1, 0.9, 5), losses)
+
     assert all(activation() is not None for activation in kept) and len(kept) > 1
+
     del losses
     assert all(activation() is None for activation in kept)
 
 
 def test_too_many_consecutive_skipped_steps_end_the_training():
     module = network()
-    optimizer, guard = build_optimizer(module, TrainConfig(10, 5)), FiniteGuard("expert-0", 2)
+    optimizer = build_optimizer(module, TrainConfig(10, 5))
+    guard = FiniteGuard("expert-0", 2)
     for step in range(12):
         take(module, optimizer, guard, step, spoil=step % 3 != 0)
+
     guard.find_skipped()
+
     assert guard.num_skipped == 8
+
     for step in (12, 13):
         take(module, optimizer, guard, step, spoil=step == 13)
+
     guard.find_skipped()
     take(module, optimizer, guard, 14, spoil=True)
     guard.find_skipped()  # succession is counted over looks
@@ -126,10 +147,12 @@ def test_too_many_consecutive_skipped_steps_end_the_training():
     take(module, optimizer, guard, 16, spoil=False)  # behind them, before anybody looks
     with pytest.raises(UserError, match=r"expert-0: .*3 consecutive steps, up to step 15.* lower its train."):
         guard.find_skipped()
+
     assert all(bool(p.isfinite().all()) for p in module.parameters())
 
 
 def test_losses_that_are_not_finite_survive_json():
     step = SkippedStep(3, 0, [1, 2, 3], [0.5, 0.25, 1.0], [1.0, math.inf, -math.inf])
     json.loads(step.line(), parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+
     assert SkippedStep.of(step.line()) == step

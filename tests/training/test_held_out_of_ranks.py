@@ -20,7 +20,10 @@ from ddm_lightning.training.fit import build_data
 from ddm_lightning.training.module import MemberModule
 from ddm_lightning.training.objective import Classification, Regression, build_objective
 
-NUM_HELD_OUT, BATCH_SIZE, NUM_CLUSTERS, NUM_TIMES = 17, 8, 3, 8  # a last step in which one rank has only a sample again
+NUM_HELD_OUT = 17
+BATCH_SIZE = 8
+NUM_CLUSTERS = 3
+NUM_TIMES = 8  # a last step in which one rank has only a sample again
 
 pytestmark = [pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")]
 
@@ -77,7 +80,9 @@ def validated(kind, network, num_ranks, strategy):
 
 def expected(kind, answers):
     """Means over samples and confusion, in float64, of the noise that was seen; and how often each id was seen."""
-    whole, seen, found = batch(NUM_HELD_OUT), defaultdict(int), defaultdict(dict)
+    whole = batch(NUM_HELD_OUT)
+    seen = defaultdict(int)
+    found = defaultdict(dict)
     confusion = np.zeros((NUM_TIMES, NUM_CLUSTERS, NUM_CLUSTERS))
     for _, calls, _ in answers:
         for ids, t, noises in calls:
@@ -95,6 +100,7 @@ def expected(kind, answers):
                 true = int(whole["cluster"][one])
                 found[t][one] = -np.log(chances[true])
                 confusion[int(t * NUM_TIMES), true] += chances
+
     return {t: np.mean([of[one] for one in range(NUM_HELD_OUT)]) for t, of in found.items()}, seen, confusion
 
 
@@ -103,12 +109,15 @@ def expected(kind, answers):
 def test_what_ranks_see_once_more_does_not_count_once_more(kind, network, strategy):
     answers = in_two_processes(validated(kind, network, WORLD, strategy))
     losses, seen, confusion = expected(kind, [answers[0], answers[1]])
+
     assert seen == {one: NUM_TIMES * (2 if one == 0 else 1) for one in range(NUM_HELD_OUT)}
+
     name = f"held_out/{kind.loss_name}"
     for figures, _, _ in answers.values():
         assert figures[name] == pytest.approx(np.mean(list(losses.values())), rel=1e-5)
         for t, loss in losses.items():
             assert figures[f"{name}_t{t:.3f}"] == pytest.approx(loss, rel=1e-5)
+
     if kind is Classification:
         for _, _, found in answers.values():
             np.testing.assert_allclose(found, confusion, rtol=1e-4)
@@ -121,4 +130,5 @@ def test_a_member_counts_as_many_as_its_shards_hold_out(member, tiny_run):
     data = build_data(resolved, run)
     data.prepare_data()
     held_out = [one for part in data.val_dataloader() for one in part["sample_id"].tolist()]
+
     assert build_objective(resolved, run).num_held_out == len(set(held_out)) == len(held_out) > 0

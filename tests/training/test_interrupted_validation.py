@@ -47,24 +47,29 @@ def events(run, kind, name):
         file.Reload()
         for tag in file.Tags()[kind.lower()]:
             found += getattr(file, kind)(tag) if tag.partition("/")[2] == name else []
+
     return found
 
 
 def values(run, tag):
     """The value at each step; of a step that was logged twice, one for two that are the same."""
     pairs = {(event.step, event.value) for event in events(run, "Scalars", tag)}
+
     assert len(pairs) == len(dict(pairs))
+
     return dict(pairs)
 
 
 def in_held_out_batches(monkeypatch, at_step):
     """SIGTERM in the first held-out batch of ``at_step``."""
-    step_of, seen = MemberModule.validation_step, []
+    step_of = MemberModule.validation_step
+    seen = []
 
     def validation_step(self, batch, batch_idx):
         seen.append(self.global_step)
         if self.global_step == at_step and seen.count(at_step) == 1:
             os.kill(os.getpid(), signal.SIGTERM)
+
         step_of(self, batch, batch_idx)
 
     monkeypatch.setattr(MemberModule, "validation_step", validation_step)
@@ -73,7 +78,8 @@ def in_held_out_batches(monkeypatch, at_step):
 
 def in_sampling(monkeypatch, at_step):
     """SIGTERM while the third velocity of the samples of ``at_step`` is computed."""
-    solve, seen = previews.Euler.solve, []
+    solve = previews.Euler.solve
+    seen = []
 
     def watched(self, field, noise, times):
         seen.append([])
@@ -82,6 +88,7 @@ def in_sampling(monkeypatch, at_step):
             seen[-1].append(t)
             if len(seen) * 8 == at_step and len(seen[-1]) == 3:
                 os.kill(os.getpid(), signal.SIGTERM)
+
             return field(x_t, t)
 
         return solve(self, velocity, noise, times)
@@ -96,6 +103,7 @@ def test_it_ends_at_once_and_resumes_to_the_same_bits(undisturbed, tiny_run, mon
         with monkeypatch.context() as patched:
             seen = place(patched, 8)
             assert fit(tiny_run, *EIGHT) == 130
+
     # Of two held-out batches the first, or the samples' velocities up to the signal.
     assert (seen == [8]) if place is in_held_out_batches else ([len(times) for times in seen] == [3])
     assert "expert-0: stopped at step 8; the same command resumes it" in capsys.readouterr().err
@@ -107,16 +115,19 @@ def test_it_ends_at_once_and_resumes_to_the_same_bits(undisturbed, tiny_run, mon
     assert weights(tiny_run) == weights(undisturbed)
     # What was cut short is made up for, once, with the figures that it would have had.
     assert logged(tiny_run, "Images", "validation/samples") == [8, 16, 20]
+
     for tag in ("held_out/loss", "held_out/loss_t0.938"):
         assert values(tiny_run, tag) == values(undisturbed, tag)
         assert sorted(values(undisturbed, tag)) == [8, 16, 20]
+
     assert status(tiny_run)["validated_step"] == 20
 
 
 def test_a_second_signal_does_not_end_the_writing_of_the_checkpoint(undisturbed, tiny_run, monkeypatch, capsys):
     with monkeypatch.context() as patched:
         in_the_last_step(patched, 13)  # a step that saves by request alone
-        moved, signals = checkpoint.move_folder, []
+        moved = checkpoint.move_folder
+        signals = []
 
         def slowly(temporary, path):
             if path.name == "step-00000013.ckpt":
@@ -128,6 +139,7 @@ def test_a_second_signal_does_not_end_the_writing_of_the_checkpoint(undisturbed,
 
         patched.setattr(checkpoint, "move_folder", slowly)
         assert fit(tiny_run, *EIGHT) == 130
+
     assert signals == [False, False]
     assert "expert-0: stopped at step 13; the same command resumes it" in capsys.readouterr().err
     assert "step-00000013.ckpt" in checkpoints(tiny_run)
@@ -153,6 +165,7 @@ def test_the_last_validation_is_not_cut_short(tiny_run, monkeypatch):
     with monkeypatch.context() as patched:
         in_held_out_batches(patched, 16)
         assert fit(tiny_run, *LAST) == 0
+
     assert status(tiny_run)["state"] == "done"
     assert logged(tiny_run, "Scalars", "held_out/loss") == [8, 16]
 
@@ -175,20 +188,26 @@ def test_the_last_one_is_made_up_for_where_a_kill_ended_it(tiny_run, tmp_path, m
         patched.setattr(MemberModule, "validation_step", validation_step)
         with pytest.raises(KilledError):
             fit(tiny_run, *LAST)
+
     speed = status(tiny_run)["samples_per_second"]
     with monkeypatch.context() as patched:  # a stop while it loads its last checkpoint hands over no weights
         patched.setattr(parallel, "read_trainer_state", lambda _: os.kill(os.getpid(), signal.SIGTERM))
         assert fit(tiny_run, *LAST) == 130
+
     assert (status(tiny_run)["state"], status(tiny_run)["step"]) == ("stopped", 16)
+
     for run in (tiny_run, other):
         assert fit(run, *LAST) == 0
+
     assert weights(tiny_run) == weights(other)
     assert values(tiny_run, "held_out/loss") == values(other, "held_out/loss")
     assert sorted(values(other, "held_out/loss")) == [8, 16]
     assert logged(tiny_run, "Images", "validation/samples") == [8, 16]
     assert status(tiny_run)["samples_per_second"] == speed > 0
+
     first, second = (read_meta(member(run, "artifact")).metrics for run in (tiny_run, other))
     held_out = [name for name in first if name.startswith("held_out/")]
+
     assert [first[name] for name in held_out] == [second[name] for name in held_out]
     assert first["held_out/loss"] == pytest.approx(values(other, "held_out/loss")[16])
 
@@ -215,5 +234,6 @@ def test_a_point_behind_the_checkpoint_that_is_resumed_does_not_count(undisturbe
         return False
 
     monkeypatch.setattr(MissedValidation, "is_missed", seen_before)
+
     assert fit(run, *EIGHT) == 0
     assert seen == [16]

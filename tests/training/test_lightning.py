@@ -64,8 +64,10 @@ def curves(run):
 def test_every_logger_has_the_same_curves(finished):
     rows = rows_of(finished)
     drawn = curves(finished)
+
     assert {"train/loss", "train/learning_rate", "held_out/loss", "train/samples_per_second"} <= set(rows[0])
     assert set(drawn) <= set(rows[0]) and "epoch" not in rows[0]
+
     for name, points in drawn.items():
         written = [(int(row["step"]), float(row[name])) for row in rows if row[name]]
         assert written == [(step, pytest.approx(value, rel=1e-6)) for step, value in points], name
@@ -74,6 +76,7 @@ def test_every_logger_has_the_same_curves(finished):
 def test_a_resumed_member_keeps_the_earlier_csv_file(finished, tmp_path):
     run = copy_run(finished, tmp_path / "run", "expert-0")
     shutil.rmtree(member(run, "checkpoints", "step-00000020.ckpt"))
+
     assert fit(run, WIDTHS, "island.loggers=[csv]") == 0
     assert rows_of(run) == rows_of(finished)
     assert {row["step"] for row in rows_of(run, 18)} == {"20"}
@@ -89,9 +92,11 @@ def test_the_order_of_callbacks_does_not_matter(finished, tiny_run, monkeypatch)
     with monkeypatch.context() as patched:
         patched.setattr(L.Trainer, "__init__", shuffled)
         assert fit(tiny_run, WIDTHS) == 0
+
     assert weights(tiny_run) == weights(finished)
     assert checkpoints(tiny_run) == checkpoints(finished)
     assert curves(tiny_run) == curves(finished)
+
     ours, theirs = (sorted(path.name for path in member(run, "ema").iterdir()) for run in (tiny_run, finished))
     assert ours == theirs
 
@@ -106,6 +111,7 @@ def test_a_checkpoint_never_comes_before_its_snapshots(tiny_run, monkeypatch):
         saved.append((self.global_step, len(list(member(tiny_run, "ema").glob(f"*{self.global_step:08d}*")))))
 
     monkeypatch.setattr(L.Trainer, "save_checkpoint", watched)
+
     assert fit(tiny_run, WIDTHS, "expert.train.ema_snapshots=20") == 0
     assert saved == [(step, 2) for step in (6, 12, 18, 20)]
 
@@ -113,6 +119,7 @@ def test_a_checkpoint_never_comes_before_its_snapshots(tiny_run, monkeypatch):
 def test_plug_in_callbacks_and_flags_reach_the_trainer(tiny_run, monkeypatch, capsys):
     monkeypatch.setitem(CALLBACKS._registered, "count", CountSteps)
     plugin = "island.callbacks=[{name: count, params: {start: 100}}]"
+
     assert fit(tiny_run, plugin, "island.trainer={profiler: simple, detect_anomaly: true}") == 0
     assert "counted 120 with SimpleProfiler, anomalies: True" in capsys.readouterr().out
 
@@ -127,6 +134,7 @@ def test_plug_in_callbacks_and_flags_reach_the_trainer(tiny_run, monkeypatch, ca
 )
 def test_what_fit_cannot_use_is_one_line(tiny_run, capsys, setting, words):
     assert fit(tiny_run, setting) == 2
+
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert words in line
     assert not member(tiny_run, "checkpoints").exists()
@@ -157,6 +165,7 @@ def test_images_go_to_weights_and_biases():
     trainer = type("Trainer", (), {"loggers": [Recorded()], "global_step": 7})()
     log_image(trainer, "samples", torch.zeros(2, 3, 3).numpy())
     log_image(trainer, "held_out/routing", Figure())
+
     assert trainer.loggers[0].images == [("samples", 1, 7), ("held_out/routing", 1, 7)]
 
 
@@ -187,6 +196,7 @@ def test_modules_and_data_work_under_a_plain_trainer(plain, tmp_path, name, loss
     best = checkpointing()
     trainer, module, data = plain(name, 6, best)
     trainer.fit(module, datamodule=data)
+
     assert best.best_model_score == min(float(row[f"held_out/{loss}"]) for row in rows(tmp_path, 6, f"held_out/{loss}"))
     assert [row["step"] for row in rows(tmp_path, 6, f"train/{loss}")] == ["2", "4", "6"]
     assert [row["step"] for row in rows(tmp_path, 6, f"held_out/{loss}")] == ["3", "6"]
@@ -196,6 +206,7 @@ def test_modules_and_data_work_under_a_plain_trainer(plain, tmp_path, name, loss
     straight, module, data = plain(name, 9)
     straight.fit(module, datamodule=data)
     trained, expected = (one.network.state_dict() for one in (again, module))
+
     assert all(torch.equal(trained[key], expected[key]) for key in expected)
 
 

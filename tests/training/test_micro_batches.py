@@ -17,7 +17,9 @@ SHORT = ("router.train.max_steps=10", LOGS_SAMPLES)
 def whole(tiny_prepared, tmp_path_factory):
     """Expert and router, trained without micro batches."""
     run = trained(tiny_prepared, tmp_path_factory.mktemp("whole"), *SHORT)
+
     assert fit(run, *SHORT, name="router") == 0
+
     return run
 
 
@@ -25,13 +27,18 @@ def whole(tiny_prepared, tmp_path_factory):
 def test_micro_batches_give_the_weights_of_the_whole_batch(whole, tiny_run, member):
     """8 or 16 samples, at most 3 at once, so the micro batches are unequal."""
     assert fit(tiny_run, *SHORT, "island.micro_batch_size=3", name=member) == 0
+
     parts, expected = (run / "members" / member for run in (tiny_run, whole))
     assert (parts / "sample_ids.txt").read_text() == (expected / "sample_ids.txt").read_text()
+
     reference = load_network(expected / "artifact")[1].state_dict()
     for name, value in load_network(parts / "artifact")[1].state_dict().items():
         torch.testing.assert_close(value, reference[name], rtol=1e-3, atol=1e-4)  # 20 steps moved it by some 1e-2
+
     figures, found = (read_status(run, member)["metrics"] for run in (whole, tiny_run))
+
     assert found.keys() == figures.keys()
+
     for name, value in found.items():
         assert value == pytest.approx(figures[name], rel=1e-3, abs=1e-6), name
 

@@ -33,13 +33,15 @@ class Scaled(Precision):
 @pytest.mark.parametrize("plugins", [[], [Scaled()]])
 def test_gradients_are_clipped_by_their_global_norm(limit, plugins):
     """AdamW's first moment after one step is a tenth of the gradient."""
-    network, other = Recorder(), Recorder()
+    network = Recorder()
+    other = Recorder()
     _, loss = losses_of(expert(other), batch())
     loss.backward()
     norm = other.gain.grad.abs().item()
     train = TrainConfig(1, 1, gradient_clip_norm=limit)
     module, trainer = fitted(expert(network, train=train), batch(), plugins=plugins)
     moment = trainer.optimizers[0].state[network.gain]["exp_avg"].abs().item()
+
     assert 10 * moment == pytest.approx(norm if limit is None else min(limit, norm), rel=1e-4)
     assert module.averages["train/gradient_norm"] == pytest.approx(norm, rel=1e-4)
     assert module.guard.num_skipped == 0
@@ -55,6 +57,7 @@ def test_the_loss_is_averaged_by_time_in_training():
         within = (t >= part / NUM_VALIDATION_TIMESTEPS) & (t < (part + 1) / NUM_VALIDATION_TIMESTEPS)
         if within.any():
             expected[f"train/loss{time_suffix(part)}"] = losses["loss"][within].mean().item()
+
     assert {name: value for name, value in module.averages.items() if "loss" in name} == pytest.approx(expected)
 
 
@@ -63,7 +66,9 @@ def test_batches_that_a_trainer_accumulates_over_draw_noise_of_their_own():
     network = Recorder()
     fitted(expert(network), *[batch()] * 4, max_steps=2, accumulate_grad_batches=2)
     times = [t for _, t, _ in network.calls]
+
     assert len({tuple(t.tolist()) for t in times}) == 4
+
     for step in range(2):
         assert torch.equal(times[2 * step], noisy(expert(), step=step).t)
 
@@ -75,6 +80,7 @@ def test_the_average_starts_from_given_weights_and_not_from_random_ones(source, 
     train = TrainConfig(1, 1, learning_rate=0.1, ema_decay=0.9)
     _, trainer = fitted(expert(network, train=train, init_from=source), batch())
     average = unsharded_ema(network, trainer.optimizers[0])["gain"].item()
+
     assert average == pytest.approx(kept * 0.7 + (1 - kept) * network.gain.item(), abs=1e-6)
     assert abs(network.gain.item() - 0.7) > 0.05
 
@@ -87,6 +93,7 @@ def test_weights_over_timesteps_count_in_micro_batches_as_in_the_whole_batch():
         island = IslandConfig(micro_batch_size=size)
         fitted(expert(network, train=train, loss=loss), batch(), batch(), island=island)
         gains.append(network.gain.item())
+
     assert gains[1] == pytest.approx(gains[2], rel=1e-5)
     assert gains[1] != pytest.approx(gains[0], rel=1e-5)
 
@@ -95,6 +102,7 @@ def test_attention_that_cannot_run_here_is_refused_before_the_first_step():
     network = Recorder()
     with pytest.raises(UserError, match=r"'cudnn' has no kernel for torch\.float32 on cpu"):
         fitted(expert(network), batch(), island=IslandConfig(attention="cudnn"))
+
     assert not network.calls
 
 
@@ -103,6 +111,7 @@ def test_weights_in_half_precision_are_refused_before_the_first_step():
     module.gain = torch.nn.Parameter(torch.tensor(0.7, dtype=torch.bfloat16))
     with pytest.raises(UserError, match=r"'gain' is torch\.bfloat16: it must be built in float32"):
         fitted(expert(module), batch())
+
     assert not module.calls
 
 
@@ -119,7 +128,9 @@ def test_a_machine_without_a_compiler_is_refused_before_the_first_step():
         ),
     ):
         fitted(expert(module), batch(), island=IslandConfig(accelerator="cpu", compile=True))
+
     assert not module.calls
+
     with (
         config.patch({"cpp.cxx": (None, "no-such-compiler")}),
         pytest.raises(UserError, match=r"'sample.compile' = true: .*no-such-compiler"),

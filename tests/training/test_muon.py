@@ -24,6 +24,7 @@ class Network(nn.Module):
         x = self.first(x)
         for block in self.blocks:
             x = torch.tanh(block(x))
+
         return self.last(x)
 
 
@@ -50,9 +51,12 @@ def moments(network, optimizer):
 
 
 def test_it_takes_the_steps_of_torchs_two_optimizers():
-    network, reference = Network(), Network()
+    network = Network()
+    reference = Network()
     optimizer = build_optimizer(network, TRAIN)
+
     assert isinstance(optimizer, MuonWithAdamW)
+
     schedule = build_schedule(optimizer, TRAIN)
     hidden = [block.weight for block in reference.blocks]
     edges = [reference.first.weight, reference.last.weight]
@@ -67,6 +71,7 @@ def test_it_takes_the_steps_of_torchs_two_optimizers():
         backward(reference, step)
         for one in (muon, adamw, *schedules):
             one.step()
+
     for name, value in values(reference).items():
         torch.testing.assert_close(values(network)[name], value, rtol=1e-5, atol=1e-6)
 
@@ -92,7 +97,8 @@ def test_which_parameters_are_its_matrices(name, shape, expected):
 def test_each_layer_of_a_fused_matrix_is_orthogonalised_alone(name, num):
     """As torch's Muon on that many matrices."""
     torch.manual_seed(0)
-    network, apart = nn.Module(), [nn.Parameter(torch.randn(4, 5)) for _ in range(num)]
+    network = nn.Module()
+    apart = [nn.Parameter(torch.randn(4, 5)) for _ in range(num)]
     network.blocks = nn.ModuleList([nn.ModuleDict({name: nn.Linear(5, 4 * num)})])
     fused = network.blocks[0][name].weight
     fused.data = torch.cat(apart).detach()
@@ -105,20 +111,24 @@ def test_each_layer_of_a_fused_matrix_is_orthogonalised_alone(name, num):
         optimizer.found_inf = torch.tensor(0.0)
         optimizer.step()
         reference.step()
+
     torch.testing.assert_close(fused, torch.cat(apart), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("bad_step", [0, 3])
 def test_a_skipped_step_changes_nothing(bad_step):
     """As if it had never been, though its gradients are NaN; in the first step, when there are no moments yet."""
-    network, never = Network(), Network()
-    optimizer, undisturbed = build_optimizer(network, TRAIN), build_optimizer(never, TRAIN)
+    network = Network()
+    never = Network()
+    optimizer = build_optimizer(network, TRAIN)
+    undisturbed = build_optimizer(never, TRAIN)
     for step in range(6):
         if step == bad_step:
             backward(network, 99)
             for parameter in network.parameters():
                 parameter.grad[..., 0] = float("nan")
-            before, held = values(network), moments(network, optimizer)
+            before = values(network)
+            held = moments(network, optimizer)
             optimizer.found_inf = torch.tensor(1.0)
             optimizer.step()
             assert same(values(network), before)
@@ -129,6 +139,7 @@ def test_a_skipped_step_changes_nothing(bad_step):
             backward(one, step)
             moved.found_inf = torch.tensor(0.0)
             moved.step()
+
     assert same(values(network), values(never))
 
 

@@ -46,6 +46,7 @@ def on_two_nodes(runs, *more, **variables):
     """Start both; ``runs`` are their run folders."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
+
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo", **variables}
     return [fit(run, *more, NODE_RANK=str(node), **meeting) for node, run in enumerate(runs)]
 
@@ -64,10 +65,14 @@ def weights(run):
 
 
 def assert_close(run, other, tolerance):
-    ours, expected = weights(run), weights(other)
+    ours = weights(run)
+    expected = weights(other)
+
     assert ours.keys() == expected.keys()
+
     for name, value in expected.items():
         assert (ours[name] - value).abs().max() <= tolerance, name
+
     for name in ("1_watch/train/loss", "1_watch/held_out/loss"):
         found, wanted = ([event.value for event in events(one).Scalars(name)] for one in (run, other))
         assert found == pytest.approx(wanted, rel=1e-4 if tolerance else 0), name
@@ -97,8 +102,10 @@ def in_training(run):
 def test_ddp_on_two_nodes_is_that_of_one(tiny_run, tmp_path, devices):
     (one,) = copies(tiny_run, tmp_path, 1)
     (out, said), (nothing, _) = ends(on_two_nodes([tiny_run, tiny_run], f"island.devices={devices}"))
+
     assert f"DDP over 2 nodes x {devices} devices: " in said
     assert out.count("artifact: ") == 1 and not nothing
+
     finish(fit(one, "island.nodes=1", f"island.devices={2 * devices}"), 0, TRAINS_SECONDS)
     assert_close(tiny_run, one, 0.0)
 
@@ -114,6 +121,7 @@ def test_hsdp_on_nodes_that_share_no_disk_stops_and_resumes(tiny_run, tmp_path):
     nodes[1].send_signal(signal.SIGTERM)
     said = ends(nodes, 130)[0][1]
     step = read_status(first, "expert-0")["step"]
+
     assert 0 < step < 30
     assert f"expert-0: stopped at step {step}; the same command resumes it" in said
     assert not list(second.glob("members/expert-0/checkpoints/*"))
@@ -122,9 +130,11 @@ def test_hsdp_on_nodes_that_share_no_disk_stops_and_resumes(tiny_run, tmp_path):
     assert f"expert-0: resumes at step {step}\n" in said
     assert not list(second.glob("members/expert-0/checkpoints/*"))
     assert not (second / "members/expert-0/artifact").exists()
+
     finish(fit(whole, "island.nodes=1", "island.devices=4", "island.strategy=fsdp"), 0, TRAINS_SECONDS)
     assert_close(first, whole, 1e-4)
     out, _ = ends(on_two_nodes([first, second], *hsdp))[0]  # the second does not know that it is finished
+
     assert out.count("artifact: ") == 1
 
 
@@ -138,6 +148,7 @@ def networks():
 
     if shutil.which("ip") is None or os.geteuid():
         pytest.skip("needs root and iproute2")
+
     with ExitStack() as after:
         for name in names:
             ip("netns", "add", name)
@@ -159,7 +170,9 @@ def test_nodes_in_two_networks_need_only_the_way_to_each_other(tiny_run, tmp_pat
         fit(run, *TWO, within=within, NODE_RANK=str(node), **meeting)
         for node, (run, within) in enumerate(zip(runs, networks, strict=True))
     ]
+
     assert "node 0 of 2: meets the others at 10.9.8.1:29500\n" in ends(nodes)[0][1]
+
     finish(fit(tiny_run, "island.nodes=1", "island.devices=4"), 0, TRAINS_SECONDS)
     assert_close(runs[0], tiny_run, 0.0)
 
@@ -172,7 +185,9 @@ def test_a_rank_killed_on_the_second_node_ends_both(tiny_run):
     os.kill(children(nodes[1])[1], signal.SIGKILL)
     with within(60):
         first, second = (said.splitlines()[-1] for _, said in ends(nodes, 2))
+
     line = f"rank 3 of 4 was ended by SIGKILL; {RESUMES}"
+
     assert (first, second) == (f"error: node 1: {line}", f"error: {line}")
 
 
@@ -186,6 +201,7 @@ def test_a_lost_node_ends_the_other(tiny_run, node):
     nodes[node].communicate()
     with within(60):
         _, said = ends([nodes[1 - node]], 2)[0]
+
     assert said.splitlines()[-1] == f"error: {'another node' if node else 'node 0'} is gone; {RESUMES}"
 
 
@@ -194,7 +210,8 @@ def test_a_lost_node_ends_the_other(tiny_run, node):
 def test_the_first_node_publishes_what_another_pair_goes_on_with(tiny_run, tmp_path):
     """Of four machines without a common disk; the first two lose theirs."""
     store = f"remote=file://{tmp_path / 'store'}"
-    home, whole = tmp_path / "home", tmp_path / "whole"
+    home = tmp_path / "home"
+    whole = tmp_path / "whole"
     prepared(home, store, SETTINGS[1])  # the experiment is published, too
     quick = (*TWO, store, "island.publish_every_n_minutes=0.001")
     nodes = on_two_nodes([tmp_path / "a", tmp_path / "b"], *quick, LOGS_SAMPLES, STEP_SECONDS="0.2")
@@ -202,15 +219,20 @@ def test_the_first_node_publishes_what_another_pair_goes_on_with(tiny_run, tmp_p
     with within(TRAINS_SECONDS):
         while not list(published.glob("*/files.json")):
             time.sleep(0.05)
+
     for node in nodes:
         node.kill()
         node.communicate()
+
     for name in ("a", "b"):
         shutil.rmtree(tmp_path / name)
+
     (_, said), _ = ends(on_two_nodes([tmp_path / "c", tmp_path / "d"], *quick))
+
     assert "takes over the checkpoint of step " in said
     assert (tmp_path / "store/members/expert-0/artifact/member.json").exists()
     assert (tmp_path / "d/members/expert-0/cache/node-1/store").is_dir()
+
     shutil.copytree(home / "prepared", whole / "prepared")
     finish(fit(whole, "island.nodes=1", "island.devices=4"), 0, TRAINS_SECONDS)
     # In the first step after a resume, DDP has other buckets and sums the gradients of four ranks in another order.
@@ -232,9 +254,12 @@ def test_the_first_node_publishes_what_another_pair_goes_on_with(tiny_run, tmp_p
 def test_bad_input_is_one_line(tiny_run, monkeypatch, capsys, more, variables, words):
     for name in (*RANK_VARIABLES, "NODE_RANK", "MASTER_ADDR"):
         monkeypatch.delenv(name, raising=False)
+
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
+
     assert main(["fit", "-c", str(TINY), f"run_dir={tiny_run}", *SETTINGS, *more]) == 2
+
     (line,) = capsys.readouterr().err.splitlines()
     assert words in line
     assert not (tiny_run / "members").exists()

@@ -22,7 +22,9 @@ def test_timesteps_follow_their_density_and_are_shifted_for_the_resolution():
         for shift in (1.0, 3.0)
     )
     logit = np.log(plain) - np.log1p(-plain)
+
     assert (logit.mean(), logit.std()) == (pytest.approx(0.5, abs=0.05), pytest.approx(0.8, abs=0.04))
+
     np.testing.assert_allclose(shifted, 3 * plain / (1 + 2 * plain), rtol=1e-4)
 
 
@@ -32,22 +34,27 @@ def test_an_expert_of_some_noise_levels_trains_and_validates_on_them_alone(path)
     objective = expert(interval=(0.4, 0.7), path=path, timesteps=TimestepsConfig(shift=3.0))
     drawn_at = noisy(objective, batch(4000)).t.double()
     _, t = PATHS[path].to_linear(drawn_at, drawn_at)
+
     assert (t.min().item(), t.max().item()) == (pytest.approx(0.4, abs=2e-3), pytest.approx(0.7, abs=2e-3))
+
     objective.validate(batch(), 0, Position(0))
     fixed = {name.rpartition("_t")[2] for name in objective.held_out_figures() if "_t" in name}
     middles = torch.arange(NUM_TIMES).double() / NUM_TIMES + 1 / 16
     wanted = middles[((linear := PATHS[path].to_linear(middles, middles)[1]) >= 0.4) & (linear < 0.7)]
+
     assert fixed == {f"{middle:.3f}" for middle in wanted.tolist()} and len(fixed) > 0
     assert expert(interval=(0.9, 0.92)).timesteps == {0: pytest.approx(0.91)}  # none of the fixed ones
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1, 0.5, 1.0])
 def test_conditions_are_dropped_as_often_as_asked(dropout):
-    num, steps = 500, 40
+    num = 500
+    steps = 40
     kept = torch.cat(
         [noisy(expert(condition_dropout=dropout), batch(num), step).condition.keep for step in range(steps)]
     )
     spread = 4 * np.sqrt(dropout * (1 - dropout) / (num * steps))
+
     assert abs((~kept).double().mean().item() - dropout) <= spread
 
 
@@ -62,6 +69,7 @@ def test_dropping_is_independent_of_noise_and_time():
 @pytest.mark.parametrize(("kind", "size", "name"), [("text", 6, "text"), ("class", 5, "label")])
 def test_the_condition_is_the_batchs(kind, size, name):
     condition = noisy(expert(condition=ConditionSpec(kind, size)), batch()).condition
+
     assert torch.equal(condition.values, batch()[name])
     assert noisy(expert(condition=ConditionSpec("none", 0)), batch()).condition is None
 
@@ -79,10 +87,13 @@ def test_half_of_the_images_are_mirrored_when_asked(is_stored):
     found = noisy(expert(train=TrainConfig(1, 1, horizontal_flip=True)), given).x_0
 
     assert torch.equal(plain, (given["x_0"].float() - SHIFT) * SCALE)
+
     same = (found == plain).flatten(1).all(1)
     flipped = (found == (mirrored.float() - SHIFT) * SCALE).flatten(1).all(1)
+
     assert bool((same ^ flipped).all())
     assert 150 < int(flipped.sum()) < 250
+
     # The same samples as where the shards hold no such column.
     other = noisy(expert(train=TrainConfig(1, 1, horizontal_flip=True)), batch(num)).x_0
     assert torch.equal(flipped, (other != plain).flatten(1).any(1))
@@ -93,7 +104,8 @@ POSTERIOR = StoredForm("posterior", {"scale": [0.5, 2.0, 1.0], "shift": [0.0, -1
 
 def posterior_batch(num=6):
     drawn = torch.Generator().manual_seed(3)
-    mean, spread = torch.randn(num, 3, 4, 4, generator=drawn), torch.rand(num, 3, 4, 4, generator=drawn) + 0.5
+    mean = torch.randn(num, 3, 4, 4, generator=drawn)
+    spread = torch.rand(num, 3, 4, 4, generator=drawn) + 0.5
     return {**batch(num), "x_0": torch.cat([mean, spread], 1).half()}
 
 
@@ -111,9 +123,12 @@ def test_equal_keys_repeat_the_step():
 def test_draws_of_a_posterior_have_its_mean_and_spread_and_nothing_of_the_noise():
     stored = {name: values[:1].expand(4000, *values.shape[1:]) for name, values in posterior_batch().items()}
     noised = noisy(expert(stored=POSTERIOR), stored)
-    mean, spread = POSTERIOR.mean(stored["x_0"][:1])[0].numpy(), POSTERIOR.std(stored["x_0"][:1])[0].numpy()
+    mean = POSTERIOR.mean(stored["x_0"][:1])[0].numpy()
+    spread = POSTERIOR.std(stored["x_0"][:1])[0].numpy()
     z = (noised.x_0.numpy() - mean) / spread
+
     assert np.abs(z.mean(0)).max() < 5 / np.sqrt(4000) and np.abs(z.std(0) - 1).max() < 5 / np.sqrt(8000)
+
     for other in (noised.noise.numpy()[:, 1, 2, 2], noised.noise.numpy()[:, 0, 0, 0], noised.t.numpy()):
         assert abs(np.corrcoef(z[:, 0, 0, 0], other)[0, 1]) < 0.08
 
@@ -142,10 +157,12 @@ def test_token_ids_become_vectors_while_training():
     for row, ids in enumerate(stored["text_ids"].tolist()):
         for number in ids:
             expected[row, number] += 1
+
     objective = expert(caption_encoder=OnlineText())
     np.testing.assert_array_equal(noisy(objective, stored).condition.values.numpy(), expected)
     np.testing.assert_array_equal(held_out(objective, stored, 0, 0).condition.values.numpy(), expected)
     unconditional = expert(caption_encoder=OnlineText(), condition=ConditionSpec("none", 0))
+
     assert noisy(unconditional, stored).condition is None
 
 
@@ -162,7 +179,8 @@ def test_validation_is_the_same_for_every_member():
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("edge", [4, 6])  # torch draws numbers of multiples of 16 otherwise than others
 def test_a_held_out_sample_has_the_same_noise_on_any_number_of_ranks(num_ranks, num_held_out, edge):
-    whole, size = batch(num_held_out), 8
+    whole = batch(num_held_out)
+    size = 8
     whole["x_0"] = torch.zeros(num_held_out, 3, edge, edge, dtype=torch.uint8)
 
     def noises(ranks_of_step):
@@ -175,9 +193,11 @@ def test_a_held_out_sample_has_the_same_noise_on_any_number_of_ranks(num_ranks, 
                 noised = held_out(objective, part, index, 5, rank, ranks_of_step)
                 # The first ones come once more where ranks would have unequally many.
                 found = dict(zip(rows.tolist(), noised.noise, strict=True)) | found
+
         return torch.stack([found[row] for row in range(num_held_out)])
 
     one = noises(1)
+
     assert len(one.unique(dim=0)) == num_held_out
     assert torch.equal(noises(num_ranks), one)
 
@@ -191,7 +211,9 @@ def test_the_loss_is_the_mean_squared_error_of_what_is_predicted(prediction):
     times = t.double().numpy()[:, None, None, None]
     noise = (x_t.double().numpy() - (1 - times) * x_0) / times
     target = {"velocity": noise - x_0, "epsilon": noise, "x_0": x_0}[prediction]
+
     assert loss.item() == pytest.approx(np.mean((0.7 * x_t.double().numpy() - target) ** 2), rel=1e-4)
+
     loss.backward()
     assert network.gain.grad is not None
 
@@ -208,9 +230,11 @@ def test_held_out_losses_weigh_samples_and_not_batches():
         noise = (x_t.double() - (1 - times) * x_0) / times
         squares[call % NUM_TIMES] += (0.7 * x_t.double() - (noise - x_0)).square().mean((1, 2, 3)).tolist()
         assert bool(condition.keep.all())
+
     for index, values in squares.items():
         assert len(values) == 8
         assert found[f"held_out/loss_t{(index + 0.5) / 8:.3f}"] == pytest.approx(np.mean(values), rel=1e-4)
+
     assert found["held_out/loss"] == pytest.approx(np.mean(list(squares.values())), rel=1e-4)
     assert len(found) == 1 + NUM_TIMES
 
@@ -220,9 +244,11 @@ def test_averages_leave_out_what_is_not_finite(value):
     averages = Averages()
     for one in (1.0, value, 6.0):
         averages.add(torch.tensor(one), "a")
+
     averages.add(torch.tensor([2.0, value, 0.0]), "b0", "b1", "b2", count=torch.tensor([4, 5, 0]))
     averages.add(torch.tensor(value), "c")
     averages.add(torch.tensor(10.0), "d", count=4)
+
     assert averages.drain() == {"a": 3.5, "b0": 0.5, "d": 2.5}
     assert averages.drain() == {}, "averages start anew"
 
@@ -238,6 +264,7 @@ def test_a_batch_lies_on_the_members_path_in_training_and_validation(path):
         torch.testing.assert_close(one.x_t, alpha * one.x_0 + sigma * one.noise)
 
     straight = noisy(expert())
+
     assert torch.equal(straight.t, noised.t) and torch.equal(straight.noise, noised.noise)
 
 
@@ -275,7 +302,9 @@ def test_a_student_on_another_path_asks_its_teacher_on_the_linear_one():
     x_0, noise = objective.ends(noised, {"cluster": torch.zeros(4, dtype=torch.int64)})
     ((x_t, t),) = asked
     expected_x_t, expected_t = PATHS["vp"].to_linear(noised.x_t, noised.t)
+
     assert torch.equal(t, expected_t) and torch.equal(x_t, expected_x_t)
+
     torch.testing.assert_close(noise - x_0, 2 * x_t)
     time = t[:, None, None, None]
     torch.testing.assert_close((1 - time) * x_0 + time * noise, x_t)

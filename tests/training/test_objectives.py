@@ -23,12 +23,15 @@ def test_two_networks_and_objectives_in_one_ensemble(tiny_run, capsys):
     ]
     for member in ("expert-0", "expert-1", "router"):
         assert main(["fit", *own, f"member={member}"]) == 0
+
     assert main(["fit", *own]) == 0
+
     metas = {
         member: json.loads((tiny_run / "members" / member / "artifact" / "member.json").read_text())
         for member in ("expert-0", "expert-1", "router")
     }
     said = [(meta["network"], meta["prediction"], meta["path"]) for meta in metas.values()]
+
     assert said == [("dit", "velocity", "linear"), ("unet", "epsilon", "cosine"), ("router-dit", None, "linear")]
     assert load_ensemble(read_ensemble(tiny_run / "ensemble.json")).paths == ["linear", "cosine"]
     assert (tiny_run / "samples" / "full.png").exists()

@@ -29,7 +29,9 @@ def ddm(command, folder, *settings):
         text=True,
         check=False,
     )
+
     assert done.returncode == 0, done.stderr
+
     return done.stderr
 
 
@@ -50,9 +52,11 @@ def test_a_compiled_expert_trains_in_bfloat16_and_resumes(run):
     assert status(run)["state"] == "done"
     assert status(run)["step"] == 60
     assert 0 < status(run)["metrics"]["held_out/loss"] < 3
+
     member = run / "members" / "expert-0"
     shutil.rmtree(member / "artifact")
     shutil.rmtree(member / "checkpoints" / "step-00000060.ckpt")
+
     assert "resumes at step 50" in ddm("fit", run, "member=expert-0")
     assert status(run)["state"] == "done"
 
@@ -64,6 +68,7 @@ def test_it_trains_otherwise(run, setting):
     (folder / "prepared").parent.mkdir()
     (folder / "prepared").symlink_to(run / "prepared")
     ddm("fit", folder, "member=expert-0", "expert.train.max_steps=12", setting)
+
     assert status(folder)["step"] == 12
 
 
@@ -77,6 +82,7 @@ def test_a_step_that_is_not_finite_changes_nothing():
         optimizer.step()
         torch.testing.assert_close(weight.detach().cpu(), torch.full((3,), expected), atol=2e-2, rtol=0)
         assert bool(weight.isfinite().all())
+
     assert optimizer.state[weight]["step"].item() == 1
 
 
@@ -86,6 +92,7 @@ def test_a_checkpoint_is_of_its_moment(tmp_path):
     for number in range(3):
         writer.start(tmp_path / f"step-{number}", {"model/w": weight}, None, lambda: None)
         weight += 1  # queued at once, as the next step would be
+
     writer.wait()
     writer.close()
     for number in range(3):

@@ -60,6 +60,7 @@ def test_what_fsdp2_does_not_support_is_refused(settings, num_parameters, optimi
 )
 def test_a_named_strategy_is_used(name, devices, kind, said):
     strategy, reason = choose_strategy(island(strategy=name, devices=devices), 1)
+
     assert isinstance(strategy, kind)
     assert said in reason
     assert getattr(strategy, "reshard_after_forward", True) == (name != "fsdp-shard-grad-op")
@@ -70,7 +71,9 @@ def test_under_ddp_only_rank_zero_saves(tmp_path, monkeypatch):
     strategy, _ = choose_strategy(island(strategy="ddp", devices=2), 1)
     monkeypatch.setattr(type(strategy), "is_global_zero", False)
     strategy.save_checkpoint({}, tmp_path / "step-1.ckpt")
+
     assert not list(tmp_path.iterdir())
+
     monkeypatch.setattr(type(strategy), "is_global_zero", True)
     with pytest.raises(ValueError, match="not enough values"):
         strategy.save_checkpoint({}, tmp_path / "step-1.ckpt")
@@ -94,6 +97,7 @@ def test_under_ddp_only_rank_zero_saves(tmp_path, monkeypatch):
 def test_auto_shards_above_half_of_a_device(devices, precision, num_parameters, num_widths, chosen):
     """A CPU counts as 16 GiB; weight, gradient, two moments and the average take 4 bytes each."""
     strategy, reason = choose_strategy(island(devices=devices, precision=precision), num_parameters, num_widths)
+
     assert chosen in reason
     assert getattr(strategy, "reshard_after_forward", False) == ("block by block" in chosen)
 
@@ -116,16 +120,19 @@ def test_large_experiments_leave_the_choice_to_the_memory_of_their_gpus(stem, de
     monkeypatch.setattr(f"{choose_strategy.__module__}.device_bytes", lambda _: 80 * GIGABYTE)
     path = Path(__file__).parents[2] / "experiments" / f"{stem}.yaml"
     shipped = load_experiment(path, [f"island.devices={devices}"]).island
+
     assert choose_strategy(shipped, millions * 10**6)[1].startswith(chosen)
 
 
 def test_missing_devices_are_one_line(monkeypatch):
     assert resolve_accelerator("cpu") == "cpu"
+
     check_devices("cpu", 64)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     check_devices("auto", 64)
     with pytest.raises(UserError, match=r"'island\.devices' = 1 .* 'gpu', but torch sees 0 usable CUDA devices"):
         check_devices("gpu", 1)
+
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     check_devices("auto", 2)
@@ -141,8 +148,10 @@ def test_each_block_is_compiled_in_place_and_nothing_else(monkeypatch):
     network.head = nn.Linear(2, 2)
     before = list(network.state_dict())
     compile_blocks(network)
+
     assert compiled == list(network.blocks)
     assert list(network.state_dict()) == before
+
     compile_blocks(nn.Linear(2, 2))  # a plug-in need not have blocks
     assert len(compiled) == 2
 
@@ -160,12 +169,15 @@ def small_dit():
     )
     for parameter in network.parameters():
         nn.init.normal_(parameter, std=0.05)  # no gradient is zero by adaLN-Zero
+
     return network
 
 
 def test_checkpointed_blocks_give_the_same_gradients_under_the_same_names_for_one_more_forward_pass():
-    x, t = torch.randn(4, 3, 8, 8), torch.rand(4)
-    gradients, flops = [], []
+    x = torch.randn(4, 3, 8, 8)
+    t = torch.rand(4)
+    gradients = []
+    flops = []
     for is_checkpointed in (False, True):
         network = small_dit()
         names = list(network.state_dict())
@@ -177,10 +189,13 @@ def test_checkpointed_blocks_give_the_same_gradients_under_the_same_names_for_on
         flops.append(flops_per_sample(network, (3, 8, 8), ConditionSpec("none", 0), backward=True))
         with torch.no_grad():
             assert torch.isfinite(network(x, t, None)).all()
+
     for name, gradient in gradients[0].items():
         assert gradient.abs().max() > 0, name
         assert torch.equal(gradient, gradients[1][name]), name
+
     forward = flops_per_sample(small_dit(), (3, 8, 8), ConditionSpec("none", 0), backward=False)
+
     assert 0.8 * forward < flops[1] - flops[0] < forward
 
 
@@ -194,6 +209,7 @@ def test_a_checkpointed_block_takes_named_inputs():
     checkpoint_blocks(network)
     x = torch.ones(2, requires_grad=True)
     network.blocks[0](x, factor=3.0).sum().backward()
+
     assert x.grad.tolist() == [3.0, 3.0]
 
 
@@ -203,6 +219,7 @@ def test_a_gpu_takes_tensor_cores_for_float32_and_not_cudnns_attention(
 ):
     torch.backends.cuda.enable_cudnn_sdp(True)
     configure_torch(accelerator, 3)
+
     assert torch.get_num_threads() == 3
     assert torch.get_float32_matmul_precision() == precision
     assert torch.backends.cuda.cudnn_sdp_enabled() == has_cudnn
@@ -219,6 +236,7 @@ def test_ranks_share_the_gpus(monkeypatch, rank, count, expected):
     if rank:
         for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "4"}.items():
             monkeypatch.setenv(name, value)
+
     assert device_of("gpu") == torch.device(expected)
     assert device_of("cpu") == torch.device("cpu")
 
@@ -229,7 +247,9 @@ def test_ranks_share_the_gpus(monkeypatch, rank, count, expected):
 )
 def test_sampling_is_in_bfloat16_on_gpus_that_have_it(monkeypatch, device, has_units, expected):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_units or including_emulation)
+
     assert resolve_precision("auto", torch.device(device)) == expected
+
     for precision in ("32-true", "16-mixed"):
         assert resolve_precision(precision, torch.device(device)) == precision
 

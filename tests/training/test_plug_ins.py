@@ -30,7 +30,8 @@ class Normed(nn.Module):
         super().__init__()
         self.into = nn.Conv2d(x_shape[0], 8, 3, padding=1)
         self.norm = nn.BatchNorm2d(8)
-        self.first, self.second = nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1)
+        self.first = nn.Conv2d(8, 8, 1)
+        self.second = nn.Conv2d(8, 8, 1)
         self.second.weight = self.first.weight
         self.out = nn.Conv2d(8, x_shape[0], 3, padding=1)
 
@@ -52,14 +53,19 @@ def registered(monkeypatch):
 
 def test_what_is_trained_can_be_loaded(trained):
     meta, network = load_network(member(trained, "artifact"))
+
     assert meta.network == "normed"
+
     state = network.state_dict()
     last = {f"model/network.{name}": torch.empty_like(value) for name, value in state.items() if "second.w" not in name}
     read_tensors(member(trained, "checkpoints", "step-00000020.ckpt"), last)
     kept = {name: last[f"model/network.{name}"] for name in ("norm.running_mean", "norm.num_batches_tracked")}
+
     assert kept["norm.num_batches_tracked"] == 20 and kept["norm.running_mean"].abs().sum() > 0
+
     for name, value in kept.items():
         assert torch.equal(state[name], value), name
+
     # Averages of parameters are not what they were at last; of a tied one both names have it.
     assert not torch.equal(state["first.weight"], last["model/network.first.weight"])
     assert torch.equal(state["second.weight"], state["first.weight"])
@@ -69,12 +75,16 @@ def test_another_width_leaves_the_buffers_as_they_are(trained, tmp_path, capsys)
     run = shutil.copytree(trained, tmp_path / "run")
     _, before = read_artifact(member(run, "artifact"))
     short = ["expert.train.max_steps=20", NORMED, WIDTHS, "member=expert-0"]
+
     assert main(["ema", "-c", str(TINY), f"run_dir={run}", *short]) == 0
     assert "width 0.1" in capsys.readouterr().out
     assert main(["ema", "-c", str(TINY), f"run_dir={run}", *short, "--use", "0.15"]) == 0
+
     meta, after = read_artifact(member(run, "artifact"))
     assert meta.metrics["held_out/step"] == 20
+
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {name for name in before if not name.startswith("norm.running") and "tracked" not in name}
     assert torch.equal(after["second.weight"], after["first.weight"])
+
     load_network(member(run, "artifact"))

@@ -32,6 +32,7 @@ def test_samples_from_a_stored_posterior_have_the_channels_of_an_image():
     objective = expert(stored=StoredForm("posterior", {"scale": 0.5, "shift": 0.0}))
     given = {**batch(), "x_0": torch.randn(6, 8, 4, 4, generator=torch.Generator().manual_seed(0))}
     found = sample_like(objective, objective.network, given, SampleConfig())
+
     assert found.shape == objective.x_0(given).shape == (6, 4, 4, 4)
     assert all(x_t.shape == found.shape for x_t, *_ in objective.network.calls)
 
@@ -40,8 +41,10 @@ def test_all_starts_of_a_member_are_one_run_of_weights_and_biases(tmp_path, monk
     monkeypatch.setattr(previews, "WandbLogger", lambda *_, **settings: settings)
     for name in ("a", "b"):
         (tmp_path / name / "expert-0").mkdir(parents=True)
+
     (first,), (again,) = (build_loggers(["wandb"], tmp_path / "a/expert-0", "faces", step) for step in (0, 20))
     (other,) = build_loggers(["wandb"], tmp_path / "b/expert-0", "faces", 0)
+
     assert first == again and first["resume"] == "allow"
     assert first["id"] != other["id"] and re.fullmatch(r"expert-0-[0-9a-f]{12}", first["id"])
     assert _is_shared("wandb.txt")  # another machine goes on with the same
@@ -67,7 +70,9 @@ def test_the_heat_map_has_a_panel_per_timestep_and_rows_that_sum_to_one():
     confusion[2, 1] = 0.0  # a cluster without held-out samples
     figure = routing_heat_map(confusion)
     axes = figure.get_axes()
+
     assert [axis.get_title() for axis in axes] == [f"t = {(index + 0.5) / 8:.2f}" for index in range(8)]
+
     for index, axis in enumerate(axes):
         shown = axis.get_images()[0].get_array()
         sums = confusion[index].sum(1, keepdim=True)
@@ -130,6 +135,7 @@ def test_a_decoder_that_fails_ends_no_training_on_several_ranks(tmp_path, monkey
         return ODD in said.getvalue().splitlines()
 
     monkeypatch.setattr(encoders.Pixels, "decode", fails)
+
     assert in_two_processes(task) == {0: True, 1: False}
 
 
@@ -141,7 +147,9 @@ def test_an_island_that_cannot_decode_trains_without_images_and_says_so(finished
         raise UserError("no weights here\nand more")
 
     monkeypatch.setattr(encoders.Pixels, place, fails)
+
     assert fit(tiny_run) == 0
+
     said = [line for line in capsys.readouterr().err.splitlines() if "no weights here" in line]
     assert said == [f"expert-0: step {at}: no images of this validation: no weights here" for at in (12, 20)]
     assert weights(tiny_run) == weights(finished)
@@ -154,5 +162,7 @@ def test_the_curve_of_a_resumed_training_keeps_the_point_of_its_checkpoint(tmp_p
         for step in steps:
             logger.log_metrics({"train/loss": float(resumed)}, step)
         logger.finalize("success")
+
     points = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("1_watch/train/loss")
+
     assert [(point.step, point.value) for point in points] == [(4, 0), (8, 0), (12, 8), (16, 8)]

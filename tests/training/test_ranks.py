@@ -51,6 +51,7 @@ def checkpoints(run):
 
 def resume(run):
     said = finish(start(run, "island.strategy=fsdp"), 0, TRAINS_SECONDS)[1]
+
     assert said.count("expert-0: resumes at step 5\n") == 1
     assert read_status(run, "expert-0")["state"] == "done"
     assert not list((run / "members/expert-0/checkpoints").glob(".tmp*"))
@@ -62,6 +63,7 @@ def resume(run):
 def test_a_full_disk_of_one_rank_is_reported_once_and_ends_both(tiny_run, strategy, rank):
     said = fit_and_fail(tiny_run, strategy, rank, "full", code=2)
     path = tiny_run / "members/expert-0/checkpoints/step-00000010.ckpt"
+
     assert said.splitlines()[3:] == [f"error: {path}: is full; free some space, then run the same command again"]
     assert read_status(tiny_run, "expert-0")["state"] == "failed"
     assert checkpoints(tiny_run) == ["step-00000005.ckpt"]
@@ -71,6 +73,7 @@ def test_a_full_disk_of_one_rank_is_reported_once_and_ends_both(tiny_run, strate
 @pytest.mark.long
 def test_a_mistake_in_one_rank_is_shown_with_its_place(tiny_run):
     said = fit_and_fail(tiny_run, "fsdp", 1, "bug", code=1)
+
     assert said.rstrip().endswith("ValueError: a mistake in step-00000010.ckpt")
     assert said.count("in bug\n") == 1
     assert "RuntimeError: rank 1: Traceback" in said
@@ -83,15 +86,18 @@ def test_a_mistake_in_one_rank_is_shown_with_its_place(tiny_run):
 def test_a_rank_killed_at_a_checkpoint_ends_the_other_and_the_one_before_is_resumed(tiny_run, rank):
     said = fit_and_fail(tiny_run, "fsdp", rank, "killed", code=2)
     line = f"error: rank {rank} of 2 was ended by SIGKILL; the same command resumes at the newest checkpoint"
+
     assert said.splitlines()[3:] == [line]
     assert checkpoints(tiny_run) == ["step-00000005.ckpt"]
+
     resume(tiny_run)
 
 
 @pytest.mark.slow
 @pytest.mark.long
 def test_a_signal_while_rank_one_is_late_stops_both_at_the_same_step(tiny_run, tmp_path):
-    late, told = tmp_path / "late", tmp_path / "told"
+    late = tmp_path / "late"
+    told = tmp_path / "told"
     told.mkdir()
     variables = {"FAILS": "1 late-steps 0", "LATE": str(late), "TMPDIR": str(told)}
     process = start(tiny_run, "island.strategy=fsdp", program=FAILING, **variables)
@@ -101,7 +107,9 @@ def test_a_signal_while_rank_one_is_late_stops_both_at_the_same_step(tiny_run, t
         os.killpg(process.pid, signal.SIGTERM)  # as Ctrl-C, and Lightning would listen to it
         time.sleep(0.5)
         late.unlink()
+
     said = finish(process, 130, TRAINS_SECONDS)[1]
+
     # Ranks agree every ten steps.
     assert said.splitlines()[3:] == ["expert-0: stopped at step 10; the same command resumes it"]
     assert checkpoints(tiny_run) == ["step-00000005.ckpt", "step-00000010.ckpt"]
@@ -114,6 +122,7 @@ def test_a_rank_without_memory_for_sample_images_ends_both(tiny_run):
     settings = "island.strategy=fsdp", "island.validate_every_n_steps=10"
     said = finish(start(tiny_run, *settings, program=FAILING, FAILS="1 images 0"), 2, TRAINS_SECONDS)[1]
     said, _, error = said.partition("error: ")
+
     assert error.startswith("out of memory (tried to allocate 2 GiB); ")
     assert error.count("\n") == 1 and "Traceback" not in said
     assert checkpoints(tiny_run) == ["step-00000005.ckpt", "step-00000010.ckpt"]
@@ -132,6 +141,7 @@ def test_ranks_start_inside_a_slurm_job_and_under_torchrun(tiny_run, tmp_path):
     job = {"SLURM_NTASKS": "2", "SLURM_JOB_NAME": "train", "SLURM_JOB_ID": "5", "SLURM_PROCID": "0"}
     nodes = {"SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_NODELIST": "localhost"}
     out, _ = finish(start(tiny_run, "island.strategy=fsdp", **job, **nodes), 0, TRAINS_SECONDS)
+
     assert out.count("artifact: ") == 1
 
     out, _ = by_torchrun(other, "island.strategy=fsdp")
@@ -150,18 +160,23 @@ def by_torchrun(run, *more, code=0, program=("-m", "ddm_lightning"), **variables
 def test_ranks_of_torchrun_agree_on_the_checkpoint(tiny_run):
     """The second would have found them before the first had looked at them."""
     alone = [*SETTINGS, "island.devices=1", "island.keep_checkpoints=2"]
+
     assert main(["fit", "-c", str(TINY), f"run_dir={tiny_run}", *alone]) == 0
+
     shutil.rmtree(tiny_run / "members/expert-0/artifact")
     paths = sorted((tiny_run / "members/expert-0/checkpoints").glob("step-*"))
     whole = [(path / "trainer.pt").read_bytes() for path in paths]
     for path, content in zip(paths, whole, strict=True):
         (path / "trainer.pt").write_bytes(content + b"x")
+
     late = {"program": FAILING, "FAILS": "0 late-damage 0"}
     _, err = by_torchrun(tiny_run, "island.strategy=ddp", code=1, **late)
+
     assert "step-00000020.ckpt: damaged checkpoint" in err and "none before it is whole; restore one" in err
 
     (paths[0] / "trainer.pt").write_bytes(whole[0])
     out, err = by_torchrun(tiny_run, "island.strategy=ddp", **late)
+
     assert "step-00000020.ckpt: damaged checkpoint" in err and "expert-0: resumes at step 15\n" in err
     assert out.count("artifact: ") == 1
     assert paths[1].with_suffix(".damaged").is_dir()
@@ -182,9 +197,12 @@ def test_ranks_of_torchrun_agree_on_the_checkpoint(tiny_run):
 def test_another_number_of_ranks_than_devices_is_refused(tiny_run, monkeypatch, capsys, variables, words):
     for name in RANK_VARIABLES:
         monkeypatch.delenv(name, raising=False)
+
     for name, value in {**variables, "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
+
     assert main(["fit", "-c", str(TINY), f"run_dir={tiny_run}", *SETTINGS]) == 2
+
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert words in line
     assert not (tiny_run / "members").exists()
@@ -199,7 +217,9 @@ def test_a_stop_before_the_first_step_ends_all_ranks_at_once(tiny_run, number):
         while read_status(tiny_run, "expert-0").get("state") != "starting":
             time.sleep(0.01)
         process.send_signal(number)
+
     _, said = finish(process, 130, TRAINS_SECONDS)
+
     assert said.splitlines()[3:] == ["interrupted; run the same command again to resume"]
 
 
@@ -210,13 +230,17 @@ def test_no_rank_outlives_the_agent(tiny_run):
     with ended_on_failure(process), within(TRAINS_SECONDS):
         while read_status(tiny_run, "expert-0").get("state") != "training":
             time.sleep(0.02)
+
     lists = [path.read_text() for path in Path(f"/proc/{process.pid}/task").glob("*/children")]
     ranks = " ".join(lists).split()
     process.kill()
+
     assert len(ranks) == 2
+
     with within(60):
         while any(is_alive(rank) for rank in ranks):
             time.sleep(0.05)
+
     process.communicate()
 
 
@@ -232,7 +256,9 @@ def test_a_mistake_of_the_user_is_one_line_and_ends_both(tiny_run):
     folder.mkdir(parents=True)
     with lock_member(folder):
         said = finish(start(tiny_run, "island.strategy=ddp"), 2, TRAINS_SECONDS)[1]
+
     (line,) = said.splitlines()
+
     assert line.startswith(f"error: {folder}/.lock: expert-0 is in use by another process")
 
 
@@ -240,6 +266,7 @@ def test_a_mistake_of_the_user_is_one_line_and_ends_both(tiny_run):
 def test_a_pod_that_an_operator_numbers_trains_its_member_alone(tiny_run):
     pod = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "pod-0", "MASTER_PORT": "23456", "SLURM_PROCID": "3"}
     finish(start(tiny_run, "island.devices=1", **pod), 0, TRAINS_SECONDS)
+
     assert artifact(tiny_run)
     assert read_status(tiny_run, "expert-0")["state"] == "done"
     assert list((tiny_run / "members/expert-0/tensorboard").glob("events*"))
@@ -264,6 +291,7 @@ def test_ranks_that_cannot_meet_or_train_several_members_are_refused(
 ):
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
+
     for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", **variables}.items():
         monkeypatch.setenv(name, value)
 
@@ -274,4 +302,5 @@ def test_ranks_that_cannot_meet_or_train_several_members_are_refused(
     else:
         assert code == 2
         assert words in capsys.readouterr().err
+
     assert not (tiny_run / "members").exists()

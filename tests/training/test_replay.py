@@ -54,10 +54,13 @@ def test_each_sample_has_its_own_loss_and_gradient_at_the_nearest_weights(finish
     run = copy_run(finished, tmp_path / "run", "expert-0")
     opened, batch = left_out(run, 17)
     opened.experiment.islands = {"expert-0": {"precision": precision}}
+
     assert main(["replay", "-c", str(TINY), f"run_dir={run}", "member=expert-0", *SHORT]) == 0
     assert "every gradient is finite here: the cause is that step's weights" in capsys.readouterr().out
+
     skipped, loaded, samples = replay_step("expert-0", opened, None, 0)
     nearest = member(run, "checkpoints", "step-00000018.ckpt")
+
     assert (
         skipped.step == 17
         and loaded == str(nearest)
@@ -92,11 +95,14 @@ def test_before_the_first_checkpoint_it_takes_the_weights_that_the_member_starte
     start = f"expert.init_from={member(finished, 'artifact')}"
     opened, batch = left_out(tiny_run, 3, "expert-0", start)
     _, loaded, samples = replay_step("expert-0", opened, 3, 0)
+
     assert loaded == "the initial weights"
+
     objective = build_objective(opened.member("expert-0"), opened)
     _, network = load_network(member(finished, "artifact"))
     one = objective.noisy_batch(batch, Position(3)).rows(slice(0, 1))
     loss = functional.mse_loss(network(one.x_t, one.t, one.condition), one.noise - one.x_0)
+
     assert samples[0].loss == pytest.approx(float(loss.detach()), rel=1e-5)
 
 
@@ -106,8 +112,10 @@ def test_a_rank_of_a_student_replays_its_rows_alone(finished_run, tmp_path):
     record = SkippedStep(9, 1, batch["sample_id"][1::2].tolist(), [0.5] * 8, [1.0] * 8)
     path.write_text(record.line() + "\n")
     _, _, samples = replay_step("student", opened, 9, 1)
+
     assert [sample.sample_id for sample in samples] == record.sample_ids
     assert all(math.isfinite(sample.gradient_norm) and sample.loss > 0 for sample in samples)
+
     path.write_text(replace(record, step=8).line() + "\n")
     with pytest.raises(UserError, match=r"step 8 has other samples here; replay where the member was trained"):
         replay_step("student", opened, 8, 1)

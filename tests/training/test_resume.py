@@ -64,15 +64,15 @@ def test_a_student_goes_on_with_more_steps_where_its_schedule_does_not_end(tmp_p
             check_origin(tmp_path, origin_of(student, after))
 
 
-def test_the_checkpoint_of_another_member_is_refused(finished, tmp_path, capsys):
-    run = tmp_path / "run"
-    shutil.copytree(finished / "prepared", run / "prepared")
-    shutil.copytree(member(finished, "checkpoints"), run / "members" / "expert-1" / "checkpoints")
+def test_the_checkpoint_of_another_member_is_refused(finished, tiny_run, capsys):
+    folder = tiny_run / "members" / "expert-1" / "checkpoints"
+    shutil.copytree(member(finished, "checkpoints"), folder)
 
-    assert fit(run, name="expert-1") == 2
+    assert fit(tiny_run, name="expert-1") == 2
 
-    newest = run / "members" / "expert-1" / "checkpoints" / "step-00000020.ckpt"
+    newest = folder / "step-00000020.ckpt"
     words = "is a checkpoint of expert-0, not of expert-1; move it to that folder, or remove it"
+
     assert f"error: {newest}: {words}\n" in capsys.readouterr().err
     assert newest.exists()
 
@@ -82,13 +82,16 @@ def test_copied_checkpoints_resume_elsewhere_but_not_under_another_experiment(fi
     shutil.copytree(interrupted / "prepared", run / "prepared")
     shutil.copytree(member(interrupted, "checkpoints"), member(run, "checkpoints"))
     changes = ["expert.train.learning_rate=1e-4", "expert.train.schedule=cosine"]
+
     assert fit(run, *changes) == 2
+
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     newest = member(run, "checkpoints", "step-00000018.ckpt")
     words = (
         "the experiment changed since this was written: expert.train.learning_rate (was 0.002), "
         'expert.train.schedule (was "constant")'
     )
+
     assert line.startswith(f"error: {newest}: {words}; set those keys back")
     assert fit(run, *changes, "island.shards=/nowhere") == 2
     assert not (run / "experiment.yaml").exists()  # the corrected settings are not refused for those
@@ -106,6 +109,7 @@ def test_steps_lost_by_a_kill_are_repeated(finished, interrupted, capsys):
     assert "from here on" not in capsys.readouterr().err, "nothing changed"
     assert read_status(interrupted, "expert-0")["seconds"] > before > 0
     assert weights(interrupted) == weights(finished)
+
     member(interrupted, "status.json").write_text(
         json.dumps({**read_status(interrupted, "expert-0"), "state": "stopped"})
     )
@@ -113,30 +117,31 @@ def test_steps_lost_by_a_kill_are_repeated(finished, interrupted, capsys):
     assert "expert-0 is finished" in capsys.readouterr().err, "also where another island has finished it"
 
 
-def test_a_finished_member_trains_on_as_if_it_had_never_ended(finished, tmp_path, capsys):
+def test_a_finished_member_trains_on_as_if_it_had_never_ended(finished, tiny_run, tmp_path, capsys):
     longer = "expert.train.max_steps=31"
-    run = tmp_path / "run"
-    straight = tmp_path / "straight"
-    shutil.copytree(finished, run)
+    run = shutil.copytree(finished, tmp_path / "longer")
     (run / "members/expert-0/ema/artifact").mkdir(parents=True)  # as the command ema keeps one of 20 steps
-    shutil.copytree(finished / "prepared", straight / "prepared")
 
     assert fit(run, longer) == 0
     assert "expert-0: resumes at step 20" in capsys.readouterr().err
-    assert fit(straight, longer) == 0
+    assert fit(tiny_run, longer) == 0
 
-    assert weights(run) == weights(straight) != weights(finished)
+    assert weights(run) == weights(tiny_run) != weights(finished)
+
     status = read_status(run, "expert-0")
     assert (status["max_steps"], status["step"]) == (31, 31)
     assert not (run / "members/expert-0/ema/artifact").exists()
     assert fit(run) == 2, "fewer steps are another training"
     assert "expert.train.max_steps (was 31)" in capsys.readouterr().err
+
     # A kill between the last step and the artifact costs nothing.
     shutil.rmtree(member(run, "artifact"))
     member(run, "status.json").unlink()
+
     assert fit(run, longer) == 0
     assert "expert-0: resumes at step 31" in capsys.readouterr().err
-    assert weights(run) == weights(straight)
+    assert weights(run) == weights(tiny_run)
+
     meta = json.loads(member(run, "artifact", "member.json").read_text())
     assert (meta["step"], meta["num_samples"]) == (31, 248)
 
@@ -144,6 +149,7 @@ def test_a_finished_member_trains_on_as_if_it_had_never_ended(finished, tmp_path
 def test_a_finished_member_without_checkpoints_is_not_trained_on(finished, tmp_path, capsys):
     run = shutil.copytree(finished, tmp_path / "run")
     shutil.rmtree(member(run, "checkpoints"))
+
     assert fit(run, "expert.train.max_steps=31") == 2
     assert "has step = 20 in member.json, and the experiment asks for 31" in capsys.readouterr().err
     assert weights(run) == weights(finished)
@@ -169,10 +175,13 @@ def test_a_resume_around_the_end_of_an_epoch_skips_and_repeats_nothing(tiny_prep
 
     straight = tmp_path / "straight"
     shutil.copytree(tiny_prepared, straight / "prepared")
+
     assert fit(straight, *settings) == 0
     assert len(steps_of(straight)) == 2 * epoch + 1
+
     first_epoch = " ".join(line.partition(": ")[2] for line in steps_of(straight)[:epoch]).split()
     assert len(set(first_epoch)) == len(first_epoch) == epoch * batch_size // 2
+
     for at in (epoch, epoch - 1, 2 * epoch)[:stops]:
         run = copy_run(straight, tmp_path / str(at), "expert-0")
         for path in member(run, "checkpoints").iterdir():

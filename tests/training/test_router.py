@@ -10,7 +10,8 @@ from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.members.member import Member
 from ddm_lightning.shards.manifest import Manifest
 
-NUM_TIMES, NUM_CLUSTERS = 8, 3
+NUM_TIMES = 8
+NUM_CLUSTERS = 3
 
 
 class LinearRouter(nn.Module):
@@ -45,6 +46,7 @@ def test_the_router_drops_conditions_as_often_as_its_own_section_says(tiny_prepa
         name: Member.resolve(name, experiment, manifest).condition_dropout
         for name in ("router", "expert-1", "monolith")
     }
+
     assert dropouts == {"router": 0.5, "expert-1": 0.25, "monolith": 0.25}
 
 
@@ -55,7 +57,9 @@ def test_the_loss_is_the_cross_entropy_of_the_cluster():
     ((x_t, _, _),) = network.calls
     logits = expected_logits(network, x_t, part, is_conditional=True)
     rows = np.arange(16), part["cluster"].numpy()
+
     assert loss.item() == pytest.approx(-log_softmax(logits)[rows].mean(), rel=1e-4)
+
     accuracy = (logits.argmax(1) == rows[1]).mean()
     assert losses.keys() == {"loss", "accuracy"}
     assert losses["accuracy"].mean().item() == pytest.approx(accuracy)
@@ -65,6 +69,7 @@ def test_logits_that_are_not_finite_give_no_figures():
     network = LinearRouter()
     network.weight.data[0] = torch.nan
     found = figures(router(network), batch(10))
+
     assert all(np.isfinite(value) for value in found.values())
 
 
@@ -91,16 +96,21 @@ def test_held_out_figures_and_confusion_against_numpy(kind):
                 hits[suffix, time] += (logits.argmax(1) == true).tolist()
                 if not suffix:
                     np.add.at(confusion[time], true, np.exp(log_softmax(logits)))
+
     for suffix, time in nll:
         at = f"{suffix}_t{(time + 0.5) / NUM_TIMES:.3f}"
         assert found[f"held_out/cross_entropy{at}"] == pytest.approx(np.mean(nll[suffix, time]), rel=1e-4)
         assert found[f"held_out/accuracy{at}"] == pytest.approx(np.mean(hits[suffix, time]))
+
     for suffix in branches:
         everything = [nll[suffix, time] for time in range(NUM_TIMES)]
         assert found[f"held_out/cross_entropy{suffix}"] == pytest.approx(np.mean(everything), rel=1e-4)
+
     calibration = {name for name in found if "temperature" in name or "calibration" in name}
+
     assert len(calibration) == len(branches) * 3 * NUM_TIMES  # temperature, and the error before and after
     assert len(found) - len(calibration) == len(branches) * 2 * (1 + NUM_TIMES)
+
     np.testing.assert_allclose(objective.confusion.numpy(), confusion, rtol=1e-4, atol=1e-5)
     # Rows are true clusters: each holds as many samples as there are of it.
     counts = np.bincount(torch.cat([part["cluster"] for part in batches]).numpy(), minlength=NUM_CLUSTERS)

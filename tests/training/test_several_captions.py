@@ -61,10 +61,13 @@ THREE = [("alt", 0.2), ("recap", 0.5), ("long", 0.3)]
 @pytest.mark.usefixtures("quick_prepare")
 def test_all_captions_are_encoded_and_stored(source, tmp_path):
     plan = dry_run(experiment_of(source, THREE), tmp_path)
+
     assert plan.estimates["encoded captions"][0] == 3 * HashedWords(8).encode(["a"])["text"].nbytes
+
     manifest = prepare(experiment_of(source, THREE), tmp_path)
     assert [(one.column, one.weight) for one in manifest.captions] == list(THREE)
     assert manifest.num_without_caption == 64 // 8
+
     encoder = HashedWords(8)
     for cluster, split in ((cluster, split) for cluster in range(2) for split in (TRAIN, HELD_OUT)):
         shards = open_shards([tmp_path / "prepared" / "shards" / shard_name(cluster, split)])
@@ -77,8 +80,10 @@ def test_all_captions_are_encoded_and_stored(source, tmp_path):
             texts = [row[number] or next(filter(None, row), "") for row in expected]
             assert shards.texts(ids, f"caption{suffix}") == texts
             np.testing.assert_array_equal(found[f"text{suffix}"], encoder.encode(texts)["text"])
+
     before = hashes(tmp_path / "prepared" / "shards")
     manifest = prepare(experiment_of(source, [(name, 1.0) for name in COLUMNS]), tmp_path)
+
     assert [one.weight for one in manifest.captions] == [1, 1, 1]
     assert hashes(tmp_path / "prepared" / "shards") == before
 
@@ -88,12 +93,14 @@ def test_one_caption_gives_the_bytes_of_a_caption_column(source, tmp_path):
     prepare(experiment_of(source, [("recap", 0.3)]), tmp_path / "one")
     source.params["caption_column"] = "recap"
     prepare(experiment_of(source, []), tmp_path / "column")
+
     assert hashes(tmp_path / "one" / "prepared" / "shards") == hashes(tmp_path / "column" / "prepared" / "shards")
 
 
 def test_captions_that_cannot_be_used_are_refused(source, tmp_path):
     with pytest.raises(UserError, match=r"^key 'prepare\.captions': .*'other'; it has: image, alt"):
         prepare(experiment_of(source, [("alt", 1.0), ("other", 1.0)]), tmp_path / "run")
+
     for captions, words in (
         ([("alt", -0.5)], r"key 'prepare\.captions\[0\]\.weight' = -0\.5: must be at least 0"),
         ([("alt", 0.0), ("recap", 0.0)], r"'prepare\.captions' = .*no weight above 0"),
@@ -101,6 +108,7 @@ def test_captions_that_cannot_be_used_are_refused(source, tmp_path):
     ):
         with pytest.raises(UserError, match=f"^FILE: .*{words}"):
             check_experiment(experiment_of(source, captions), "FILE")
+
     assert not (tmp_path / "run").exists()
 
 
@@ -111,6 +119,7 @@ def drawn(step, rank=0, num_ranks=1, num=4096, weights=(0.2, 0.5, 0.3)):
     given["has_caption"] = torch.stack([1 - (numbers >> number & 1) for number in range(3)], 1).to(torch.uint8)
     for number, suffix in enumerate(("", "_2", "_3")):
         given[f"text{suffix}"] = torch.full_like(given["text"], float(number))
+
     objective = expert(captions=weights, condition_dropout=0.0)
     return objective.noisy_batch(given, Position(step, rank, num_ranks)).condition.values[:, 0].long()
 
@@ -125,6 +134,7 @@ def test_shares_are_the_weights_of_the_captions_that_an_image_has():
             share = (0.2, 0.5, 0.3)[number] / total if number in present else 0
             error = 4 * (share * (1 - share) / len(here)) ** 0.5
             assert abs((here == number).double().mean() - share) <= error, (combination, number)
+
     # Without captions, or with those of weight 0 alone, all columns hold the same text.
     assert not drawn(0)[7::8].any() and set(drawn(0, weights=(0, 0, 1))[0::8].tolist()) == {2}
 
@@ -153,5 +163,6 @@ def test_captions_are_drawn_alike_after_a_kill(source, tmp_path):
     whole = fit(tmp_path / "run")
     killed = copy_run(tmp_path / "run", tmp_path / "killed", "expert-0")
     shutil.rmtree(member(killed, "checkpoints", "step-00000009.ckpt"))
+
     assert fit(killed) == whole
     assert fit(tmp_path / "other", "prepare.captions=[{column: alt}, {column: recap, weight: 0}]") != whole

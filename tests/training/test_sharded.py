@@ -121,18 +121,23 @@ def lending_after_a_forward(rank):
     optimizer = optimizer_of(network)
     for number in range(3):
         step(network, optimizer, inputs(number).chunk(WORLD)[rank], clip=1.0)
+
     own = {name: gathered(p) for name, p in network.named_parameters()}
     averages = unsharded_ema(network, optimizer)
     with torch.no_grad():
         network(inputs(9))
+
     single = Uneven()
     with ema_weights(network, optimizer), torch.no_grad():
         lent = network(inputs(9))
         single.load_state_dict(averages)
         torch.testing.assert_close(lent, single(inputs(9)))
+
     after = {name: gathered(p) for name, p in network.named_parameters()}
+
     assert all(torch.equal(after[name], value) for name, value in own.items())
     assert not torch.equal(own["head.weight"], averages["head.weight"])
+
     step(network, optimizer, inputs(4).chunk(WORLD)[rank], clip=1.0)
 
 
@@ -141,11 +146,14 @@ def checkpoints_of_either_kind(folder):
 
     def task(rank):
         hosts = dist.new_group(backend="gloo")
-        sharded, single = shard(Uneven()), Uneven()
-        optimizer, reference = optimizer_of(sharded), optimizer_of(single)
+        sharded = shard(Uneven())
+        single = Uneven()
+        optimizer = optimizer_of(sharded)
+        reference = optimizer_of(single)
         for number in range(3):
             step(sharded, optimizer, inputs(number).chunk(WORLD)[rank], clip=0.05)
             step(single, reference, inputs(number + 5), clip=0.05)
+
         by_two = {name: gathered(value) for name, value in tensors_of(sharded, optimizer).items()}
         by_one = {name: value.clone() for name, value in tensors_of(single, reference).items()}
 
@@ -155,8 +163,11 @@ def checkpoints_of_either_kind(folder):
         save(folder / "two", sharded, optimizer, meanwhile, writer_of(hosts, is_rank_zero=rank == 0))
         if rank == 0:
             save(folder / "one", single, reference)
+
         dist.barrier()
+
         assert damage_of(folder / "two") is None
+
         other = Uneven()
         others = optimizer_of(other)
         load(folder / "two", other, others)
@@ -166,7 +177,9 @@ def checkpoints_of_either_kind(folder):
         for loaded, expected in ((found, by_two), (resharded, by_one)):
             assert loaded.keys() == expected.keys()
             assert all(torch.equal(loaded[name], value) for name, value in expected.items())
+
         assert {group["ema_steps"] for group in others.param_groups} == {3}
+
         # Both go on alike: what was loaded is sharded as it has to be.
         x = inputs(9)
         step(sharded, optimizer, x.chunk(WORLD)[rank], clip=0.05)
@@ -185,6 +198,7 @@ def what_is_whole_after_a_forward(rank):
         found[gathered] = sorted(name for name, p in network.named_parameters() if not isinstance(p, DTensor))
         loss.backward()
         assert all(isinstance(p, DTensor) for p in network.parameters())
+
     return found
 
 
@@ -244,6 +258,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threade
 def test_averages_and_clipped_gradients_are_those_of_one_process(kind):
     sizes = in_two_processes(partial(averages_and_clipping, kind))
     rows = [(sizes[rank]["blocks.0.weight"], sizes[rank]["head.weight"]) for rank in range(WORLD)]
+
     assert rows == ([(5, 1), (5, 1)] if kind == "ddp" else [(3, 1), (2, 0)])
 
 
@@ -257,6 +272,7 @@ def test_under_autocast_weights_are_gathered_in_bfloat16_and_times_and_text_stay
 
 def test_checkpoints_are_read_by_any_number_of_ranks(tmp_path):
     files = in_two_processes(checkpoints_of_either_kind(tmp_path))[0]
+
     assert [name for name in files if not name.startswith("shard-")] == ["files.json", "trainer.pt"]
     assert len(files) == 4  # each rank wrote its own
     assert not list(tmp_path.glob(".tmp*"))

@@ -40,13 +40,16 @@ def test_rates_are_of_the_time_since_the_last_report_without_validation(clock):
     measured.resume()
     take(measured, clock, 1, wait=0.5, work=1.5)
     figures = measured.read(12)
+
     # The first batch was waited for before the first step ended; that wait nobody counts.
     assert figures["train/samples_per_second"] == pytest.approx(5 * 32 / 10)
     assert figures["train/data_wait"] == pytest.approx(4 * 0.5 / 10)
     assert figures["train/mfu"] == pytest.approx(16 * 2e9 / 1e12)
     assert figures["train/hfu"] == pytest.approx(16 * 3e9 / 1e12)
+
     take(measured, clock, 2, wait=1.0, work=1.0)
     figures = measured.read(14)
+
     assert figures["train/samples_per_second"] == pytest.approx(16) and figures["train/data_wait"] == pytest.approx(0.5)
     assert measured.read(14) == {}, "no step was taken"
 
@@ -64,6 +67,7 @@ def test_a_forward_pass_counts_once_more_in_hfu_where_it_is_computed_twice(
     measured.start(0)
     take(measured, clock, 1, wait=0.5, work=0.5)
     figures = measured.read(1)
+
     assert figures["train/hfu"] / figures["train/mfu"] == pytest.approx(forward_passes / 3, rel=0.02)
 
 
@@ -101,5 +105,6 @@ def test_tensorfloat_32_is_allowed_within_a_block_alone(monkeypatch, has_gpu):
     with contextlib.suppress(KeyError), tf32():
         within = torch.get_float32_matmul_precision()
         raise KeyError
+
     assert (within, torch.get_float32_matmul_precision()) == ("high" if has_gpu else before, before)
     assert before == "highest"

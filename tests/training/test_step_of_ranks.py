@@ -25,7 +25,8 @@ class TwoWeights(nn.Module):
     def __init__(self):
         super().__init__()
         self.register_buffer("positions", torch.zeros(8))
-        self.gain, self.shift = nn.Parameter(torch.ones(8)), nn.Parameter(torch.zeros(8))
+        self.gain = nn.Parameter(torch.ones(8))
+        self.shift = nn.Parameter(torch.zeros(8))
 
     def forward(self, x_t, t, condition):
         return self.gain.mean() * x_t + self.shift.mean()
@@ -35,7 +36,8 @@ class Watch(L.Callback):
     """Counts broadcasts of whole steps, and memories that gradients lie in."""
 
     def __init__(self, monkeypatch):
-        self.num_broadcasts, self.num_memories = 0, []
+        self.num_broadcasts = 0
+        self.num_memories = []
         self.monkeypatch = monkeypatch
 
     def on_train_start(self, trainer, module):
@@ -71,7 +73,8 @@ def test_hosts_do_not_ask_their_devices_and_gradients_lie_where_they_are_sent_fr
 
 
 def test_fsdp2_reduces_gradients_once_a_step_of_several_parts(monkeypatch):
-    reduced, reduce = [], _fsdp_param_group.foreach_reduce
+    reduced = []
+    reduce = _fsdp_param_group.foreach_reduce
     monkeypatch.setattr(_fsdp_param_group, "foreach_reduce", lambda *call: reduced.append(1) or reduce(*call))
 
     def training(size):
@@ -84,7 +87,8 @@ def test_fsdp2_reduces_gradients_once_a_step_of_several_parts(monkeypatch):
 
         return in_two_processes(task)
 
-    whole, parts = training(None), training(2)
+    whole = training(None)
+    parts = training(2)
     for rank in range(WORLD):
         assert parts[rank][0] == whole[rank][0] == NUM_STEPS
         assert parts[rank][1] == [pytest.approx(weight, rel=1e-5) for weight in whole[rank][1]]
@@ -117,10 +121,14 @@ def drawn(rank, step):
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_each_rank_draws_by_its_own_number_and_no_draw_comes_twice(strategy):
     seen = in_two_processes(seen_by(strategy))
+
     assert {rank: len(steps) for rank, steps in seen.items()} == {0: 2, 1: 2}
+
     for rank, steps in seen.items():
         for step, found in enumerate(steps):
             for one, expected in zip(found, drawn(rank, step), strict=True):
                 torch.testing.assert_close(torch.tensor(one), expected, rtol=1e-5, atol=1e-5)
+
     times = [tuple(t) for steps in seen.values() for t, _ in steps]
+
     assert len(set(times)) == WORLD * 2

@@ -41,25 +41,30 @@ def student(network, strategy=None):
 @pytest.mark.parametrize("prediction", ["velocity", "epsilon", "x_0"])
 @pytest.mark.parametrize("strategy", [None, "full", "top-1"])
 def test_the_target_is_the_teachers_velocity(prediction, strategy):
-    network, part = Recorder(prediction), batch(32)
+    network = Recorder(prediction)
+    part = batch(32)
     _, loss = losses_of(student(network, strategy), part)
     ((x_t, t, _),) = network.calls
     slope = {None: SLOPES[part["cluster"]], "full": (SLOPES * Router.probabilities).sum(), "top-1": SLOPES[2]}[strategy]
     velocity = slope.reshape(-1, 1, 1, 1) * x_t
     time = t[:, None, None, None]
     target = {"velocity": velocity, "epsilon": x_t + (1 - time) * velocity, "x_0": x_t - time * velocity}[prediction]
+
     assert loss.item() == pytest.approx((0.7 * x_t - target).square().mean().item(), rel=1e-4)
 
 
 def test_the_held_out_loss_is_an_experts():
     losses = [figures(objective, batch(16)) for objective in (student(Recorder()), expert(Recorder()))]
+
     assert len(losses[0]) == 1 + NUM_VALIDATION_TIMESTEPS
     assert losses[0] == losses[1]
 
 
 def test_its_teacher_computes_in_the_precision_of_samples(finished_run):
-    objective, experiment = student(Recorder()), load_experiment(TINY, ["sample.precision=bf16-mixed"])
+    objective = student(Recorder())
+    experiment = load_experiment(TINY, ["sample.precision=bf16-mixed"])
     objective.teach(Run(experiment, RunFolder(finished_run)))
+
     assert objective.teacher.precision == "bf16-mixed"
 
 
@@ -73,15 +78,20 @@ def test_a_teacher_without_its_router_is_refused(finished_run, tmp_path):
 
 @pytest.mark.slow
 def test_an_island_without_the_ensemble_trains_it_by_the_command_line(finished_run, tmp_path, capsys):
-    run, store = tmp_path / "run", copy_run(finished_run, tmp_path / "store")
+    run = tmp_path / "run"
+    store = copy_run(finished_run, tmp_path / "store")
     (store / "ensemble.json").unlink()  # assembled where it is needed
     own = [*settings(run), "distill.max_steps=3", "distill.global_batch_size=4", "member=student"]
+
     assert main(["fit", *own, f"remote={store}"]) == 0
+
     meta, _ = read_artifact(run / "members" / "student" / "artifact")
     assert (meta.role, meta.step, meta.num_samples) == ("student", 3, 12)
+
     capsys.readouterr()
     assert main(["fit", *own, "distill.max_steps=4", "distill.teacher=full"]) == 2
     assert "was trained with distill.teacher = 'owner', not 'full'; set it back" in capsys.readouterr().err
+
     (run / "ensemble.json").unlink()
     assert main(["fit", *own, "distill.max_steps=4"]) == 2
     assert "ensemble.json: the ensemble's manifest is missing; fit the missing members" in capsys.readouterr().err

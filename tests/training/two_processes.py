@@ -42,8 +42,10 @@ def in_two_processes(task):
             for process in ranks:
                 process.kill()
                 process.join()
+
     for _, _, problem in answers:
         assert problem is None, problem
+
     return {rank: answer for rank, answer, _ in answers}
 
 

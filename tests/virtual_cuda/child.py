@@ -73,11 +73,13 @@ def advance_counting(self: Any, *args: Any) -> None:
     before = units.copy()
     with recorder.fresh() as counts:
         advance(self, *args)
+
     recorder.counts.update(counts)
     due = [unit for unit in ("save", "average") if units[unit] > before[unit]]
     if self.trainer.lightning_module.logs_now():
         due.append("log")
         units["log"] += 1
+
     steps.append((self.trainer.global_step, due, counts))
     if self.trainer.global_step == stop["at"]:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -101,7 +103,7 @@ def ran(argv: list[str], stop_at: int | None, notes: list[Any]) -> dict[str, Any
     notes.clear()
     units["command"] += 1
     sys.argv[1:] = argv
-    output, operations = io.StringIO(), recorder.num_operations()
+    output = io.StringIO()
     with recorder.fresh() as counts, captured(output):
         try:
             code = run()
@@ -110,12 +112,12 @@ def ran(argv: list[str], stop_at: int | None, notes: list[Any]) -> dict[str, Any
         except Exception:  # noqa: BLE001  # the test shows it
             traceback.print_exc()
             code = 1
+
     return {
         "code": code,
         "output": output.getvalue(),
         "counts": rows(counts),
         "units": dict(units),
-        "num_operations": recorder.num_operations() - operations,
         "steps": [(number, due, rows(of_step)) for number, due, of_step in steps],
         "notes": [*notes],
     }

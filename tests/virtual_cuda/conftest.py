@@ -27,7 +27,6 @@ SETTINGS = (
     "sample.num_steps=3",
     "sample.num_per_prompt=2",
 )
-RUN = pytest.StashKey[list[Ran]]()
 
 
 def commands(run_dir: Path) -> list[Command]:
@@ -36,7 +35,8 @@ def commands(run_dir: Path) -> list[Command]:
     def command(name: str, *more: str, **numbers: int) -> Command:
         return Command([name, *more], ["-c", str(TINY), f"run_dir={run_dir}", *SETTINGS], **numbers)
 
-    guided, exact = "sample.guidance_scale=2", ("sample.precision=32-true", "--seed", "1")
+    guided = "sample.guidance_scale=2"
+    exact = ("sample.precision=32-true", "--seed", "1")
     return [
         command("prepare"),
         command("fit", "member=expert-0", "island.precision=bf16-mixed", stop_at=5, code=130),
@@ -70,28 +70,6 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def everything(run_dir: Path, pytestconfig: pytest.Config) -> list[Ran]:
+def everything(run_dir: Path) -> list[Ran]:
     """What every command did."""
-    found = run(commands(run_dir), probe="virtual_cuda.probes:watch")
-    pytestconfig.stash[RUN] = found
-    return found
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Show how often each command waits for the device and copies."""
-    if found := config.stash.get(RUN, None):
-        terminalreporter.section("on the virtual CUDA device")
-        for name in dict.fromkeys(ran.name for ran in found):
-            terminalreporter.write_line(summary(name, [ran for ran in found if ran.name == name]))
-        terminalreporter.write_line(summary("all", found))
-
-
-def summary(name: str, found: list[Ran]) -> str:
-    """One line of totals."""
-    kinds = dict.fromkeys(("wait", "blocking upload", "staged upload", "upload", "download"), 0)
-    for ran in found:
-        for (kind, _), number in ran.counts.items():
-            kinds[kind] += number
-    operations, steps = sum(ran.num_operations for ran in found), sum(len(ran.steps) for ran in found)
-    events = ", ".join(f"{number} {kind}s" for kind, number in kinds.items())
-    return f"{name}: {len(found)} commands, {operations} operations, {steps} training steps; {events}"
+    return run(commands(run_dir), probe="virtual_cuda.probes:watch")

@@ -15,7 +15,6 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
-#include <atomic>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -34,8 +33,6 @@ c10::Device cuda(c10::DeviceIndex index) {
 
 using Callback = void (*)(const char* kind, const char* what);
 Callback callback = nullptr;
-
-std::atomic<long> num_operations{0};
 
 void report(const char* kind, const std::string& what) {
   if (callback != nullptr) callback(kind, what.c_str());
@@ -239,7 +236,6 @@ c10::IValue replaced_tensors(const c10::IValue& value, Visit visit) {
 }
 
 void on_host(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
-  ++num_operations;
   const auto& schema = op.schema();
   const auto& name = schema.name();
   const size_t num_arguments = schema.arguments().size(), first = stack->size() - num_arguments;
@@ -386,7 +382,6 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
 // Called from Python, through ctypes.
 extern "C" {
 void virtual_cuda_listen(Callback function) { callback = function; }
-long virtual_cuda_num_operations() { return num_operations; }
 int virtual_cuda_num_devices() { return kNumDevices; }
 void virtual_cuda_set_device(int index) { Guard().setDevice(cuda(static_cast<c10::DeviceIndex>(index))); }
 int virtual_cuda_device() { return current_device; }

@@ -32,11 +32,6 @@ class Recorder:
         # Kept alive as long as the library may call it.
         self._callback = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p)(self._heard)
         library.virtual_cuda_listen(self._callback)
-        self._library = library
-
-    def num_operations(self) -> int:
-        """Number of operations on the device so far."""
-        return self._library.virtual_cuda_num_operations()
 
     def _heard(self, kind: bytes, what: bytes) -> None:
         self.counts[kind.decode(), place(sys._getframe(1)) or f"elsewhere: {what.decode()}"] += 1
@@ -44,7 +39,8 @@ class Recorder:
     @contextlib.contextmanager
     def fresh(self) -> Iterator[collections.Counter[Event]]:
         """Count what happens within the block apart from the rest."""
-        outer, self.counts = self.counts, collections.Counter()
+        outer = self.counts
+        self.counts = collections.Counter()
         try:
             yield self.counts
         finally:
@@ -59,7 +55,8 @@ def place(frame: FrameType | None) -> str:
     """
     within = ""
     while frame is not None:
-        name, function = frame.f_globals.get("__name__", ""), frame.f_code.co_name
+        name = frame.f_globals.get("__name__", "")
+        function = frame.f_code.co_name
         # Comprehensions have no frame from Python 3.12 on, and Lightning's utilities say nothing of what they serve.
         if name.partition(".")[0] in _PACKAGES and not function.startswith("<") and ".utilities." not in name:
             if name.startswith("ddm_lightning"):
@@ -67,6 +64,7 @@ def place(frame: FrameType | None) -> str:
                 return f"{here} > {within}" if within else here
             within = within or f"{name.rpartition('.')[2]}:{function}"
         frame = frame.f_back
+
     return within
 
 
@@ -91,8 +89,9 @@ def install() -> Recorder:
     library = ctypes.CDLL(os.environ["LD_PRELOAD"])
     library.virtual_cuda_pin.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     library.virtual_cuda_unpin.argtypes = [ctypes.c_void_p]
-    library.virtual_cuda_num_operations.restype = ctypes.c_long
-    recorder, started_in, count = Recorder(library), os.getpid(), library.virtual_cuda_num_devices()
+    recorder = Recorder(library)
+    started_in = os.getpid()
+    count = library.virtual_cuda_num_devices()
     properties = SimpleNamespace(
         name="NVIDIA H100 80GB HBM3", major=9, minor=0, total_memory=80 * GIGABYTE, multi_processor_count=132
     )
@@ -101,6 +100,7 @@ def install() -> Recorder:
         before = library.virtual_cuda_device()
         if index >= 0:
             library.virtual_cuda_set_device(index)
+
         return before
 
     def host_register(address: int, num_bytes: int, _flags: int) -> int:
@@ -129,6 +129,7 @@ def install() -> Recorder:
     }
     for name, function in bindings.items():
         setattr(torch._C, f"_cuda_{name}", function)
+
     replaced: dict[str, Any] = {
         "_cudart": SimpleNamespace(
             cudaHostRegister=host_register,
@@ -151,4 +152,5 @@ def install() -> Recorder:
     for name, value in replaced.items():
         assert hasattr(torch.cuda, name), f"torch.cuda has no {name} any more"
         setattr(torch.cuda, name, value)
+
     return recorder

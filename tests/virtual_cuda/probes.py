@@ -21,6 +21,7 @@ def watch(note: Callable[[Any], None]) -> None:
         output = forward(self, *inputs)
         if not output.is_meta:  # which FLOPs are counted on
             note(str(output.dtype))
+
         return output
 
     SelfAttention.forward = noting  # type: ignore[method-assign]
@@ -28,7 +29,8 @@ def watch(note: Callable[[Any], None]) -> None:
 
 def spoil_a_step(note: Callable[[Any], None]) -> None:
     """Give one step of the monolith a loss that is not finite, so that there is a skipped step to replay."""
-    weighted, calls = Objective.weighted, itertools.count()
+    weighted = Objective.weighted
+    calls = itertools.count()
 
     def spoilt(self: Objective, losses: dict[str, Tensor], t: Tensor) -> Tensor:
         loss = weighted(self, losses, t)

@@ -79,8 +79,6 @@ class Ran:
     """Waits and copies of the whole command."""
     units: collections.Counter[str]
     """How much there was to do: steps, saves, validations, evaluations of the ensemble …"""
-    num_operations: int
-    """Operations on the device."""
     steps: list[Step] = field(default_factory=list)
     notes: list[Any] = field(default_factory=list)
 
@@ -104,6 +102,7 @@ def run(
     found = [_ran(command.argv, record) for command, record in zip(commands, records, strict=True)]
     for command, ran in zip(commands, found, strict=True):
         assert ran.code == command.code, f"{ran}: exit code {ran.code}\n{ran.output}"
+
     return found
 
 
@@ -130,7 +129,9 @@ def start(arguments: Sequence[str], stdin: str = "", environment: Mapping[str, s
         cwd=ROOT,
         env={**inherited, **own, **(environment or {})},
     )
+
     assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+
     return done.stdout
 
 
@@ -141,8 +142,10 @@ def library() -> Path:
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))), None)
     if sys.platform != "linux" or torch.version.cuda is not None:
         pytest.skip("the virtual CUDA device needs Linux and a CPU build of torch")
+
     if compiler is None or not (packages / "include" / "ATen").is_dir():
         pytest.skip("the virtual CUDA device needs a C++ compiler and torch's headers")
+
     made_of = hashlib.sha256(f"{torch.__version__} {compiler}".encode() + SOURCE.read_bytes())
     path = ROOT / ".pytest_cache" / "virtual_cuda" / f"{made_of.hexdigest()[:16]}.so"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -155,4 +158,5 @@ def library() -> Path:
             done = subprocess.run(command, capture_output=True, text=True)
             assert done.returncode == 0, done.stderr
             temporary.rename(path)
+
     return path

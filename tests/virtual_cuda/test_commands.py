@@ -25,23 +25,27 @@ def allow_list() -> dict[tuple[str, str, str], tuple[int, list[str]]]:
                     assert entry is not None, f"{place}: {text!r} gives no bound with a reason"
                     assert (command, kind, place) not in found, f"{command}, {kind}, {place}: twice"
                     found[command, kind, place] = int(entry[1]), entry[2].split("+")
+
     return found
 
 
 def test_the_host_waits_and_copies_only_where_a_reason_is_given(everything: list[Ran]) -> None:
-    allowed, problems = allow_list(), []
+    allowed = allow_list()
+    problems = []
     for ran in everything:
         for event, number in ran.counts.items():
             at_most, units = allowed.get((ran.name, *event), (0, []))
             limit = at_most * sum(ran.units[unit] for unit in units)
             if number > limit:
                 problems.append(f"{number} x {': '.join(event)} ({limit} allowed) in {ran}")
+
     assert not problems, "\n".join(problems)
 
 
 def test_every_entry_of_the_allow_list_still_matches(everything: list[Ran]) -> None:
     seen = {(ran.name, *event) for ran in everything for event in ran.counts}
     unseen = [": ".join(entry) for entry in allow_list() if entry not in seen]
+
     assert not unseen, "\n".join(unseen)
 
 
@@ -54,12 +58,15 @@ def test_between_log_steps_a_training_step_copies_its_batch_and_waits_for_nothin
             student = {ROUTED: 1} if "member=student" in ran.argv else {}
             assert step.counts == {COLUMNS: 5, **student}, f"step {step.number} of {ran}"
             members |= {word for word in ran.argv if word.startswith("member=")}
+
     names = ("expert-0", "expert-1", "expert-2", "router", "monolith", "student")
+
     assert members == {f"member={name}" for name in names}
 
 
 def test_a_stopped_training_resumes_on_the_device(everything: list[Ran]) -> None:
     stopped, resumed = (ran for ran in everything if "member=expert-0" in ran.argv and ran.name == "fit")
+
     assert [step.number for step in stopped.steps] == [1, 2, 3, 4, 5, 6]
     assert [step.number for step in resumed.steps] == [7, 8, 9, 10, 11, 12]
 
@@ -71,12 +78,15 @@ def test_previews_of_a_training_do_not_fail(everything: list[Ran]) -> None:
 
 def test_it_computes_what_a_cpu_computes(everything: list[Ran], run_dir: Path) -> None:
     on_device, on_cpu = (np.asarray(Image.open(run_dir / f"{name}.png")) for name in ("gpu", "cpu"))
+
     assert on_cpu.std() > 10
+
     np.testing.assert_array_equal(on_device, on_cpu)
 
 
 def test_networks_sample_in_bfloat16_unless_told_otherwise(everything: list[Ran]) -> None:
-    full, half = "torch.float32", "torch.bfloat16"
+    full = "torch.float32"
+    half = "torch.bfloat16"
     for ran in everything:
         if ran.name in ("sample", "evaluate", "diagnose"):
             expected = {full} if "sample.precision=32-true" in ran.argv else {half}

@@ -58,6 +58,7 @@ def noting(notes: list[Any]) -> None:
         last = all(weight.is_contiguous(memory_format=torch.channels_last) for weight in weights)
         if weights:
             notes.append([type(network).__name__, str(weights[0].dtype), last, torch.get_float32_matmul_precision()])
+
         return network
 
     pretrained.on_device = moved
@@ -70,9 +71,11 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any], di
     folder = tmp_path_factory.mktemp("prepare")
     for save, name in ((save_vae, "vae"), (save_clip, "clip"), (save_dinov2, "dinov2")):
         save(folder / name)
+
     notes, counts = json.loads(start(["-c", ON_THE_DEVICE], str(folder)).splitlines()[-1])
     with light_prepare():
         prepare(experiment(folder, "cpu"), folder / "cpu")
+
     return folder, notes, {(kind, place): number for kind, place, number in counts}
 
 
@@ -92,13 +95,16 @@ def test_columns_are_those_of_the_cpu(found, column: str, low: float, high: floa
 
 
 def test_networks_lie_channels_last_in_the_type_that_is_safe_for_them(found) -> None:
-    vae, features = ["AutoencoderKL", "torch.bfloat16", True, "high"], ["Dinov2Model", "torch.float32", True, "high"]
+    vae = ["AutoencoderKL", "torch.bfloat16", True, "high"]
+    features = ["Dinov2Model", "torch.float32", True, "high"]
+
     # K-means decides alike on all machines: without TensorFloat-32.
     assert found[1] == [vae, features, "highest"]
 
 
 def test_the_host_waits_once_per_batch(found) -> None:
     waits = {place: number for (kind, place), number in found[2].items() if kind == "wait"}
+
     assert waits.pop("encoders.pretrained:encode_in_batches") == 2 * 2  # 70 images are two chunks, of two networks
     assert waits.pop("encoders.captions:_encoded") == 2  # columns of one batch
     assert {place.partition(":")[0] for place in waits} <= {"partition.nearest", "partition.build", "partition.kmeans"}

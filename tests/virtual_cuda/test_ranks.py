@@ -21,7 +21,8 @@ def note_devices(note: Callable[[Any], None]) -> None:
     from ddm_lightning.evaluation import evaluate
     from ddm_lightning.training import objective
 
-    build, begin = IMAGE_ENCODERS.build, evaluate.Generated.__init__
+    build = IMAGE_ENCODERS.build
+    begin = evaluate.Generated.__init__
 
     def noting(*arguments: Any) -> Any:
         note(["encoder", torch.cuda.current_device()])
@@ -36,7 +37,8 @@ def note_devices(note: Callable[[Any], None]) -> None:
         raise UserError("enough")
 
     IMAGE_ENCODERS.build = noting  # type: ignore[method-assign]
-    evaluate.Generated.__init__, objective.load_ensemble = beginning, load  # type: ignore[method-assign]
+    evaluate.Generated.__init__ = beginning
+    objective.load_ensemble = load  # type: ignore[method-assign]
 
 
 @pytest.mark.slow
