@@ -270,10 +270,8 @@ def test_a_sample_that_is_not_finite_costs_its_steps_and_is_found_by_one_command
 
     steps = "1 step" if len(skipped) == 1 else f"{len(skipped)} steps"
     told = f"expert-0: skipped {steps} without a finite gradient; see python -m ddm_lightning replay -c {TINY} "
-    of_fit, of_status = (line for line in capsys.readouterr().out.splitlines() if line.startswith(told))
-    assert main(shlex.split(of_status.partition("see python -m ddm_lightning ")[2])) == 0, (
-        "the command as it is printed"
-    )
+    _, line = (line for line in capsys.readouterr().out.splitlines() if line.startswith(told))
+    assert main(shlex.split(line.partition("see python -m ddm_lightning ")[2])) == 0, "the command as it is printed"
 
     command = ["replay", "member=expert-0", *settings]
     out = capsys.readouterr().out
