@@ -205,8 +205,7 @@ def test_an_expert_reads_tokens(tmp_path):
     meta, network = load_network(member(run, "artifact"))
     assert (meta.condition, meta.step) == (ConditionSpec("tokens", 16, 3), 3)
 
-    experiment = load_experiment(TINY, [f"run_dir={run}", *SHORT, *tokens])
-    conditions = [text_condition([prompt], experiment) for prompt in ("red disc", "disc red", "red disc")]
+    conditions = [text_condition([prompt], meta) for prompt in ("red disc", "disc red", "red disc")]
 
     assert conditions[0].values.shape == (1, 3, 16) and bool((conditions[0].values[0, 2] == 0).all())
 
