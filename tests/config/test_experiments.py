@@ -131,8 +131,8 @@ def test_the_hours_of_a_header_follow_from_its_formula(stem):
             assert f"{hours:.{len(shown.partition('.')[2])}f}" == shown
 
 
-@pytest.mark.parametrize(("stem", "ratio"), [("imagenet_8x", 1.045), ("laion_8x", 1.089), ("laion_24b", 1.030)])
-def test_ensemble_over_monolith_is_that_of_the_paper_or_the_header(stem, ratio):
+@pytest.mark.parametrize(("stem", "ratio"), [("imagenet_8x", 1.045), ("laion_8x", 1.089)])
+def test_ensemble_over_monolith_is_that_of_the_paper(stem, ratio):
     """FLOPs of eight experts and a router over those of a monolith of as many steps."""
     experiment = load_experiment(FOLDER / f"{stem}.yaml")
     costs = {}

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from deadline import within
-from shards.mds import damage
 from tiny_runs import finish, read_status, start
 from training.checkpoint_folders import state_by_parameter
 
@@ -90,12 +89,7 @@ def test_ranks_stream_different_samples(pair):
 
 def test_sharded_and_replicated_training_end_in_the_same_weights(pair):
     """Data, noise and first weights are equal, so that what sharding does to gradients and averages is what differs."""
-    sharded, replicated = state_of(pair.fsdp), state_of(pair.ddp)
-    assert sharded.keys() == replicated.keys()
-    for name, value in replicated.items():
-        torch.testing.assert_close(
-            sharded[name], value, rtol=1e-3, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
-        )
+    torch.testing.assert_close(state_of(pair.fsdp), state_of(pair.ddp), rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
@@ -191,17 +185,4 @@ def test_a_step_in_parts_is_the_step(pair, finished_run, tmp_path, strategy):
     finish(fit(run, strategy, "island.micro_batch_size=3"))
     whole = getattr(pair, strategy.partition("-")[0])
     assert rank_ids(run, 1) == rank_ids(whole, 1)
-    expected = state_of(whole)
-    for name, value in state_of(run).items():
-        torch.testing.assert_close(
-            value, expected[name], rtol=1e-3, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
-        )
-
-
-def test_a_damaged_shard_ends_both_with_one_line(finished_run, tmp_path):
-    run = new_run(finished_run, tmp_path / "run")
-    name = damage(run / "prepared/shards/cluster-0/train", "flipped")
-    with within(300):
-        _, err = finish(fit(run, "ddp"), code=2)
-    (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert f"cluster-0/train/{name}: is damaged" in line
+    torch.testing.assert_close(state_of(run), state_of(whole), rtol=1e-3, atol=1e-4)

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from deadline import within
+from islands.watching import weights
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_runs import LONG, MEMBERS, TINY, ended_on_failure, finish, read_status, settings
@@ -76,10 +77,6 @@ def losses(run, member):
     events.Reload()
     name = "2_router/train/cross_entropy" if member == "router" else "1_watch/train/loss"
     return [(event.step, event.value) for event in events.Scalars(name)]
-
-
-def weights(run, member):
-    return (run / "members" / member / "artifact" / "model.safetensors").read_bytes()
 
 
 def sample_ids(run, member):
@@ -148,6 +145,10 @@ def test_other_members_are_bit_identical(disturbed, long_run):
         assert [step for step, _ in undisturbed] == list(range(5, STEPS[member] + 1, 5))
         assert losses(disturbed.run, member) == undisturbed
         assert weights(disturbed.run, member) == weights(long_run, member)
+        log = (disturbed.run / "members" / member / "log.txt").read_text(encoding="utf-8")
+        assert log.count("M parameters") == 1, "trained once"
+    assert (disturbed.run / "ensemble.json").exists()
+    assert str(disturbed.run / "samples" / "top-1.png") in disturbed.out_resumed
 
 
 @pytest.mark.long
@@ -171,15 +172,6 @@ def test_the_killed_one_resumes_with_the_same_samples_to_the_same_bits(disturbed
     ours, theirs = (dict(losses(run, KILLED)) for run in (disturbed.run, long_run))
     assert {s: v for s, v in ours.items() if s not in split} == {s: v for s, v in theirs.items() if s not in split}
     assert weights(disturbed.run, KILLED) == weights(long_run, KILLED)
-
-
-@pytest.mark.long
-def test_finished_members_are_skipped(disturbed):
-    for member in OTHERS:
-        log = (disturbed.run / "members" / member / "log.txt").read_text(encoding="utf-8")
-        assert log.count("M parameters") == 1
-    assert (disturbed.run / "ensemble.json").exists()
-    assert str(disturbed.run / "samples" / "top-1.png") in disturbed.out_resumed
 
 
 @pytest.mark.long

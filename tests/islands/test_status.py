@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
-from shards import servers
 from shards.mds import WARNINGS
 from tiny_runs import TINY
 from torch.utils.tensorboard import SummaryWriter
@@ -244,35 +243,25 @@ def test_a_damaged_list_of_parts_is_said(run, content):
     assert status.preparing_line(run) == f"prepare: {run.url}/prepared/parts.json is damaged"
 
 
-def test_watch_waits_for_a_store_that_is_down(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(islands, "_WATCH_SECONDS", 0.0)
-    with servers.s3(tmp_path / "nothing", tmp_path, monkeypatch) as (url, line):
-        own = Run(load_experiment(TINY, [f"run_dir={tmp_path / 'here'}", f"remote={url}"]))
-        for name in own.names:
-            start(own, monkeypatch, name, state="done")
-        line.fail(0, times=3)  # all attempts of the first look
-        assert main(["status", "-c", str(TINY), f"run_dir={tmp_path / 'here'}", f"remote={url}", "--watch"]) == 0
-    out, err = capsys.readouterr()
-    assert "done" in out
-    (note,) = err.splitlines()
-    assert note.startswith("note: key 'remote': s3://images/run/") and note.endswith("; tried again until it answers")
-
-
-def test_watch_waits_for_every_part_of_its_table(run, clock, monkeypatch, capsys):
+@pytest.mark.parametrize(("place", "error"), [("/lease", ConnectionError("reset")), ("/prepared", OSError("expired"))])
+def test_watch_waits_for_a_store_that_is_down(run, clock, monkeypatch, capsys, place, error):
+    """At the first look, and for every part of the table."""
     monkeypatch.setattr(islands, "_WATCH_SECONDS", 0.0)
     for name in run.names:
         start(run, monkeypatch, name, state="done")
-    answers = [OSError("expired"), {}]
+    errors, files = [error], remote.files
 
     def listed(url, recursive=True):
-        if url.endswith("/prepared") and isinstance(answer := answers.pop(0), OSError):
-            raise answer
+        if url.endswith(place) and errors:
+            raise errors.pop()
         return files(url, recursive)
 
-    files = remote.files
     monkeypatch.setattr(remote, "files", listed)
+
     assert main(["status", "-c", str(TINY), f"run_dir={run.folder.root}", f"remote={run.url}", "--watch"]) == 0
-    assert "expired" in capsys.readouterr().err and answers == []
+    out, err = capsys.readouterr()
+    assert "done" in out
+    assert err == f"note: key 'remote': {error}; check the address and the access to it; tried again until it answers\n"
 
 
 def test_watch_refuses_a_wrong_address_at_once(tmp_path, capsys):
