@@ -13,11 +13,8 @@ from ddm_lightning.core.formatting import Bars, format_bytes, format_duration
     ("value", "expected"),
     [
         (0, "0 bytes"),
-        (999, "999 bytes"),
         (1000.9, "1.0 kB"),
-        (118_000, "118.0 kB"),
         (1.3e12, "1.3 TB"),
-        (2.5e18, "2.5 EB"),
         (2.5e21, "2.5 ZB"),
     ],
 )
@@ -31,7 +28,6 @@ def test_bytes_are_written_in_the_unit_that_fits(value, expected):
         (2e-6, "2 µs"),
         (0.0125, "12.5 ms"),
         (90, "90 s"),
-        (120, "2 min"),
         (150, "2.5 min"),
         (9000, "2.5 h"),
         (864e5, "1,000 days"),

@@ -33,9 +33,9 @@ def test_labels_title_and_footer_are_drawn_beside_the_images():
     bare = labelled_grid([("", rows[0][1])], 3)
     labelled = labelled_grid(rows, 3)
     titled = labelled_grid(rows, 3, title="a title")
-    credited = labelled_grid(
-        rows, 3, footer="drawn by somebody whose licence asks for a line of credit below each sheet"
-    )
+    credit = "drawn by somebody whose licence asks for a line of credit below each sheet"
+    credited = labelled_grid(rows, 3, footer=credit)
+
     assert labelled.width > bare.width
     assert titled.height > labelled.height
     ink = (np.asarray(credited)[labelled.height :] < 200).any()
@@ -54,14 +54,10 @@ def test_a_long_label_goes_on_in_further_lines_while_there_is_room():
     assert inked_rows("a prompt of many words " * 4, 8) <= one, "a low cell has room for one line"
 
 
-def test_a_prompt_of_any_length_is_shortened_in_linear_time():
+def test_a_label_of_any_length_is_shortened_in_linear_time():
     row = [picture((1, 2, 3))]
-    for text in ("word " * 4000, "x" * 20_000):
-        start = time.process_time()
-        labelled_grid([(text, row)], 3)
-        assert time.process_time() - start < 10, "a quadratic search takes minutes"
+    start = time.process_time()
+    long = labelled_grid([("x" * 20_000, row)], 3)
 
-
-def test_a_label_without_spaces_is_cut_too():
-    row = [picture((1, 2, 3))]
-    assert labelled_grid([("x" * 500, row)], 3).width < 2 * labelled_grid([("x" * 25, row)], 3).width
+    assert long.width < 2 * labelled_grid([("x" * 25, row)], 3).width
+    assert time.process_time() - start < 10, "a quadratic search takes minutes"

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import contextmanager
 
 import pytest
 
@@ -29,6 +30,24 @@ def from_elsewhere(monkeypatch, url):
         patched.setattr(lease, "_machine", lambda: "another start of another machine")
         patched.setattr(lease.platform, "node", lambda: "far-away")
         return claim(url)
+
+
+@contextmanager
+def beating(held):
+    """Let a lease beat during the block."""
+    over = threading.Event()
+
+    def beat():
+        while not over.wait(0.1):
+            held.beat({})
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def test_a_claim_is_refused_while_its_process_lives_and_free_once_released(url):
@@ -61,22 +80,11 @@ def test_a_silent_claim_of_another_machine_is_taken_over_after_a_wait(url, monke
 
 @pytest.mark.parametrize("days", [-1, 1])
 def test_a_claim_that_beats_is_refused_whatever_its_clock_says(url, monkeypatch, days):
-    other, over = from_elsewhere(monkeypatch, url), threading.Event()
-    now = time.time()
+    other, now = from_elsewhere(monkeypatch, url), time.time()
     monkeypatch.setattr(lease.time, "time", lambda: now + days * 86_400)
 
-    def beat():
-        while not over.wait(0.1):
-            other.beat({})
-
-    thread = threading.Thread(target=beat)
-    thread.start()
-    try:
-        with pytest.raises(UserError, match="on far-away, which is alive"):
-            claim(url)
-    finally:
-        over.set()
-        thread.join()
+    with beating(other), pytest.raises(UserError, match="on far-away, which is alive"):
+        claim(url)
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b'{"host": 1}', b"\xff", b"[" * 200_000])
@@ -96,24 +104,15 @@ def test_a_store_that_answers_garbage_makes_no_dead_process_alive(url, monkeypat
 def test_a_listing_that_hides_the_newest_claims_lets_nobody_in(url, monkeypatch):
     first = from_elsewhere(monkeypatch, url)
     first.beat({}, released=True)
-    second, over, created = from_elsewhere(monkeypatch, url), threading.Event(), []
+    second, created = from_elsewhere(monkeypatch, url), []
     files, create = remote.files, remote.create
     monkeypatch.setattr(remote, "files", lambda url: {"1.json": 1} if url.endswith("lease") else files(url))
     monkeypatch.setattr(remote, "create", lambda *given: created.append(given) or create(*given))
 
-    def beat():
-        while not over.wait(0.1):
-            second.beat({})
-
-    thread = threading.Thread(target=beat)
-    thread.start()
-    try:
-        with pytest.raises(UserError, match="on far-away, which is alive"):
-            claim(url)
-    finally:
-        over.set()
-        thread.join()
+    with beating(second), pytest.raises(UserError, match="on far-away, which is alive"):
+        claim(url)
     assert len(created) == 1
+
     third = claim(url)  # it is dead now
     assert third.generation == 3
     with pytest.raises(lease.LostLeaseError, match="has taken it over"):
