@@ -46,7 +46,8 @@ def test_clusters_weighted_by_their_posterior_are_the_whole_set(seed, n, d, num_
     points, labels, x_t, t = draw_set(seed, n, d, num_clusters)
     whole, by_cluster, posterior = reference(points, labels, num_clusters, x_t, t)
     oracle = FiniteSetOracle(torch.tensor(points), torch.tensor(labels), num_clusters)
-    x, time = torch.tensor(x_t), torch.tensor(t)
+    x = torch.tensor(x_t)
+    time = torch.tensor(t)
     weights = oracle.cluster_posterior(x, time).numpy()
     np.testing.assert_allclose(weights, posterior, rtol=0, atol=1e-10)
     np.testing.assert_allclose(oracle.velocity(x, time).numpy(), whole, rtol=0, atol=1e-8)
@@ -55,6 +56,7 @@ def test_clusters_weighted_by_their_posterior_are_the_whole_set(seed, n, d, num_
         velocity = oracle.velocity(x, time, k).numpy()
         np.testing.assert_allclose(velocity, expected, rtol=0, atol=1e-8)
         mixture += weights[:, [k]] * velocity
+
     np.testing.assert_allclose(mixture, whole, rtol=0, atol=1e-5)
 
 

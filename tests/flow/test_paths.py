@@ -53,7 +53,9 @@ class OnPath(nn.Module):
 
     def __init__(self, points: Tensor, path: str, prediction: str) -> None:
         super().__init__()
-        self.points, self.trained_on, self.prediction = points, path, prediction
+        self.points = points
+        self.trained_on = path
+        self.prediction = prediction
 
     def forward(self, x: Tensor, tau: Tensor, _: object) -> Tensor:
         assert ((tau > 0) & (tau <= 1)).all()
@@ -129,10 +131,13 @@ def test_the_linear_path_is_itself_to_the_bit() -> None:
     generator = torch.Generator().manual_seed(0)
     for dtype in (torch.float32, torch.float64):
         x, t = torch.randn(2, 200_000, generator=generator, dtype=dtype)
-        x, t = x[:, None], t.sigmoid() ** 4  # also near the data
+        x = x[:, None]
+        t = t.sigmoid() ** 4  # also near the data
         for found in (PATHS["linear"].from_linear(x, t), PATHS["linear"].to_linear(x, t)):
             assert torch.equal(found[0], x) and torch.equal(found[1], t)
+
         assert bool((PATHS["linear"].velocity_scale(t) == 1).all())
+
     half = torch.ones(2, 3, dtype=torch.float16)
     seen = velocity_of(lambda *given: given[0], half, torch.ones(2), None, "velocity")
     assert seen is half  # not copied, nor of another type
@@ -153,7 +158,8 @@ def test_training_follows_the_path(path: str) -> None:
 def test_loss_weights_are_those_of_the_implied_error(path: str, kind: str) -> None:
     x_0, noise, error = torch.randn(3, 39, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     error = 0.1 * error
-    x_tau, target = interpolate(x_0, noise, TAUS, path), training_target(x_0, noise, TAUS, kind, path)
+    x_tau = interpolate(x_0, noise, TAUS, path)
+    target = training_target(x_0, noise, TAUS, kind, path)
     in_velocity = to_velocity(target + error, x_tau, TAUS, kind, path) - (noise - x_0)
     t = PATHS[path].to_linear(x_tau, TAUS)[1]
     own = error.square().sum(1)

@@ -35,7 +35,8 @@ def test_an_exact_prediction_gives_the_exact_velocity(kind: str) -> None:
 def test_an_error_of_the_network_is_amplified_a_bounded_number_of_times(kind: str, largest: float) -> None:
     t = torch.tensor([0.0, 1e-12, 1e-4, 0.5, 1 - 1e-4, 1 - 1e-12, 1.0], dtype=torch.float64)
     x_0, noise = draw(len(t))
-    x_t, exact = interpolate(x_0, noise, t), training_target(x_0, noise, t, kind)
+    x_t = interpolate(x_0, noise, t)
+    exact = training_target(x_0, noise, t, kind)
     error = to_velocity(exact + 1.0, x_t, t, kind) - to_velocity(exact, x_t, t, kind)
     assert error.abs().max() <= 1.0001 * largest
     assert error.isfinite().all()
@@ -43,7 +44,8 @@ def test_an_error_of_the_network_is_amplified_a_bounded_number_of_times(kind: st
 
 
 def test_the_data_that_a_noise_prediction_implies_are_clamped_on_both_sides() -> None:
-    x_t, half = torch.tensor([[-50.0], [-5.0], [5.0], [50.0]]), torch.full((4,), 0.5)
+    x_t = torch.tensor([[-50.0], [-5.0], [5.0], [50.0]])
+    half = torch.full((4,), 0.5)
     assert to_velocity(torch.zeros(4, 1), x_t, half, "epsilon").tolist() == [[20.0], [10.0], [-10.0], [-20.0]]
 
 

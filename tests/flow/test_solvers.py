@@ -16,7 +16,8 @@ from ddm_lightning.flow.timesteps import sampling_times
 from ddm_lightning.testing import check_solver
 
 START = torch.tensor([[0.3, -1.2], [2.0, 0.7], [-0.4, 0.1]], dtype=torch.float64)
-MEAN, STD = 1.5, 0.4
+MEAN = 1.5
+STD = 0.4
 ODES = ["euler", "heun", "midpoint", "dpm++2m", "dormand-prince"]
 
 
@@ -61,6 +62,7 @@ def errors_of(solver: Solver, counts: list[int], start: float, end: float, probl
     for count in counts:
         times = end + (start - end) * sampling_times(count, 1.5, dtype=torch.float64)
         found.append((solver.solve(field, solution(start), times) - solution(end)).abs().max().item())
+
     return np.array(found)
 
 
@@ -101,12 +103,16 @@ def test_dpm_solver_is_the_papers_where_the_estimate_of_the_data_is_linear_in_la
 
 def test_dormand_prince_has_order_5() -> None:
     """Steps of a fixed length: each in a solve of its own, with a tolerance that accepts it."""
-    errors, counts, loose = [], [8, 16, 32], DormandPrince(rtol=0.0, atol=1e9)
+    errors = []
+    counts = [8, 16, 32]
+    loose = DormandPrince(rtol=0.0, atol=1e9)
     for count in counts:
         x_t = growing_solution(0.9)
         for pair in torch.linspace(0.9, 0.1, count + 1, dtype=torch.float64).unfold(0, 2, 1):
             x_t = loose.solve(growing_field, x_t, pair)
+
         errors.append((x_t - growing_solution(0.1)).abs().max().item())
+
     assert -np.polyfit(np.log(counts), np.log(errors), 1)[0] == pytest.approx(5, abs=0.2)
 
 
@@ -118,6 +124,7 @@ def test_the_error_follows_the_tolerance(problem: int, end: float) -> None:
         found.append(errors_of(DormandPrince(tolerance, tolerance), [10], 1.0, end, problem)[0])
         # The Euler step from t = 1e-3 to 0 adds half a second derivative times 1e-6.
         assert found[-1] < 20 * tolerance + (0 if end else 3e-6)
+
     assert found[0] > found[1] > found[2]
 
 
@@ -155,7 +162,8 @@ def test_jumps_and_numbers_that_are_not_finite_come_to_an_end() -> None:
 def test_fixed_steps_keep_their_bits(shift: float) -> None:
     """Samples of one seed stay what they were, float32: the formulas as they were first released."""
     generator = torch.Generator().manual_seed(0)
-    x_1, drawn = torch.randn(5, 3, generator=generator), torch.randn(12, 5, 3, generator=generator)
+    x_1 = torch.randn(5, 3, generator=generator)
+    drawn = torch.randn(12, 5, 3, generator=generator)
     times = sampling_times(12, shift)
     pairs = list(zip(times.tolist()[:-1], times.tolist()[1:], strict=True))
 
@@ -174,6 +182,7 @@ def test_fixed_steps_keep_their_bits(shift: float) -> None:
         mean = (a * s**2 / t**2) * chain + of_data * x_0
         variance = torch.tensor(s**2 * of_data / (1 - s), dtype=torch.float64)
         chain = mean if s == 0 else mean + variance.sqrt() * drawn[step]
+
     for name, expected in {"euler": euler, "heun": heun, "ancestral": chain}.items():
         assert torch.equal(solver(name).solve(gaussian_field, x_1, times, lambda i: drawn[i]), expected), name
 

@@ -125,6 +125,7 @@ def test_any_wrong_value_is_one_line(tmp_path):
                 build_network(meta, state)
             except UserError as error:
                 lines.append(str(error))
+
     assert len(lines) > 200
     assert all("\n" not in line and (str(path) in line or line.startswith("expert-0: ")) for line in lines)
 

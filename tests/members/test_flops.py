@@ -7,7 +7,10 @@ from ddm_lightning.networks.dit import DiT, RouterDiT
 from ddm_lightning.networks.mmdit import MMDiT
 
 SMALL = {"width": 16, "depth": 3, "num_heads": 2, "patch_size": 2}
-SHAPE, N, D, L = (3, 8, 8), 16, 16, 3  # sample, patches, width, depth
+SHAPE = (3, 8, 8)
+N = 16
+D = 16
+L = 3  # sample, patches, width, depth
 SPECS = [ConditionSpec("none", 0), ConditionSpec("class", 5), ConditionSpec("text", 6), ConditionSpec("tokens", 6, 7)]
 ALL_OPTIONS = {"rope": True, "mlp": "swiglu", "norm": "rms", "modulation": "single", "qk_norm": True}
 
@@ -25,6 +28,7 @@ def by_hand(spec, *, single, gated):
     block = N * 4 * D * D + 2 * N * N * D + N * (3 * D * gated if gated else 8 * D * D)
     if m:
         block += 2 * N * D * D + 2 * m * D * D + 2 * N * m * D
+
     return 2 * (ends + L * block + (1 if single else L) * 6 * D * D)
 
 
@@ -36,7 +40,8 @@ def test_a_forward_pass_is_counted(spec):
 
 
 def test_a_forward_pass_of_two_streams_is_counted():
-    spec, m = SPECS[3], 7
+    spec = SPECS[3]
+    m = 7
     network = MMDiT(x_shape=SHAPE, condition=spec, **SMALL)
     ends = N * 12 * D + 256 * D + D * D + 2 * D * D + N * D * 12 + m * 6 * D + 2 * D * D
     both = (N + m) * 12 * D * D + 2 * (N + m) ** 2 * D + 12 * D * D
@@ -60,4 +65,5 @@ def test_dit_xl_2_is_that_of_its_paper():
     spec = ConditionSpec("class", 1000)
     with torch.device("meta"):
         network = DiT(x_shape=(4, 32, 32), condition=spec, size="XL", patch_size=2)
+
     assert flops_per_sample(network, (4, 32, 32), spec, backward=False) == pytest.approx(237.3e9, rel=0.02)

@@ -161,7 +161,8 @@ def test_bad_sources_are_refused_and_leave_nothing(tmp_path: Path, make: Any, wo
 
 
 def test_other_weights_than_those_of_the_first_start_are_refused(tmp_path: Path) -> None:
-    artifact, run = put(tmp_path / "artifact"), tmp_path / "run"
+    artifact = put(tmp_path / "artifact")
+    run = tmp_path / "run"
     first = sha256(artifact / "model.safetensors")
     refused(lambda: initial(run, artifact, sha256="ab" * 32).sha256, artifact, first[:12], "not abababababab")
     start = initial(run, artifact, sha256=first)
@@ -181,7 +182,8 @@ def test_other_weights_than_those_of_the_first_start_are_refused(tmp_path: Path)
 
 
 def test_a_source_that_has_changed_since_is_refused(tmp_path: Path) -> None:
-    source, run = tmp_path / "weights.safetensors", tmp_path / "run"
+    source = tmp_path / "weights.safetensors"
+    run = tmp_path / "run"
     save_file(make_network("expert").state_dict(), source)
     start = initial(run, source)
     first = start.sha256
@@ -212,7 +214,8 @@ def test_a_folder_of_diffusers_fills_the_model_within(tmp_path: Path, is_sharded
     model.save_pretrained(tmp_path / "model", max_shard_size="10KB" if is_sharded else "1GB")
     files = [*(tmp_path / "model").glob("*.safetensors")]
     assert (len(files) > 1) == is_sharded
-    source, sizes = (tmp_path / "model").as_uri(), DataSizes(SHAPE, TEXT.size, (2, TEXT.size), 0)
+    source = (tmp_path / "model").as_uri()
+    sizes = DataSizes(SHAPE, TEXT.size, (2, TEXT.size), 0)
     changes = ["expert.network.name=diffusers", f"expert.init_from={source}", f"run_dir={tmp_path / 'run'}"]
     run = Run(load_experiment(TINY, [*changes, "condition.kind=tokens", "expert.path=vp", "sample.prompts=[]"]))
     member = run.resolve("expert-0", sizes)

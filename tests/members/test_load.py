@@ -104,7 +104,8 @@ def test_weights_of_unsupported_types(tmp_path, dtype, word):
 def test_integer_buffers_are_allowed(monkeypatch):
     """As a plug-in's BatchNorm has: the type is that of the network."""
     monkeypatch.setitem(EXPERTS._built_in, "counting", _Counting)
-    meta, state = replace(make_meta(), network="counting", params={}), _Counting().state_dict()
+    meta = replace(make_meta(), network="counting", params={})
+    state = _Counting().state_dict()
     build_network(meta, state)
     refused(lambda: build_network(meta, {"steps": torch.ones(1)}), "'steps' is floats [1] instead of int64 [1]")
 

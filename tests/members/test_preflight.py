@@ -40,6 +40,7 @@ def test_a_finished_member_belongs_to_its_initial_weights_and_steps(finished_run
     (run_dir / "members/expert-0/checkpoints").rename(tmp_path / "away")
     with pytest.raises(UserError, match=r"has step = 60 in member\.json, and the experiment asks for 61; copy the"):
         check("expert.train.max_steps=61")
+
     source = put(tmp_path / "source") / "model.safetensors"
     start = f"expert.init_from={source}"
     run = Run(load_experiment(TINY, [*settings(run_dir)[2:], start]))

@@ -23,6 +23,7 @@ def test_an_empty_record_is_named_and_not_the_file(tiny_run):
     (tiny_run / "experiment.yaml").write_text("")
     with pytest.raises(UserError) as caught:
         load_run(TINY, [f"run_dir={tiny_run}"])
+
     assert str(caught.value).startswith(f"{tiny_run / 'experiment.yaml'}: keys ")
 
 
@@ -96,6 +97,7 @@ def test_a_record_may_have_keys_of_earlier_releases_and_a_file_of_the_user_may_n
     run.experiment.write_text(json.dumps(record))
     with pytest.raises(UserError, match=r"unknown key 'prepare\.partition\.out_of_cluster_fraction'"):
         load_experiment(run.experiment)  # nothing else shows that it belongs to a run
+
     assert load_run(TINY, [f"run_dir={tmp_path}"]) == tiny(tmp_path)
     run.prepared.mkdir()
     assert load_run(run.experiment) == tiny(tmp_path)
@@ -106,6 +108,7 @@ def test_a_record_may_have_keys_of_earlier_releases_and_a_file_of_the_user_may_n
 def test_reading_does_not_create_a_missing_folder(tmp_path):
     with pytest.raises(UserError, match="no run here; start it with"):
         Run.open(tiny(tmp_path / "run"))
+
     assert not (tmp_path / "run").exists()
 
 
@@ -143,6 +146,7 @@ def test_a_damaged_record_is_refused(tmp_path, text):
     run.folder.member("expert-0").mkdir(parents=True)
     with pytest.raises(UserError, match=r"experiment\.yaml"):
         Run.open(tiny(tmp_path), create=True)
+
     assert run.folder.experiment.read_text() == text
 
 
@@ -152,5 +156,7 @@ def test_a_refusal_leaves_no_record_but_that_of_a_training(tmp_path, has_trained
     with pytest.raises(UserError, match="diverged"), run.claimed():
         if has_trained:
             (run.folder.member("expert-0") / "checkpoints" / "step-00000010.ckpt").mkdir(parents=True)
+
         raise UserError("diverged")
+
     assert run.folder.experiment.exists() == has_trained

@@ -72,6 +72,7 @@ def is_valid(folder, key):
         Config().use_elliptic_key_verifier(public_key=key.with_suffix(".pub")).verify(folder, folder / "model.sig")
     except Exception:  # noqa: BLE001
         return False
+
     return True
 
 
@@ -140,6 +141,7 @@ def test_an_accepted_artifact_is_checked_again_once_it_or_the_key_changes(runs, 
         (artifact / changed).write_text("{}")
     else:
         shutil.copyfile(keys["stranger"].with_suffix(".pub"), keys["lab"].with_suffix(".pub"))
+
     refused(lambda: accept("expert-0", artifact, reader), f"{artifact}: its signature is refused")
 
 
@@ -197,6 +199,7 @@ def test_bad_private_keys_are_one_line(keys, tmp_path):
     ):
         run = open_run(tmp_path / "run", f"island.signing_key={key}")
         refused(lambda run=run: check_keys("expert-0", run), f"key 'island.signing_key': {key}: {words}")
+
     missing = open_run(tmp_path / "run", f"island.trusted_keys.all={tmp_path / 'none.pub'}")
     refused(lambda: check_keys("expert-0", missing), "key 'island.trusted_keys': ", "there is no such file; copy")
 
@@ -208,6 +211,7 @@ def test_initial_weights_which_nobody_signs_need_a_hash(tmp_path, keys):
         refused(lambda run=run: check_keys("expert-0", run), "key 'expert.init_from': nobody signs", "sha256: …}")
         check_keys("router", run)
         check_keys("prepare", run)
+
     check_keys("expert-0", open_run(tmp_path / "run", trust, f"expert.init_from={{source: w, sha256: {'a' * 64}}}"))
     check_keys("expert-0", open_run(tmp_path / "run", "expert.init_from=w"))
 

@@ -77,8 +77,10 @@ def test_a_reused_process_id_is_not_training(tmp_path):
         assert status.shown_state() == "killed"
         ticks = int(start_time(process.pid))
         process.kill()
+
     with Path("/proc/uptime").open(encoding="ascii") as stream:
         now = round(float(stream.read().split()[0]) * os.sysconf("SC_CLK_TCK"))
+
     assert int(status.began) < ticks <= now < ticks + 60 * os.sysconf("SC_CLK_TCK")
 
 

@@ -64,4 +64,5 @@ def moved(module):
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
+
     return module

@@ -103,6 +103,7 @@ def test_a_kernel_that_cannot_run_here_is_one_line():
 def test_equals_the_formula_on_a_gpu(dtype, tolerance, backend):
     if backend == "xformers" and not pytest.importorskip("xformers._cpp_lib")._built_with_cuda:
         pytest.skip("xformers was built for another CUDA")
+
     # 72 features a head are those of DiT-XL/2; views of one product, as layers hand them over.
     qkv = heads(0, 2, 37, 3, 4, 72).to(dtype)
     expected = by_numpy(*(part.double() for part in qkv.unbind(2)))
@@ -115,10 +116,12 @@ def test_equals_the_formula_on_a_gpu(dtype, tolerance, backend):
 
 
 def test_the_chosen_kernel_is_named():
-    layer, cpu = nn.Sequential(SelfAttention(8, 2, False)), torch.device("cpu")
+    layer = nn.Sequential(SelfAttention(8, 2, False))
+    cpu = torch.device("cpu")
     assert chosen_kernel(layer, cpu) == "flash_attention"
     with sdpa_kernel(SDPBackend.MATH), torch.autocast("cpu", torch.bfloat16):
         assert chosen_kernel(layer, cpu) == "math"
+
     assert chosen_kernel(nn.Linear(2, 2), cpu) is None
 
 

@@ -44,9 +44,11 @@ def test_qk_norm_forgets_the_size_of_queries_and_keys(kind, name, num, qk_norm):
 @pytest.mark.parametrize("qk_norm", [False, True])
 def test_self_attention_runs_in_mixed_precision(qk_norm):
     torch.manual_seed(0)
-    layer, x = SelfAttention(12, 3, qk_norm=qk_norm), random(2, 5, 12).float()
+    layer = SelfAttention(12, 3, qk_norm=qk_norm)
+    x = random(2, 5, 12).float()
     with torch.autocast("cpu", torch.bfloat16):
         mixed = layer(x)
+
     assert mixed.dtype == torch.bfloat16
     torch.testing.assert_close(mixed.float(), layer(x), atol=2e-2, rtol=2e-2)
     assert layer.bfloat16()(x.bfloat16()).dtype == torch.bfloat16
@@ -143,11 +145,13 @@ def test_block_starts_as_the_identity(recipe, reads_tokens):
     options = Architecture(width=16, depth=2, num_heads=2, patch_size=2, **recipe)
     trunk = Trunk(x_shape=(3, 4, 4), condition=spec, options=options, out_features=12)
     initialise(trunk)
-    x, conditioning = torch.randn(2, 4, 16), torch.randn(2, 16)
+    x = torch.randn(2, 4, 16)
+    conditioning = torch.randn(2, 16)
     condition = Condition.of(torch.randn(2, 3, 6)) if reads_tokens else None
     assert torch.equal(trunk.run(x, conditioning, trunk.rotation, condition), x)
     for block in trunk.blocks:  # and only their zeros make them so
         nn.init.ones_(block.modulation.table if options.modulation == "single" else block.modulation.bias)
+
     assert not torch.equal(trunk.run(x, conditioning, trunk.rotation, condition), x)
 
 

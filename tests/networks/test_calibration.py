@@ -23,6 +23,7 @@ def test_the_temperature_undoes_a_router_that_is_too_sure(factor):
     for part in range(4):  # in batches, at the second of two times
         rows = slice(part * 5000, (part + 1) * 5000)
         calibration.add(1, logits[rows], clusters[rows], torch.arange(20_000)[rows])
+
     nothing, fitted = calibration.temperatures()
     before, after = (errors[1] for errors in calibration.errors())
     assert nothing == 1.0
@@ -41,6 +42,7 @@ def test_the_fit_is_the_minimum_and_uses_half_of_the_samples():
     alone = Calibration(num_times=1)
     for row in range(120):
         alone.add(0, logits[row : row + 1], clusters[row : row + 1], ids[row : row + 1])
+
     assert torch.allclose(alone.loss, calibration.loss) and torch.allclose(alone.reliability, calibration.reliability)
 
     def loss(exponent):
@@ -54,7 +56,8 @@ def test_the_fit_is_the_minimum_and_uses_half_of_the_samples():
     choices = 2 ** np.linspace(-2, 2, 41)
     for found, temperature in zip(calibration.errors(), (1.0, choices[np.abs(choices - fitted).argmin()]), strict=True):
         rows = np.exp(log_softmax(logits.double().numpy()[~first] / temperature, axis=1))
-        hits, bins = rows.argmax(1) == clusters.numpy()[~first], np.ceil(rows.max(1) * 15)
+        hits = rows.argmax(1) == clusters.numpy()[~first]
+        bins = np.ceil(rows.max(1) * 15)
         gaps = [np.abs((rows.max(1) - hits)[bins == one].sum()) for one in range(1, 16)]
         assert found == pytest.approx([sum(gaps) / len(rows)])
 

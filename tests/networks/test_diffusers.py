@@ -37,9 +37,14 @@ from ddm_lightning.testing import check_expert
 from ddm_lightning.use.export import export_member
 
 pytestmark = WARNINGS
-DIT, PIXART, SD3 = "DiTTransformer2DModel", "PixArtTransformer2DModel", "SD3Transformer2DModel"
-PRX, LUMINA = "PRXTransformer2DModel", "Lumina2Transformer2DModel"
-SHAPE, CLASSES, TOKENS = (4, 8, 8), ConditionSpec("class", 5), ConditionSpec("tokens", 6, length=3)
+DIT = "DiTTransformer2DModel"
+PIXART = "PixArtTransformer2DModel"
+SD3 = "SD3Transformer2DModel"
+PRX = "PRXTransformer2DModel"
+LUMINA = "Lumina2Transformer2DModel"
+SHAPE = (4, 8, 8)
+CLASSES = ConditionSpec("class", 5)
+TOKENS = ConditionSpec("tokens", 6, length=3)
 SIZES = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 2, "in_channels": 4, "sample_size": 8}
 ROTARY = {"in_channels": 4, "patch_size": 2}
 MODELS = {
@@ -64,6 +69,7 @@ def saved(kind, folder, safe=True, **changes):
     model = getattr(diffusers, kind)(**MODELS[kind] | changes)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
+
     model.save_pretrained(folder, safe_serialization=safe)
     return model.eval()
 
@@ -78,6 +84,7 @@ def built(condition=CLASSES, x_shape=SHAPE, folder=None, **params):
     network = EXPERTS.build("diffusers", params, x_shape=x_shape, condition=condition)
     if folder is not None:
         network.model.load_state_dict(load_file(folder / "diffusion_pytorch_model.safetensors"))
+
     return network
 
 
@@ -234,9 +241,11 @@ def test_it_keeps_the_contract_of_experts(kind):
         config = {"_class_name": kind} | MODELS[kind]
         if vector := context["condition"].vector_size:
             config["pooled_projection_dim"] = vector
+
         network = EXPERTS.get("diffusers")(**context, config=config)
         if kind == SD3:  # whose last block computes queries of the text for nothing
             network.blocks[-1].attn.add_q_proj.requires_grad_(False)
+
         return network
 
     kinds = {DIT: ("none", "class"), SD3: ("tokens", "tokens+text")}.get(kind, ("tokens",))
@@ -245,7 +254,9 @@ def test_it_keeps_the_contract_of_experts(kind):
 
 @pytest.mark.slow
 def test_a_pretrained_one_trains_and_its_artifact_does_not_need_the_folder(tmp_path, capsys):
-    folder, run, out = tmp_path / "pretrained", tmp_path / "run", tmp_path / "exported"
+    folder = tmp_path / "pretrained"
+    run = tmp_path / "run"
+    out = tmp_path / "exported"
     model = saved(PRX, folder, in_channels=3)
     words = "prepare.caption_encoder={name: hashed-words, params: {size: 6, max_tokens: 3}}"
     overrides = [f"run_dir={run}", words, "condition.kind=tokens"]
@@ -284,11 +295,14 @@ def test_an_adapter_is_written_merged_with_its_base(tmp_path):
     adapt(network, lora, base)
     for parameter in network.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
+
     manifest = handed_over(network, tmp_path, TOKENS, lora=lora, init_from="base", init_sha256=sha256)
 
     export_member(manifest, tmp_path / "out")
     again = diffusers.PRXTransformer2DModel.from_pretrained(tmp_path / "out", low_cpu_mem_usage=False)
-    x_t, t, tokens = torch.randn(3, *SHAPE), torch.tensor([0.1, 0.5, 1.0]), torch.randn(3, 3, 6)
+    x_t = torch.randn(3, *SHAPE)
+    t = torch.tensor([0.1, 0.5, 1.0])
+    tokens = torch.randn(3, 3, 6)
     with torch.no_grad():
         expected = network.eval()(x_t, t, Condition.of(tokens))
         torch.testing.assert_close(again(x_t, t, tokens).sample, expected, rtol=1e-5, atol=1e-5)
@@ -322,6 +336,7 @@ def test_what_does_not_match_is_refused_in_one_line(kind, changes, problem):
     config = {"_class_name": kind} | MODELS[kind] | changes.pop("also", {})
     with pytest.raises(UserError, match=problem) as refusal:
         built(**{"config": config} | changes)
+
     assert "\n" not in str(refusal.value)
 
 
@@ -354,13 +369,16 @@ def test_another_path_and_an_artifact_that_names_a_folder_are_refused(tmp_path):
     experiment = load_experiment(TINY, [*network, "condition.kind=class", "sample.prompts=[]"])
     with pytest.raises(UserError, match=r"works on the path 'vp', not 'linear'; set expert\.path=vp"):
         Run(experiment).resolve("expert-0", DataSizes(SHAPE, 16, None, 4)).build_network()
-    state, same = built(folder=tmp_path).state_dict(), params_of(tmp_path)
+
+    state = built(folder=tmp_path).state_dict()
+    same = params_of(tmp_path)
     meta = replace(make_meta(), network="diffusers", params=same, x_shape=SHAPE, condition=CLASSES)
     meta = replace(meta, prediction="epsilon", path="vp")
     build_network(meta, state)
     refused(lambda: build_network(replace(meta, params={"path": str(tmp_path)}), state), "expert-0", "outside the")
     refused(lambda: build_network(replace(meta, path="linear"), state), "expert-0", "'vp'")
     small = {"_class_name": SD3} | MODELS[SD3]
-    state, huge = built(TOKENS, config=small).state_dict(), small | {"pos_embed_max_size": 10**6}
+    state = built(TOKENS, config=small).state_dict()
+    huge = small | {"pos_embed_max_size": 10**6}
     meta = replace(meta, params={"config": huge}, condition=TOKENS, prediction="velocity", path="linear")
     refused(lambda: build_network(meta, state), "expert-0", "of memory")

@@ -13,7 +13,9 @@ from ddm_lightning.networks.embeddings import axial_rotation, sincos_positions
 from ddm_lightning.testing import check_expert
 
 SMALL = {"width": 16, "depth": 2, "num_heads": 2, "patch_size": 2}
-NONE, TEXT, CLASSES = ConditionSpec("none", 0), ConditionSpec("text", 6), ConditionSpec("class", 1000)
+NONE = ConditionSpec("none", 0)
+TEXT = ConditionSpec("text", 6)
+CLASSES = ConditionSpec("class", 1000)
 TOKENS = ConditionSpec("tokens", 6, length=3)
 
 
@@ -47,6 +49,7 @@ def test_initial_weights_are_those_of_the_paper():
             bound = math.sqrt(6 / (fan_in + fan_out))
             assert 0.98 * bound < value.abs().max().item() <= bound, name
             assert value.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.05), name
+
     assert not torch.equal(state["blocks.0.attention.qkv.weight"], state["blocks.1.attention.qkv.weight"])
 
 
@@ -113,11 +116,14 @@ def test_mixed_precision_answers_in_the_type_of_x_t(spec, options):
 
 @pytest.mark.parametrize("rope", [False, True])
 def test_blocks_add_up_in_float32_in_mixed_precision(rope):
-    network, seen = perturbed(condition=TEXT, rope=rope, norm="rms"), []
+    network = perturbed(condition=TEXT, rope=rope, norm="rms")
+    seen = []
     for block in network.blocks:
         block.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].dtype))
+
     with torch.autocast("cpu", torch.bfloat16):
         network(torch.randn(2, 3, 8, 8), torch.rand(2), Condition.of(torch.randn(2, 6)))
+
     assert set(seen) == {torch.float32}
 
 

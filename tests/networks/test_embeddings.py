@@ -21,7 +21,8 @@ def random(*shape, seed=0):
 
 
 def test_linear_on_patches_is_a_strided_convolution():
-    x, weight = random(2, 3, 6, 10), random(7, 3, 2, 2, seed=1)
+    x = random(2, 3, 6, 10)
+    weight = random(7, 3, 2, 2, seed=1)
     by_convolution = functional.conv2d(x, weight, stride=2).flatten(2).transpose(1, 2)
     torch.testing.assert_close(functional.linear(patchify(x, 2), weight.flatten(1)), by_convolution)
 
@@ -35,7 +36,9 @@ def test_unpatchify_inverts_patchify(shape):
 
 
 def test_positions_equal_a_second_implementation():
-    width, rows, columns = 12, 3, 5
+    width = 12
+    rows = 3
+    columns = 5
     row, column = np.divmod(np.arange(rows * columns), columns)
     waves = []
     for coordinate in (column, row):
@@ -110,7 +113,8 @@ def test_dropped_rows_are_the_learned_null(embedding, values):
 
 def test_a_vector_of_tokens_is_that_of_their_mean():
     tokens = random(3, 4, 5).float()
-    as_tokens, as_text = made(ConditionSpec("tokens", 5, length=4)), made(ConditionSpec("text", 5))
+    as_tokens = made(ConditionSpec("tokens", 5, length=4))
+    as_text = made(ConditionSpec("text", 5))
     torch.testing.assert_close(as_tokens(Condition.of(tokens), 3), as_text(Condition.of(tokens.mean(1)), 3))
 
 

@@ -22,6 +22,7 @@ def adapted(lora=LORA, *without):
     adapt(network, lora, base)
     for parameter in network.parameters():
         nn.init.normal_(parameter, std=0.3)
+
     return network, base
 
 
@@ -39,6 +40,7 @@ def test_adapted_layers_compute_the_formula():
         down, up = (state[f"{layer}.lora_{part}.default.weight"] for part in "AB")
         assert down.shape[0] == up.shape[1] == 3
         expected[f"{layer}.weight"] = expected[f"{layer}.weight"] + 0.5 * up @ down
+
     plain = make_network("expert", 1).double()
     plain.load_state_dict({name: torch.from_numpy(value) for name, value in expected.items()})
     assert torch.allclose(network(*inputs()), plain(*inputs()), rtol=0, atol=1e-12)
@@ -57,7 +59,8 @@ def test_only_adapters_are_trained_and_saved():
 
 
 def test_an_untrained_adapter_changes_nothing():
-    network, plain = make_network("expert"), make_network("expert")
+    network = make_network("expert")
+    plain = make_network("expert")
     adapt(network, LORA, network.state_dict())
     x_t, t, condition = inputs()
     of_float = (x_t.float(), t.float(), Condition(condition.values.float(), condition.keep))
@@ -88,10 +91,12 @@ class Encoder(nn.Module):
 
 
 def test_adapters_act_in_eval_mode_as_in_training():
-    network, plain = Encoder().double(), Encoder().double()
+    network = Encoder().double()
+    plain = Encoder().double()
     adapt(network, LoraConfig(rank=3, target_modules=["linear1", "linear2", "out_proj"]), network.state_dict())
     for parameter in network.parameters():
         nn.init.normal_(parameter, std=0.3)
+
     state = network.state_dict()
     assert {name.split(".lora_")[0] for name in state} == {
         *(f"layers.layers.{number}.linear{place}" for number in (0, 1) for place in (1, 2)), "out_proj",
@@ -100,6 +105,7 @@ def test_adapters_act_in_eval_mode_as_in_training():
     for name, down in state.items():
         if ".lora_A." in name:
             weights[f"{name.split('.lora_')[0]}.weight"] += state[name.replace("lora_A", "lora_B")] @ down
+
     plain.load_state_dict(weights)
     x = torch.randn(3, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     expected = plain.train()(x)

@@ -52,6 +52,7 @@ def test_the_setting_of_the_docstring_has_three_billion_parameters():
             num_heads=28,
             patch_size=2,
         )
+
     assert sum(parameter.numel() for parameter in network.parameters()) == pytest.approx(3.0e9, rel=0.02)
 
 
@@ -90,7 +91,9 @@ def by_formula(block, x, text, conditioning):
 @pytest.mark.parametrize("is_last", [False, True])
 def test_block_equals_the_formula(is_last, qk_norm):
     block = randomised(JointBlock(12, 3, 2.0, qk_norm, is_last))
-    x, text, conditioning = random(2, 5, 12), random(2, 4, 12, seed=1), random(2, 12, seed=2)
+    x = random(2, 5, 12)
+    text = random(2, 4, 12, seed=1)
+    conditioning = random(2, 12, seed=2)
     for ours, expected in zip(block(x, text, conditioning), by_formula(block, x, text, conditioning), strict=True):
         torch.testing.assert_close(ours, expected)
 
@@ -99,11 +102,13 @@ def test_block_equals_the_formula(is_last, qk_norm):
 def test_blocks_start_as_the_identity(qk_norm):
     torch.manual_seed(0)
     network = MMDiT(x_shape=(3, 8, 8), condition=TOKENS, qk_norm=qk_norm, **SMALL)
-    x, text = torch.randn(2, 16, 16), torch.randn(2, 3, 16)
+    x = torch.randn(2, 16, 16)
+    text = torch.randn(2, 3, 16)
     for block in network.blocks:
         after_x, after_text = block(x, text, torch.randn(2, 16))
         assert torch.equal(after_x, x)
         assert after_text is None if isinstance(block.text, ReadStream) else torch.equal(after_text, text)
+
     out = network(torch.randn(2, 3, 8, 8), torch.rand(2), Condition.of(torch.randn(2, 3, 6)))
     assert torch.equal(out, torch.zeros(2, 3, 8, 8))
 

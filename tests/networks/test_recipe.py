@@ -40,7 +40,8 @@ def test_parameter_counts_are_the_published_ones(size, width, millions, patch_si
     total = count(built(size, patch_size)) + learned_variances(width, patch_size)
     assert round(total / 1e6) in millions
     depth, _, _ = SIZES[size]
-    patches, out = 4 * patch_size**2, 8 * patch_size**2
+    patches = 4 * patch_size**2
+    out = 8 * patch_size**2
     embeddings = (patches + 1) * width + (256 + 1) * width + (width + 1) * width + 1001 * width
     a_block = 6 * (width + 1) * width + 4 * (width + 1) * width + 4 * (width + 1) * width + (4 * width + 1) * width
     assert total == embeddings + depth * a_block + 2 * (width + 1) * width + (width + 1) * out

@@ -8,7 +8,9 @@ from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.networks.dit import RouterDiT, sample_kept
 
 SMALL = {"width": 16, "depth": 2, "num_heads": 2, "patch_size": 2}
-NONE, TEXT, TOKENS = ConditionSpec("none", 0), ConditionSpec("text", 6), ConditionSpec("tokens", 6, length=3)
+NONE = ConditionSpec("none", 0)
+TEXT = ConditionSpec("text", 6)
+TOKENS = ConditionSpec("tokens", 6, length=3)
 ALL_OPTIONS = {"rope": True, "mlp": "swiglu", "norm": "rms", "modulation": "single", "qk_norm": True}
 
 
@@ -37,6 +39,7 @@ def test_parameter_count_is_the_published_one():
     """DiT-B/2 as a router of 8 clusters: 129 million (Paris, 2510.03434)."""
     with torch.device("meta"):
         network = RouterDiT(x_shape=(4, 32, 32), condition=NONE, num_clusters=8, size="B", patch_size=2)
+
     assert sum(parameter.numel() for parameter in network.parameters()) == pytest.approx(129e6, rel=0.01)
 
 
@@ -50,7 +53,8 @@ def test_the_class_token_reads_a_set_of_tokens(rope):
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_the_class_token_is_not_rotated(dropout):
-    network, seen = perturbed(rope=True, dropout=dropout), []
+    network = perturbed(rope=True, dropout=dropout)
+    seen = []
     network.blocks[0].attention.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[1]))
     network.train()(*batch(3), None)
     (rotation,) = seen
@@ -69,7 +73,8 @@ def test_dropout_acts_in_training_only(changes):
     assert torch.equal(network(x, t, condition), network(x, t, condition))
     network.train()
     torch.manual_seed(0)
-    first, other = network(x, t, condition), network(x, t, condition)
+    first = network(x, t, condition)
+    other = network(x, t, condition)
     torch.manual_seed(0)
     assert torch.equal(network(x, t, condition), first)
     assert (first - other).abs().max() > 1e-3
@@ -93,6 +98,7 @@ def test_mixed_precision_runs():
     condition = Condition.of(torch.randn(2, 6))
     with torch.autocast("cpu", torch.bfloat16):
         mixed = network(x, t, condition)
+
     torch.testing.assert_close(mixed.float(), network(x, t, condition), atol=0.05, rtol=0.05)
 
 

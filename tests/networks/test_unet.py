@@ -16,7 +16,8 @@ from ddm_lightning.networks.blocks import checkpoint_blocks
 from ddm_lightning.networks.unet import UNet, UNetBlock
 from ddm_lightning.testing import check_expert
 
-NONE, CLASSES = ConditionSpec("none", 0), ConditionSpec("class", 4)
+NONE = ConditionSpec("none", 0)
+CLASSES = ConditionSpec("class", 4)
 
 
 def test_keeps_the_contract_of_experts() -> None:
@@ -30,6 +31,7 @@ def test_parts_are_where_they_are_said_to_be() -> None:
     shapes: list[tuple[int, ...]] = []
     for block in network.blocks:
         block.register_forward_hook(lambda _, __, out: shapes.append(tuple(out.shape[1:])))
+
     network(torch.randn(2, 3, 16, 8), torch.rand(2), None)
     down = [(8, 16, 8)] * 2 + [(16, 8, 4)] * 2 + [(32, 4, 2)] * 2
     assert shapes == [*down, (32, 4, 2), (32, 4, 2), *reversed(down)]

@@ -78,13 +78,16 @@ def rows(draw):
     """Rows and what they have to equal: the kept rows of each array, one behind the other."""
     sizes = draw(st.lists(st.integers(0, 6), min_size=1, max_size=5))
     shape = draw(st.sampled_from([(), (2,), (2, 3)]))
-    start, arrays, kept = 0, [], []
+    start = 0
+    arrays = []
+    kept = []
     for size in sizes:
         numbers = np.arange(start, start + size, dtype=np.int16)
         arrays.append(np.broadcast_to(numbers.reshape(-1, *[1] * len(shape)), (size, *shape)).copy())
         chosen = draw(st.none() | st.sets(st.integers(0, max(0, size - 1)), max_size=size))
         kept.append(None if chosen is None else np.array(sorted(chosen if size else ()), np.int64))
         start += size
+
     pairs = zip(arrays, kept, strict=True)
     return Rows(arrays, kept), np.concatenate([a if k is None else a[k] for a, k in pairs])
 

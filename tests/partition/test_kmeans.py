@@ -64,7 +64,8 @@ def test_prices_alone_assign_within_the_limit_near_the_least_cost(num_clusters, 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_weighted_clusters_stay_within_the_limit_near_the_least_cost(seed):
-    num, num_clusters = 40, 3
+    num = 40
+    num_clusters = 3
     x = cloud(num, 2, seed)
     weights = torch.randint(1, 40, (num,), generator=generator(seed)).double()
     centroids = 0.5 * torch.randn(num_clusters, 2, generator=generator(seed + 50), dtype=torch.float64)
@@ -138,16 +139,20 @@ def test_the_best_start_within_the_limit_beats_cheaper_ones_beyond_it(num, seed,
     seeded = generator(seed)
     x = torch.randn(num, 2, generator=seeded, dtype=torch.float64)
     weights = torch.randint(1, 12, (num,), generator=seeded).double()
-    limit, options = capacity(float(weights.sum()), 3, 1.05), {"weights": weights, "max_largest_over_mean": 1.05}
+    limit = capacity(float(weights.sum()), 3, 1.05)
+    options = {"weights": weights, "max_largest_over_mean": 1.05}
 
     def result(centroids, assignment):
         squares = (x - centroids[assignment]).square().sum(1)
-        cost, without = float((weights * squares).sum()), float(squares.sum())
+        cost = float((weights * squares).sum())
+        without = float(squares.sum())
         return cost, float(loads(assignment, weights, 3).max()) <= limit, without
 
-    alone, random = [], generator()
+    alone = []
+    random = generator()
     for _ in range(10):
         alone.append(result(*balanced_kmeans(x, 3, random, **options)))
+
     allowed = [one for one in alone if one[1]]
     best = min(allowed)
     assert min(alone)[1] is is_within and allowed[0] > best

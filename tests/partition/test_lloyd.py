@@ -54,6 +54,7 @@ def test_passes_are_lloyds_iterations(monkeypatch, metric):
     for _ in range(3):
         nearest_to = np.linalg.norm(points[:, None] - expected, axis=2).argmin(1)
         expected = np.stack([points[nearest_to == k].mean(0) for k in range(8)])
+
     np.testing.assert_allclose(fit(x, 8, metric, num_iterations=3).numpy(), expected, rtol=1e-4, atol=1e-5)
 
 

@@ -26,7 +26,8 @@ def in_float64(x, centroids, metric):
 @pytest.mark.parametrize("offset", [0.0, 300.0])
 def test_near_ties_are_decided_in_float64(offset):
     x, centroids = near_ties(2000, 32)
-    x, centroids = x + np.float32(offset), centroids + offset
+    x = x + np.float32(offset)
+    centroids = centroids + offset
     distances = in_float64(x, centroids, "euclidean")
     found = nearest(x, centroids, "euclidean").numpy()
     assert (distances[np.arange(2000), found] <= distances.min(1) * (1 + 1e-9)).all()
@@ -50,6 +51,7 @@ def test_blocks_and_threads_change_nothing(metric):
     for size in (1, 7, 1000):
         blocks = [nearest(x[start : start + size], centroids, metric) for start in range(0, 300 * size, size)[:50]]
         assert torch.cat(blocks).tolist() == whole[: len(torch.cat(blocks))].tolist()
+
     torch.set_num_threads(2)
     try:
         assert torch.equal(nearest(x, centroids, metric), whole)
@@ -86,4 +88,5 @@ def test_results_and_errors_come_in_order_from_one_thread_per_core(monkeypatch):
     assert list(in_order(work, range(51), "cpu")) == [(item * item, 1) for item in range(51)]
     with pytest.raises(ZeroDivisionError):
         list(in_order(lambda item: 1 // (item - 7), range(50), "cpu"))
+
     assert torch.get_num_threads() == 1

@@ -246,6 +246,7 @@ def test_an_unknown_class_is_refused(tmp_path, label):
 def test_classes_that_cannot_be_packed_are_refused(labels, problem):
     with pytest.raises(UserError, match=problem) as refusal:
         fit(np.zeros((20, 2), np.float32), config(3, kind="labels"), labels=np.array(labels))
+
     assert "kind = kmeans" in str(refusal.value)
 
 
@@ -277,6 +278,7 @@ def test_a_partition_that_does_not_fit_is_refused(tmp_path, num_clusters, dims, 
     fit(features, config(3, 12), features="A").save(path)
     with pytest.raises(UserError, match=problem) as refusal:
         fit(features[:, :dims], config(num_clusters, kind="existing", path=str(path)), features=name)
+
     assert str(refusal.value).startswith("key 'prepare.partition.path'")
 
 
@@ -305,6 +307,7 @@ def test_a_device_that_is_missing_is_refused_though_the_samples_are_not_counted(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     with pytest.raises(UserError, match=rf"'prepare.partition.device' = '{device}': .*{problem}"):
         build.check_partition(config(2, device=device), None)
+
     for known in ("cpu", *["cuda", "cuda:1"][:num_gpus]):
         build.check_partition(config(2, device=known), None)
 
