@@ -71,18 +71,17 @@ def planned(*overrides):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "precision", "share", "gathered"),
+    ("strategy", "precision", "nodes", "share", "gathered"),
     [
-        ("fsdp-shard-grad-op", "32-true", 4, 1),
-        ("fsdp-shard-grad-op", "bf16-mixed", 4, 1 / 2),
-        ("fsdp", "32-true", 4, 2 / 5),
-        ("fsdp", "bf16-mixed", 4, 1 / 5),
-        ("ddp", "bf16-mixed", 1, 0),
+        ("fsdp-shard-grad-op", "32-true", 1, 4, 1),
+        ("fsdp-shard-grad-op", "bf16-mixed", 2, 4, 1 / 2),
+        ("fsdp", "32-true", 2, 4, 2 / 5),
+        ("fsdp", "bf16-mixed", 1, 4, 1 / 5),
+        ("ddp", "bf16-mixed", 2, 1, 0),
     ],
 )
-@pytest.mark.parametrize("nodes", [1, 2])
 def test_a_device_holds_its_share_and_all_gathered_weights_or_those_of_two_blocks(
-    strategy, precision, share, gathered, nodes
+    strategy, precision, nodes, share, gathered
 ):
     """A training of one sample a device, whose weights take more than its activations."""
     made = planned("expert.train.ema_widths=[0.05, 0.1]", f"expert.train.global_batch_size={8 * nodes}")

@@ -5,9 +5,8 @@ import torch
 from torch import nn
 
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.core.registry import EXPERTS, ROUTERS
+from ddm_lightning.core.registry import EXPERTS
 from ddm_lightning.flow.condition import Condition, ConditionSpec
-from ddm_lightning.networks.blocks import SIZES
 from ddm_lightning.networks.dit import DiT, RouterDiT
 
 SMALL = {"width": 16, "depth": 2, "num_heads": 2, "patch_size": 2}
@@ -38,13 +37,8 @@ def learned_variances(width, patch_size):
 def test_parameter_counts_are_the_published_ones(size, width, millions, patch_size):
     """The rounded ones of Peebles and Xie; the fixed positions are no parameters to them either."""
     total = count(built(size, patch_size)) + learned_variances(width, patch_size)
+
     assert round(total / 1e6) in millions
-    depth, _, _ = SIZES[size]
-    patches = 4 * patch_size**2
-    out = 8 * patch_size**2
-    embeddings = (patches + 1) * width + (256 + 1) * width + (width + 1) * width + 1001 * width
-    a_block = 6 * (width + 1) * width + 4 * (width + 1) * width + 4 * (width + 1) * width + (4 * width + 1) * width
-    assert total == embeddings + depth * a_block + 2 * (width + 1) * width + (width + 1) * out
 
 
 def test_the_released_network_has_as_many_parameters():
@@ -70,11 +64,8 @@ def test_the_expert_of_paris_has_as_many_parameters():
     ],
 )
 def test_a_size_and_numbers_exclude_each_other(params, message):
-    context = {"x_shape": LATENT, "condition": CLASSES}
     with pytest.raises(UserError, match=f"^expert 'dit'.*{message}"):
-        EXPERTS.build("dit", {"patch_size": 2, **params}, **context)
-    with pytest.raises(UserError, match=f"^router 'router-dit'.*{message}"):
-        ROUTERS.build("router-dit", {"patch_size": 2, **params}, num_clusters=2, **context)
+        EXPERTS.build("dit", {"patch_size": 2, **params}, x_shape=LATENT, condition=CLASSES)
 
 
 def keys(*parts):

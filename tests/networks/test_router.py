@@ -24,11 +24,6 @@ def batch(num):
     return torch.randn(num, 3, 8, 8, generator=torch.Generator().manual_seed(1)), torch.linspace(0.1, 0.9, num)
 
 
-def test_starts_with_equally_likely_clusters():
-    network = RouterDiT(x_shape=(3, 8, 8), condition=NONE, num_clusters=4, **SMALL)
-    assert torch.equal(network(*batch(3), None).softmax(1), torch.full((3, 4), 0.25))
-
-
 def test_initial_class_token_is_normal():
     torch.manual_seed(0)
     network = RouterDiT(x_shape=(3, 8, 8), condition=NONE, num_clusters=4, **(SMALL | {"width": 512}))

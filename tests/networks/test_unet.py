@@ -11,7 +11,6 @@ from torch.nn import functional
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import EXPERTS
 from ddm_lightning.flow.condition import Condition, ConditionSpec
-from ddm_lightning.members.cost import flops_per_sample
 from ddm_lightning.networks.blocks import checkpoint_blocks
 from ddm_lightning.networks.unet import UNet, UNetBlock
 from ddm_lightning.testing import check_expert
@@ -22,7 +21,7 @@ CLASSES = ConditionSpec("class", 4)
 
 def test_keeps_the_contract_of_experts() -> None:
     check_expert(partial(UNet, width=8, num_heads=2, num_blocks=1, multipliers=[1, 2]))
-    deep = partial(UNet, width=8, num_heads=2, num_blocks=2, multipliers=[1, 2, 3], attention=[1], prediction="x_0")
+    deep = partial(UNet, width=8, num_heads=2, num_blocks=1, multipliers=[1, 2, 3], attention=[1], prediction="x_0")
     check_expert(deep, x_shape=(4, 8, 12), kinds=("tokens", "tokens+text"))
 
 
@@ -37,7 +36,6 @@ def test_parts_are_where_they_are_said_to_be() -> None:
     assert shapes == [*down, (32, 4, 2), (32, 4, 2), *reversed(down)]
     attending = [index for index, block in enumerate(network.blocks) if block.attention is not None]
     assert attending == [2, 3, 6, 7, 10, 11]
-    assert flops_per_sample(network, (3, 16, 8), CLASSES, backward=True) > 1e6
 
 
 @pytest.mark.parametrize("resample", ["", "up", "down"])
