@@ -33,42 +33,38 @@ def plugins(tmp_path_factory):
     return vector, {"name": "t5-text", "params": {"path": str(folder / "t5"), "max_tokens": 9}}
 
 
-def built(plugin, store):
-    return CAPTION_ENCODERS.build(plugin["name"], {**plugin["params"], "store": store})
-
-
-def pair_of(plugins, store_vector, store_tokens):
-    vector, tokens = ({**one, "params": dict(one["params"])} for one in plugins)
-    vector["params"]["store"], tokens["params"]["store"] = store_vector, store_tokens
-    return CAPTION_ENCODERS.build("pair", {"vector": vector, "tokens": tokens})
+def storing(plugin, store):
+    return {**plugin, "params": {**plugin["params"], "store": store}}
 
 
 @pytest.mark.parametrize("store_vector", ["pooled", "tokens", "ids"])
 @pytest.mark.parametrize("store_tokens", ["tokens", "ids"])
 def test_each_encoder_gives_its_part(plugins, store_vector, store_tokens):
-    pair = pair_of(plugins, store_vector, store_tokens)
-    clip, t5 = built(plugins[0], store_vector), built(plugins[1], store_tokens)
+    vector, tokens = (storing(*given) for given in zip(plugins, (store_vector, store_tokens), strict=True))
+    pair = CAPTION_ENCODERS.build("pair", {"vector": vector, "tokens": tokens})
+    clip, t5 = (CAPTION_ENCODERS.build(plugin["name"], plugin["params"]) for plugin in (vector, tokens))
     assert (pair.size, pair.token_shape) == (clip.size, t5.token_shape) == (12, (9, 16))
+    assert pair.packages[:2] == clip.packages
+
     rows, of_clip, of_t5 = (one.encode(CAPTIONS) for one in (pair, clip, t5))
-    names = {"text_tokens", "text_length"} if store_tokens == "tokens" else {"text_ids", "text_length"}
-    expected = {name: of_t5[name] for name in names}
+    expected = {name: of_t5[name] for name in (f"text_{store_tokens}", "text_length")}
     if store_vector == "ids":
         expected |= {f"text_vector_{name}": of_clip[f"text_{name}"] for name in ("ids", "length")}
     else:
         expected["text"] = of_clip["text"]
+
     assert rows.keys() == expected.keys() == pair.columns.keys()
     for name, values in rows.items():
         np.testing.assert_array_equal(values, expected[name])
+
     np.testing.assert_array_equal(pair.vectors(CAPTIONS), clip.vectors(CAPTIONS))
     np.testing.assert_array_equal(pair.tokens(CAPTIONS), t5.tokens(CAPTIONS))
     stored = {name: torch.from_numpy(values) for name, values in rows.items()}
     np.testing.assert_allclose(pair.vectors_of_stored(stored), clip.vectors(CAPTIONS), atol=2e-3)
     np.testing.assert_allclose(pair.tokens_of_stored(stored), t5.tokens(CAPTIONS), atol=2e-2)
-    hashes = {name: text for name, text in pair.provenance().items() if name.endswith("weights_sha256")}
-    assert hashes == {
-        "vector_weights_sha256": clip.provenance()["weights_sha256"],
-        "tokens_weights_sha256": t5.provenance()["weights_sha256"],
-    }
+    facts = pair.provenance()
+    assert facts["vector_weights_sha256"] == clip.provenance()["weights_sha256"]
+    assert facts["tokens_weights_sha256"] == t5.provenance()["weights_sha256"]
 
 
 @pytest.mark.parametrize(
@@ -97,7 +93,8 @@ def test_gpus_of_both_encoders_count():
 def test_a_member_trains_on_both_and_samples_by_prompt(plugins, tmp_path, capsys):
     vector, tokens = plugins
     own = shutil.copytree(tokens["params"]["path"], tmp_path / "t5")
-    tokens = {"name": tokens["name"], "params": {**tokens["params"], "store": "ids", "path": str(own)}}
+    tokens = storing(tokens, "ids")
+    tokens["params"]["path"] = str(own)
     settings = [
         f"prepare.caption_encoder={json.dumps({'name': 'pair', 'params': {'vector': vector, 'tokens': tokens}})}",
         "condition.kind=tokens+text",
@@ -109,23 +106,17 @@ def test_a_member_trains_on_both_and_samples_by_prompt(plugins, tmp_path, capsys
     for command in (["prepare"], ["fit", "member=expert-0"]):
         assert main([command[0], "-c", str(TINY), *command[1:], *settings]) == 0
     spec = ConditionSpec("tokens+text", 16, 9, 12)
-    assert read_meta(tmp_path / "members" / "expert-0" / "artifact").condition == spec
+    meta = read_meta(tmp_path / "members" / "expert-0" / "artifact")
+    condition = text_condition(CAPTIONS, meta)
+    assert meta.condition == spec
+    assert (condition.values.shape, condition.vectors.shape) == ((3, 9, 16), (3, 12))
     member = ["sample.member=expert-0", "sample.num_steps=2", "sample.num_per_prompt=1"]
     assert main(["sample", "-c", str(TINY), "--prompt", "a red apple", *settings, *member]) == 0
 
     (tmp_path / "prepared" / "parts.json").unlink()  # as on another island, where nothing is prepared
-    content = (own / "model.safetensors").read_bytes()
-    (own / "model.safetensors").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    content = bytearray((own / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (own / "model.safetensors").write_bytes(content)
     capsys.readouterr()
     assert main(["fit", "-c", str(TINY), "member=expert-1", *settings]) == 2
     assert "caption_encoder': tokens_weights_sha256 of this machine's model differ from" in capsys.readouterr().err
-
-
-def test_prompts_give_tokens_and_vectors(plugins):
-    vector, tokens = plugins
-    experiment = tiny_experiment()
-    tokens = {"name": tokens["name"], "params": {**tokens["params"], "store": "ids"}}
-    experiment.prepare.caption_encoder = PluginConfig("pair", {"vector": vector, "tokens": tokens})
-    experiment.condition.kind = "tokens+text"
-    condition = text_condition(CAPTIONS, experiment)
-    assert (condition.values.shape, condition.vectors.shape) == ((3, 9, 16), (3, 12))

@@ -217,7 +217,7 @@ def test_a_subfolder_stays_inside(model):
         ("another model", "config.json: model_type is 'clip', but feature network 'dinov2' takes dinov2 or"),
         ("no image network", "has no 'embeddings.patch_embeddings.projection.weight', needed by feature network"),
         ("cut short", "model.safetensors: not a whole safetensors file ("),
-        ("no weights", "model.safetensors: the weights are missing (pickled ones in *.bin are not loaded"),
+        ("no weights", "model.safetensors: weights are missing (pickled ones in *.bin are not loaded"),
     ],
 )
 def test_a_damaged_folder_is_refused_when_built(model, tmp_path, damage, complaint):
