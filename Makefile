@@ -46,11 +46,10 @@ smoke-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(TEST)) ## the first day 
 	$(GPU_PYTHON) benchmarks/smoke_gpu.py --json benchmarks/results/smoke_gpu.json
 
 bench-gpu: export PYTHONPATH := $(CURDIR):$(PYTHONPATH)
-bench-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(TEST)) ## steps, MFU and checkpoints on a GPU, to benchmarks/results
+bench-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(TEST)) ## steps and MFU on a GPU, to benchmarks/results
 	$(GPU_PYTHON) benchmarks/step.py --device cuda --json benchmarks/results/step_gpu.json
 	$(GPU_PYTHON) benchmarks/mfu.py --device cuda -c experiments/imagenet_8x.yaml --batch 32 64 128 --json benchmarks/results/mfu_imagenet_8x.json
 	$(GPU_PYTHON) benchmarks/mfu.py --device cuda -c experiments/laion_24b.yaml --batch 4 8 16 32 --json benchmarks/results/mfu_laion_24b.json
-	$(GPU_PYTHON) benchmarks/checkpoints.py --device cuda --json benchmarks/results/checkpoints_gpu.json
 
 report: $(TEST) ## tables of README and docs, anew from benchmarks/results
 	$(BIN)/python benchmarks/report.py

@@ -11,10 +11,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -35,7 +36,6 @@ MEMBER = "expert-0"
 LOGS_SAMPLES = "island.callbacks=[{name: sample-log}]"
 """Setting that writes each step's sample ids to the member's folder, by a plug-in of ``tests``."""
 INTERRUPTED = 130
-POLL_SECONDS = 2.0
 T = TypeVar("T")
 
 
@@ -67,11 +67,10 @@ def parser(
 
 def parse(cli: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line; settings ``key=value`` may stand anywhere."""
-    words = sys.argv[1:] if arguments is None else list(arguments)
-    # An option with several values would swallow the settings after it.
-    settings = [word for word in words if re.match(r"[\w.][\w.-]*=", word)]
-    rest = [word for word in words if word not in settings]
-    return cli.parse_args([*settings, *rest])
+    words = sys.argv[1:] if arguments is None else arguments
+    # Settings first: an option with several values would swallow those after it.
+    is_setting = re.compile(r"[\w.][\w.-]*=").match
+    return cli.parse_args(sorted(words, key=lambda word: not is_setting(word)))
 
 
 def run(main: Callable[[Sequence[str] | None], None]) -> None:
@@ -206,41 +205,58 @@ def call(command: str, options: argparse.Namespace, *overrides: str) -> None:
     start(command, options, *overrides, shown=True).ended()
 
 
-def all_of(futures: Sequence[Future[T]], tick: Callable[[int], object]) -> list[T]:
+def all_of(futures: Sequence[Future[T]], title: str = "") -> list[T]:
     """Wait for all results; after an error or Ctrl-C, end children and start no others.
 
     Args:
         futures: running in the threads or processes of one pool.
-        tick: called every ``POLL_SECONDS`` with the number of results.
+        title: of a progress bar; none is shown if it is empty.
     """
-    try:
-        waiting = set(futures)
-        while waiting:
-            done, waiting = wait(waiting, POLL_SECONDS, FIRST_EXCEPTION)
-            for one in done:
-                one.result()
+    waiting = set(futures)
+    with progress() as bars:
+        bar = bars.add_task(title, total=len(futures), visible=bool(title))
+        try:
+            while waiting:
+                done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+                for one in done:
+                    one.result()
 
-            tick(len(futures) - len(waiting))
-    except BaseException:
-        for one in futures:
-            one.cancel()
+                bars.update(bar, completed=len(futures) - len(waiting))
+        except BaseException:
+            for one in futures:
+                one.cancel()
 
-        while wait(futures, 0.1).not_done:
-            Child.end_all()  # again, because a thread may have started one meanwhile
+            while wait(futures, 0.1).not_done:
+                Child.end_all()  # again, because a thread may have started one meanwhile
 
-        raise
+            raise
 
     return [one.result() for one in futures]
+
+
+@contextmanager
+def store(folder: Path, kind: str = "s3") -> Iterator[tuple[str, Any]]:
+    """Serve ``folder / "store"`` by a server of the tests on loopback.
+
+    Args:
+        folder: receives what the server needs.
+        kind: ``s3`` or ``sftp``.
+
+    Yields:
+        The URL, and the line to the server, which can be cut.
+    """
+    sys.path.append(str(REPOSITORY / "tests" / "shards"))
+    import servers  # type: ignore[import-not-found]  # of the tests
+
+    (folder / "store").mkdir(parents=True, exist_ok=True)
+    environment = SimpleNamespace(setenv=os.environ.__setitem__)  # as pytest's monkeypatch
+    with getattr(servers, kind)(folder / "store", folder, environment) as served:
+        yield served
 
 
 def console() -> Console:
     """Console for tables; 130 columns wide unless it is a terminal."""
     return Console(width=None if sys.stdout.isatty() else 130)
-
-
-def use_all_threads() -> None:
-    """Use all cores, or ``OMP_NUM_THREADS`` of them; training uses one thread per process."""
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
 
 
 def progress() -> Progress:
@@ -294,32 +310,43 @@ class Report:
 
     def write(self, path: Path | None) -> None:
         """Write the figures to ``path`` and the table to the Markdown file beside it; None writes nothing."""
-        if path is None:
-            return
-
-        origin = origin_of_results()
-        atomic_write_json(path, {**origin, "figures": self.figures, **self.details})
-        atomic_write_text(path.with_suffix(".md"), self.markdown(origin))
-        print(f"results: {path}, {path.with_suffix('.md')}")
+        write_results(path, [self], origin_of_results(), {"figures": self.figures, **self.details})
 
     def table_lines(self) -> list[str]:
         """The table alone as Markdown."""
         alignment = [":--", *["--:"] * (len(self.headings) - 1)]
         lines = []
         for cells in (self.headings, alignment, *self.rows):
-            escaped = [cell.replace("|", r"\|") for cell in cells]
-            lines.append(f"| {' | '.join(escaped)} |")
+            lines.append(f"| {' | '.join(cells)} |")
 
         return lines
 
-    def markdown(self, origin: Mapping[str, str]) -> str:
-        """The table, its notes and the origin of its figures as Markdown."""
+    def lines(self) -> list[str]:
+        """The table and its notes as Markdown."""
         lines = [f"# {self.title}", "", *self.table_lines(), ""]
         for note in self.notes:
             lines += [note, ""]
 
-        lines += [f"- {name}: `{value}`" for name, value in origin.items()]
-        return "\n".join([*lines, ""])
+        return lines
+
+
+def write_results(
+    path: Path | None, reports: Sequence[Report], origin: Mapping[str, str], contents: Mapping[str, Any]
+) -> None:
+    """Write ``contents`` and their origin to ``path``, and tables to a Markdown file beside it; None writes nothing."""
+    if path is None:
+        return
+
+    lines = []
+    for report in reports:
+        lines += report.lines()
+
+    for name, value in origin.items():
+        lines.append(f"- {name}: `{value}`")
+
+    atomic_write_json(path, {**origin, **contents})
+    atomic_write_text(path.with_suffix(".md"), "\n".join([*lines, ""]))
+    print(f"results: {path}, {path.with_suffix('.md')}")
 
 
 def origin_of_results() -> dict[str, str]:
@@ -328,7 +355,8 @@ def origin_of_results() -> dict[str, str]:
     if script.is_relative_to(REPOSITORY):
         script = script.relative_to(REPOSITORY)
 
-    return {"commit": commit(), "device": device(), "command": shlex.join(["python", str(script), *sys.argv[1:]])}
+    command = shlex.join(["python", str(script), *sys.argv[1:]])
+    return {"commit": commit(), "device": device(), "command": command}
 
 
 def commit() -> str:
@@ -349,12 +377,13 @@ def commit() -> str:
 
 def device() -> str:
     """Processor, GPU if torch sees one, and torch's version."""
-    model = platform.processor()
     info = Path("/proc/cpuinfo")
+    model = None
     if info.exists():
-        model = info.read_text().partition("model name")[2].partition(":")[2].partition("\n")[0].strip()
+        model = re.search(r"model name\s*: (.*)", info.read_text())
 
-    parts = [f"{model or platform.machine()}, {os.cpu_count()} cores"]
+    name = model[1] if model else platform.machine()
+    parts = [f"{name}, {os.cpu_count()} cores"]
     if torch.cuda.is_available():
         parts.append(torch.cuda.get_device_name())
 

@@ -1,13 +1,11 @@
-"""Loading speed, hot and cold, from a disk and from S3 on loopback: ours, StreamingDataset, WebDataset and LitData.
+"""Loading speed, hot and cold: ours, and that of StreamingDataset, whose format it reads.
 
 A sample is what Stable Diffusion's encoder stores: mean and standard deviation, 8 × 32 × 32 fp16 (16 KB). A timing is
-one epoch of shuffled batches of 256, in a process of its own, with 0, 2 or 8 threads (ours) or workers (the others).
-*Hot*: after an epoch of warming up. *Cold*: with the data set's own files dropped from the page cache; from S3, with an
-empty cache on disk. Every other round visits the loaders in reverse order. A loader's speed is the median at its best
-number.
+one epoch of shuffled batches of 256, in a process of its own, with 0, 2 or 8 threads (ours) or workers (Streaming's).
+*Hot*: from a disk, after an epoch of warming up. *Cold*: from S3 on loopback, with an empty cache on disk. Every other
+round visits the loaders in reverse order. A loader's speed is the median at its best number.
 
-    pip install litdata webdataset
-    python benchmarks/dataloader.py --json benchmarks/results/dataloader.json
+    python benchmarks/dataloader.py --json benchmarks/results/dataloader_streaming.json
 """
 
 from __future__ import annotations
@@ -20,73 +18,79 @@ import statistics
 import sys
 import tempfile
 import time
-import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import torch
-from common import REPOSITORY, Report, parse, parser, progress, run
-from dataloader_sides import BATCH_SIZE, SIDES, write_all
+from common import Report, parse, parser, progress, run, store
+from torch.utils.data import DataLoader
 
-from ddm_lightning.core import registry
+from ddm_lightning.shards.datamodule import ClusterDataModule
+from ddm_lightning.shards.mosaic import open_writer
 
-sys.path.append(str(REPOSITORY / "tests" / "shards"))
-import servers  # type: ignore[import-not-found]  # of the tests
-
+BATCH_SIZE = 256
 NUM_THREADS = (0, 2, 8)
-KINDS = ("disk, hot", "disk, cold", "S3, cold")
+KINDS = ("hot", "cold")
 # In all, and with ``--quick``.
 NUM_SAMPLES = (192 * BATCH_SIZE, 12 * BATCH_SIZE)
 NUM_ROUNDS = (5, 1)
+_SHARD_BYTES = 1 << 26
+_COLUMNS = {"x_0": "ndarray:float16:8,32,32", "sample_id": "int64", "cluster": "int32", "label": "int32"}
+Key = tuple[str, str, int]
+"""Kind, loader, and number of threads or workers."""
 
 
 def main(arguments: Sequence[str] | None) -> None:
     """Run the benchmark."""
     options = parse(parser(__doc__ or "", fixed=True), arguments)
-    registry.require("benchmarks/dataloader.py", "webdataset", "litdata")
     torch.set_num_threads(1)
     num_samples = NUM_SAMPLES[options.quick]
     num_rounds = NUM_ROUNDS[options.quick]
-    keys: list[tuple[str, str, int]] = list(itertools.product(KINDS, SIDES, NUM_THREADS))
-    speeds: dict[tuple[str, str, int], list[float]] = {key: [] for key in keys}
+    keys: list[Key] = list(itertools.product(KINDS, SIDES, NUM_THREADS))
+    speeds: dict[Key, list[float]] = {key: [] for key in keys}
     with tempfile.TemporaryDirectory(prefix="dataloader-") as temporary, progress() as bars:
         folder = Path(temporary)
         task = bars.add_task("loaders", total=num_rounds * len(keys))
-        write_all(folder / "data", num_samples)
-        os.sync()  # or the page cache keeps what is to be dropped
-        with servers.s3(folder / "data", folder, SimpleNamespace(setenv=os.environ.__setitem__)) as (url, _):
-            for number in range(num_rounds):
-                for key in keys[:: 1 if number % 2 == 0 else -1]:
-                    speeds[key].append(num_samples / in_a_process(*key, folder, url, num_samples))
+        write(folder / "store", num_samples)
+        with store(folder) as (url, _):
+            for _ in range(num_rounds):
+                for key in keys:
+                    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
+                        took = pool.submit(seconds, key, folder, url, num_samples).result()
+
+                    speeds[key].append(num_samples / took)
                     bars.advance(task)
 
-    report = Report(
-        f"Samples per second of {num_samples:,}: median (lowest to highest) of {num_rounds}",
-        ["place", "loader", *(f"{number} threads or workers" for number in NUM_THREADS)],
-    )
+                keys.reverse()
+
+    headings = ["", "loader", *map("{} threads or workers".format, NUM_THREADS)]
+    report = Report(f"Samples per second of {num_samples:,}: median (lowest to highest) of {num_rounds}", headings)
     add(report, speeds)
     report.finish(options.json)
 
 
-def in_a_process(kind: str, side: str, number: int, folder: Path, url: str, num_samples: int) -> float:
-    """Measure the seconds of one epoch in a fresh process."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
-        return pool.submit(seconds, kind, side, number, folder, url, num_samples).result()
+def write(folder: Path, num_samples: int) -> None:
+    """Write ``num_samples`` samples as ``prepare`` does."""
+    rng = np.random.default_rng(0)
+    with open_writer(folder / "cluster-0/train", _COLUMNS, None, _SHARD_BYTES) as shards:
+        for number in range(num_samples):
+            x_0 = rng.integers(0, 1 << 14, (8, 32, 32), np.int16).view(np.float16)
+            shards.write({"x_0": x_0, "sample_id": number, "cluster": 0, "label": number % 1000})
 
 
-def seconds(kind: str, side: str, number: int, folder: Path, url: str, num_samples: int) -> float:
+def seconds(key: Key, folder: Path, url: str, num_samples: int) -> float:
     """Measure the seconds of one epoch, which must hold every sample once."""
-    warnings.simplefilter("ignore")
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # the libraries' advice
+    kind, side, number = key
     cache = folder / f"cache-{os.getpid()}"
     cache.mkdir()
-    loader = SIDES[side](str(folder / "data") if kind.startswith("disk") else url, cache, number)
-    if kind == "disk, hot":
+    place = url if kind == "cold" else str(folder / "store")
+    loader = SIDES[side](place, cache, number)
+    if kind == "hot":
         epoch(loader)
-    if kind == "disk, cold":
-        drop(folder / "data")
 
     start = time.perf_counter()
     ids = epoch(loader)
@@ -96,39 +100,52 @@ def seconds(kind: str, side: str, number: int, folder: Path, url: str, num_sampl
     return passed
 
 
-def epoch(loader: Iterable[dict[str, torch.Tensor]]) -> torch.Tensor:
+def _ours(place: str, cache: Path, num_threads: int) -> Iterable[Any]:
+    data = ClusterDataModule(place, [0], BATCH_SIZE, 0, cache, num_workers=num_threads)
+    data.prepare_data()
+    return data.train_dataloader()
+
+
+def _streaming(place: str, cache: Path, num_workers: int) -> Iterable[Any]:
+    from streaming import StreamingDataset
+
+    folder = f"{place}/cluster-0/train"
+    where: dict[str, Any] = {"local": folder}
+    if "://" in place:
+        where = {"remote": folder, "local": str(cache)}
+
+    dataset = StreamingDataset(**where, shuffle=True, batch_size=BATCH_SIZE, num_canonical_nodes=1)
+    return DataLoader(dataset, BATCH_SIZE, num_workers=num_workers, persistent_workers=num_workers > 0)
+
+
+SIDES = {"ours": _ours, "streaming": _streaming}
+"""Build a loader of the data in a folder or at a URL, with a folder for a cache and a number of threads or workers."""
+
+
+def epoch(loader: Iterable[Mapping[str, Any]]) -> torch.Tensor:
     """Read all batches; return the samples' ids."""
     return torch.cat([torch.as_tensor(batch["sample_id"]) for batch in loader])
 
 
-def drop(folder: Path) -> None:
-    """Drop the files of a folder from the page cache."""
-    for path in folder.rglob("*.*"):
-        with path.open("rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def add(report: Report, speeds: dict[tuple[str, str, int], list[float]]) -> None:
+def add(report: Report, speeds: Mapping[Key, Sequence[float]]) -> None:
     """Add rows and figures."""
-    medians = {key: statistics.median(values) for key, values in speeds.items()}
     for kind in KINDS:
-        name = kind.replace(", ", "_").lower()
-        best = {side: max(medians[kind, side, number] for number in NUM_THREADS) for side in SIDES}
+        best = {}
         for side in SIDES:
-            values = [speeds[kind, side, number] for number in NUM_THREADS]
+            medians = []
             cells = []
-            for one in values:
-                cells.append(f"{statistics.median(one):,.0f} ({min(one):,.0f} to {max(one):,.0f})")
+            for number in NUM_THREADS:
+                found = speeds[kind, side, number]
+                medians.append(statistics.median(found))
+                cells.append(f"{medians[-1]:,.0f} ({min(found):,.0f} to {max(found):,.0f})")
 
             report.row(kind, side, *cells)
-            if side != "ours":
-                report.figures[f"{name.removeprefix('disk_')}_over_{side}"] = best["ours"] / best[side]
+            best[side] = max(medians)
+            if side == "ours":
+                report.figures[f"workers_over_none_{kind}"] = max(medians[1:]) / medians[0]
 
-        threaded = max(medians[kind, "ours", number] for number in NUM_THREADS[1:])
-        report.figures[f"workers_over_none_{name}"] = threaded / medians[kind, "ours", 0]
-        report.figures[f"{name}_samples_per_second"] = best["ours"]
-
-    report.figures["workers_over_none"] = report.figures["workers_over_none_disk_hot"]
+        report.figures[f"{kind}_over_streaming"] = best["ours"] / best["streaming"]
+        report.figures[f"{kind}_samples_per_second"] = best["ours"]
 
 
 if __name__ == "__main__":

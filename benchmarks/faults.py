@@ -5,7 +5,6 @@ the others but an S3 or SFTP server on loopback. Faults strike three of them and
 is started again. An undisturbed training of the same members gives the bits that all have to end with.
 
     python benchmarks/faults.py --json benchmarks/results/faults.json
-    python benchmarks/faults.py --simulate --json benchmarks/results/faults_simulated.json
 
 Each finished trial is written to the JSON file at once; the same command goes on from there.
 
@@ -21,15 +20,14 @@ what they cost counts against the members, as do repeated steps.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import random
-import sys
 import tempfile
 import threading
 import time
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -41,9 +39,8 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-from common import REPOSITORY, Report, all_of, commit, load, parse, parser, run, start
+from common import Report, all_of, commit, load, parse, parser, run, start, store
 from faults_island import CLOCK, FULL_DISK, LEASE, Island, clock_variables, flip, small_disk
-from faults_model import simulate
 
 from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core import remote
@@ -53,9 +50,6 @@ from ddm_lightning.islands.shared import publish_prepared, pull_artifact
 from ddm_lightning.members.artifact import WEIGHTS_FILE
 from ddm_lightning.members.run import Run
 from ddm_lightning.prepare.stages import prepare
-
-sys.path.append(str(REPOSITORY / "tests" / "shards"))
-import servers  # type: ignore[import-not-found]  # of the tests
 
 MEMBERS = ("expert-0", "expert-1", "router", "monolith")
 NUM_FAULTS = 200
@@ -74,6 +68,7 @@ QUICK = SimpleNamespace(
     max_steps=120, step_seconds=0.05, outages=1, faults=("SIGKILL", "SIGSTOP for 5 s", "two processes for a member")
 )
 OUTAGES = ("store down", "store silent", "store answers garbage", "store answers a web page")
+HARMS = ("members_harmed", "artifacts_lost", "bits_lost")
 _OUTAGE_SECONDS = 10.0
 _PAGE = b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: 26\r\n\r\n<html>Please log in</html>"
 
@@ -82,13 +77,7 @@ def main(arguments: Sequence[str] | None) -> None:
     """Run the benchmark."""
     cli = parser(__doc__ or "", fixed=True)
     cli.add_argument("--faults", type=int, default=None, help=f"trials go on until so many (default: {NUM_FAULTS})")
-    cli.add_argument("--seed", type=int, default=0, help="of the kinds and moments of faults")
-    cli.add_argument("--simulate", action="store_true", help="compare islands with one large job at published rates")
     options = parse(cli, arguments)
-    if options.simulate:
-        simulate(options)
-        return
-
     wanted = options.faults
     if wanted is None:
         wanted = 1 if options.quick else NUM_FAULTS
@@ -147,22 +136,20 @@ class Trials:
         """Run the next trial, and write all results so far."""
         _ = self.bits  # before anything is disturbed
         number = len(self.records)
-        seed = self.options.seed
         folder = self.folder / f"trial-{number}"
         began = time.monotonic()
-        server = servers.sftp if number % 2 else servers.s3
-        faults = plan(number, self.size, seed)
-        outages = plan_outages(number, self.size, seed)
-        record: dict[str, Any] = {"trial": number, "store": server.__name__, "commit": commit(), "seed": seed}
-        record |= {key: [] for key in ("faults", "members_harmed", "artifacts_lost", "bits_lost", "starts_refused")}
-        (folder / "store").mkdir(parents=True)
+        kind = "sftp" if number % 2 else "s3"
+        faults = plan(number, self.size)
+        record: dict[str, Any] = {"trial": number, "store": kind, "commit": commit()}
+        for key in ("faults", "starts_refused", *HARMS):
+            record[key] = []
+
         with ExitStack() as stack:
             stack.enter_context(patch.dict(os.environ, STEP_SECONDS=str(self.size.step_seconds)))
-            setting = SimpleNamespace(setenv=os.environ.__setitem__)  # as pytest's monkeypatch
-            url, line = stack.enter_context(server(folder / "store", folder, setting))
+            url, line = stack.enter_context(store(folder, kind))
             remote.disconnect()
             publish_prepared(Run(self._load(self.home, f"remote={url}")), lambda _done, _total: None)
-            store = threading.Lock()
+            works = threading.Lock()
             over = threading.Event()
             impossible = set() if clock_variables(folder / "c") else {CLOCK}
             islands = []
@@ -171,17 +158,16 @@ class Trials:
                     impossible.add(FULL_DISK)
 
                 usable = [(kind, step) for kind, step in faults[name] if kind not in impossible]
-                islands.append(Island(name, self.options, folder / name, url, usable, store, over, record))
+                islands.append(Island(name, self.options, folder / name, url, usable, works, over, record))
 
             with ThreadPoolExecutor() as pool:
-                failing = pool.submit(fail_store, outages, line, store, over)
+                failing = pool.submit(fail_store, plan_outages(number, self.size), line, works, over)
                 try:
-                    all_of([pool.submit(island.train) for island in islands], lambda _: None)
+                    all_of([pool.submit(island.train) for island in islands])
                 finally:
                     over.set()
                     for island in islands:
-                        for training in island.trainings:
-                            training.process.kill()
+                        island.kill()
 
             record["faults"] += failing.result()
             self._judge(islands, url, folder / "reader", record)
@@ -231,28 +217,37 @@ class Trials:
         """Table by kind of fault, and figures over all trials."""
         title = f"{len(self.faults)} faults in {len(self.records)} trials of {len(MEMBERS)} members"
         report = Report(title, ["fault", "times", "seconds it takes itself"])
-        for kind in sorted({kind for kind, _, _ in self.faults}):
-            seconds = [took for name, _, took in self.faults if name == kind]
-            report.row(kind, str(len(seconds)), f"{mean(seconds):.1f}")
+        seconds: dict[str, list[float]] = {}
+        for kind, _, took in sorted(self.faults):
+            seconds.setdefault(kind, []).append(took)
 
-        report.figures = {"faults": len(self.faults)}
-        for key in ("members_harmed", "artifacts_lost", "bits_lost"):
-            found = list(itertools.chain.from_iterable(record[key] for record in self.records))
-            report.figures[key] = len(found)
-            report.notes += [f"{key}: {line}" for line in found]
+        for kind, each in seconds.items():
+            report.row(kind, str(len(each)), f"{mean(each):.1f}")
 
-        useful = sum(record["useful_seconds"] for record in self.records)
-        total = sum(record["total_seconds"] for record in self.records)
-        report.figures |= {"goodput": useful / total, "hours_of_training": total / 3600}
-        report.note(", ".join(f"{name} {value:.4g}" for name, value in report.figures.items()))
+        totals: Counter[str] = Counter()
+        for record in self.records:
+            totals.update(useful=record["useful_seconds"], total=record["total_seconds"])
+            for key in HARMS:
+                totals[key] += len(record[key])
+                report.notes += map(f"{key}: {{}}".format, record[key])
+
+        figures = report.figures
+        figures["faults"] = len(self.faults)
+        for key in HARMS:
+            figures[key] = totals[key]
+
+        figures["goodput"] = totals["useful"] / totals["total"]
+        figures["hours_of_training"] = totals["total"] / 3600
+        report.note(", ".join(map("{0[0]} {0[1]:.4g}".format, figures.items())))
         report.details = {"trials": self.records}
         return report
 
 
-def plan(number: int, size: SimpleNamespace, seed: int) -> dict[str, list[tuple[str, int]]]:
+def plan(number: int, size: SimpleNamespace) -> dict[str, list[tuple[str, int]]]:
     """Deal the faults of a trial to all members but one, each at a random step."""
-    generator = random.Random(f"{seed} {number}")
-    hit = [member for index, member in enumerate(MEMBERS) if index != number % len(MEMBERS)]
+    generator = random.Random(number)
+    hit = list(MEMBERS)
+    hit.pop(number % len(MEMBERS))
     kinds = generator.sample(size.faults, len(size.faults))
     found: dict[str, list[tuple[str, int]]] = {member: [] for member in MEMBERS}
     for index, member in enumerate(hit):
@@ -263,24 +258,27 @@ def plan(number: int, size: SimpleNamespace, seed: int) -> dict[str, list[tuple[
     return found
 
 
-def plan_outages(number: int, size: SimpleNamespace, seed: int) -> list[tuple[str, float]]:
+def plan_outages(number: int, size: SimpleNamespace) -> list[tuple[str, float]]:
     """Kind of each failure of the store, and the seconds since the one before it has ended."""
-    generator = random.Random(f"{seed} {number} store")
-    first = number * size.outages
-    kinds = [OUTAGES[index % len(OUTAGES)] for index in range(first, first + size.outages)]
+    generator = random.Random(f"{number} store")
     longest = size.max_steps * size.step_seconds / (size.outages + 1)
-    return [(kind, generator.uniform(0.2, 1.0) * longest) for kind in kinds]
+    found = []
+    for index in range(number * size.outages, (number + 1) * size.outages):
+        after = generator.uniform(0.2, 1.0) * longest
+        found.append((OUTAGES[index % len(OUTAGES)], after))
+
+    return found
 
 
 def fail_store(
-    outages: Sequence[tuple[str, float]], line: servers.Line, store: threading.Lock, over: threading.Event
+    outages: Sequence[tuple[str, float]], line: Any, works: threading.Lock, over: threading.Event
 ) -> list[tuple[str, str, float]]:
     """Let the store fail as planned until ``over``; return what happened."""
     answers = {"store answers garbage": random.Random(0).randbytes(4096), "store answers a web page": _PAGE}
     struck = []
     for kind, after in outages:
         if not over.wait(after):
-            with store:
+            with works:
                 line.fail(0, silent=kind == "store silent", answer=answers.get(kind))
                 over.wait(_OUTAGE_SECONDS)
                 line.fail(0, times=0)

@@ -13,7 +13,7 @@ import threading
 import time
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -75,8 +75,8 @@ class Training:
         found = []
         for line in self.log.read_text(encoding="utf-8").splitlines(keepends=True):
             number, _, began = line.partition(" ")
-            if line.endswith("\n") and float(began.split()[0]) < self.until:
-                found.append((int(number), float(began.split()[0])))
+            if line.endswith("\n") and float(began) < self.until:
+                found.append((int(number), float(began)))
 
         return found
 
@@ -110,7 +110,7 @@ class Island:
     """Where the islands meet."""
     faults: Sequence[tuple[str, int]]
     """Kind of each planned fault, and the step after whose begin it strikes; in the order of steps."""
-    store: threading.Lock
+    works: threading.Lock
     """Held while the store does not work."""
     over: threading.Event
     """No process is started once it is set."""
@@ -152,6 +152,11 @@ class Island:
                 self.seconds_of_faults += seconds
 
         self._reached(None)
+
+    def kill(self) -> None:
+        """Leave no process behind."""
+        for training in self.trainings:
+            training.process.kill()
 
     def repeat(self) -> None:
         """Run the command of the finished member once more."""
@@ -202,7 +207,7 @@ class Island:
             training.process.wait()
 
         if kind.endswith("corrupted download"):
-            with self.store:
+            with self.works:
                 flip_newest(f"{self.url}/members/{self.member}/checkpoints", self._random)
 
         if kind.startswith("lost disk"):
@@ -215,7 +220,7 @@ class Island:
         self._folder = self.disk / f"run-{len(self.trainings)}"
 
     def _spawn(self, folder: Path, before: Sequence[str] = ()) -> Training:
-        words = ["fit", "-c", str(self.options.config), *self.options.overrides, LOGS_SAMPLES, f"run_dir={folder}"]
+        words = ["fit", "-c", self.options.config, *self.options.overrides, LOGS_SAMPLES, f"run_dir={folder}"]
         log = self.disk.parent / f"{self.member}-{folder.name}-{len(self.trainings)}.steps"
         words += [f"island.lease_file={self._lease}", f"remote={self.url}", f"member={self.member}"]
         return Training(words, log, before, self._variables)
@@ -230,8 +235,9 @@ class Island:
                 time.sleep(_POLL_SECONDS)
 
             if training.steps() or training.process.poll() == 0:
-                first = [began for _, began in training.steps()[:1]] or [time.monotonic()]
-                return first[0] - (since or first[0])
+                steps = training.steps() or [(0, time.monotonic())]
+                began = steps[0][1]
+                return began - (since or began)
 
             code, said = training.end()
             key = "starts_refused" if code == 2 else "members_harmed"
@@ -325,13 +331,9 @@ def flip(url: str, generator: random.Random) -> None:
 
 def fill(path: Path) -> None:
     """Write ``path`` until its disk is full."""
-    with path.open("wb", buffering=0) as stream:
-        size = 1 << 20
-        while size:
-            try:
-                stream.write(bytes(size))
-            except OSError:
-                size //= 2
+    with path.open("wb", buffering=0) as stream, suppress(OSError):
+        while True:
+            stream.write(bytes(4096))
 
 
 @contextmanager

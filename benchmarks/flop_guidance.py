@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
+from typing import NamedTuple
 
 from common import Report, run
 from flop_report import label_of
-from flop_scores import Point, baseline_of, grouped, mean_kid, over
+from flop_scores import Point, baseline_of, grouped, mean_kid, over, shares_of
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import read_json
@@ -39,12 +41,10 @@ def main(arguments: Sequence[str] | None) -> None:
         if scale in points:
             raise UserError(f"{path}: guidance {scale:g} is in an earlier file, too; give one file for each scale")
 
-        points[scale] = [Point.from_dict(one) for one in document["points"]]
+        points[scale] = list(map(Point.from_dict, document["points"]))
 
-        network, other = document["features"]
-
-    report = compare(dict(sorted(points.items())), network, other)  # type: ignore[possibly-undefined]  # of one file at least
-    report.finish(options.json)
+    network, other = document["features"]  # type: ignore[possibly-undefined]  # of one file at least
+    compare(dict(sorted(points.items())), network, other).finish(options.json)
 
 
 def compare(points: Mapping[float, Sequence[Point]], network: str, other: str) -> Report:
@@ -67,42 +67,36 @@ def compare(points: Mapping[float, Sequence[Point]], network: str, other: str) -
     if "main" not in monoliths:
         raise UserError("the monolith needs two seeds at each guidance scale, so that one can choose for the other")
 
-    better = {variant: tuned(rows, network) for variant, rows in monoliths.items()}
-    better_kid = mean_kid(better["main"], network)
-    headings = ["method", *(f"{scale:g}" for scale in points), "tuned", "scales"]
-    headings += ["over monolith", "over the better monolith", f"over the better ({other})"]
-    report = Report(f"KID ({network}) by guidance scale, and tuned", headings)
+    scales = [f"{scale:g}" for scale in points]
+    headings = ["method", *scales, "tuned", "scales", "over monolith", "over the better monolith"]
+    report = Report(f"KID ({network}) by guidance scale, and tuned", [*headings, f"over the better ({other})"])
     for (variant, method), rows in tables.items():
         best = tuned([rows], network)
-        kids = [f"{mean_kid(row, network):.3f}" for row in (*rows.values(), best)]
-        scales = []
-        for point in best:
-            for scale, row in rows.items():
-                if point in row:
-                    scales.append(f"{scale:g}")
-
-        report.figures[f"kid_{variant}_{method}"] = mean_kid(best, network)
+        kids = [f"{mean_kid(row, network):.3f}" for row in (*rows.values(), best.points)]
+        report.figures[f"kid_{variant}_{method}"] = mean_kid(best.points, network)
         ratios = [""] * 3
         if method not in MONOLITHS:
             own = variant if variant in monoliths else "main"
             monolith = tuned([tables[own, baseline_of(method)]], network)
-            compared = {
-                "over_monolith": over(best, monolith, network),
-                "over_better_monolith": over(best, better[own], network),
-                "other_features_over_better_monolith": over(best, better[own], other),
-            }
-            for name, found in compared.items():
+            better = tuned(monoliths[own], network)
+            ratios.clear()
+            for name, other_side, features in (
+                ("over_monolith", monolith, network),
+                ("over_better_monolith", better, network),
+                ("other_features_over_better_monolith", better, other),
+            ):
+                found = over(best.points, other_side.points, features)
+                ratios.append(str(found or ""))
                 if found is not None:
                     report.figures |= found.figures(f"{variant}_{method}_{name}")
-
-            ratios = [str(found or "") for found in compared.values()]
 
         label = label_of(method)
         if variant != "main":
             label += f", {label_of(variant)}"
 
-        report.row(label, *kids, " ".join(scales), *ratios)
+        report.row(label, *kids, " ".join(map("{:g}".format, best.scales)), *ratios)
 
+    better_kid = mean_kid(tuned(monoliths["main"], network).points, network)
     report.figures["kid_better_monolith"] = better_kid
     report.note(
         "Tuned: each seed at the scale with the lowest mean KID over the other seeds. Over monolith: its tuned KID "
@@ -118,35 +112,48 @@ def comparable(points: Mapping[float, Sequence[Point]]) -> dict[tuple[str, str],
     """Points at the largest budget by variant and method, of the seeds that all scales have, if these are several."""
     groups = {scale: grouped(scored) for scale, scored in points.items()}
     first = next(iter(groups.values()))
-    largest = max(share for variant, share, _ in first if variant == "main")
+    largest = shares_of(first)[-1]
     tables: dict[tuple[str, str], Rows] = {}
     for variant, share, method in first:
-        rows = {scale: group.get((variant, share, method), []) for scale, group in groups.items()}
-        seeds = set.intersection(*({point.seed for point in row} for row in rows.values()))
+        seeds = set(map(attrgetter("seed"), first[variant, share, method]))
+        rows = {}
+        for scale, group in groups.items():
+            rows[scale] = group.get((variant, share, method), [])
+            seeds &= set(map(attrgetter("seed"), rows[scale]))
+
         if share == largest and len(seeds) > 1:
-            tables[variant, method] = {
-                scale: [point for point in row if point.seed in seeds] for scale, row in rows.items()
-            }
+            for scale, row in rows.items():
+                rows[scale] = [point for point in row if point.seed in seeds]
+
+            tables[variant, method] = rows
 
     return tables
 
 
-def tuned(candidates: Sequence[Rows], network: str) -> list[Point]:
+class Tuned(NamedTuple):
+    """The best point of each seed, and its scale."""
+
+    points: list[Point]
+    scales: list[float]
+
+
+def tuned(candidates: Sequence[Rows], network: str) -> Tuned:
     """For each seed, its point under the method and scale that have the lowest mean KID over the other seeds.
 
     Args:
         candidates: methods to choose from, with the same seeds.
         network: of the KID.
     """
-    rows = []
+    rows: list[tuple[float, Sequence[Point]]] = []
     for method in candidates:
-        for row in method.values():
-            rows.append(row)
+        rows += method.items()
 
-    best = []
-    for index in range(len(rows[0])):
-        kids = [mean_kid([*row[:index], *row[index + 1 :]], network) for row in rows]
-        best.append(rows[kids.index(min(kids))][index])
+    best = Tuned([], [])
+    for index in range(len(rows[0][1])):
+        kids = [mean_kid([*row[:index], *row[index + 1 :]], network) for _, row in rows]
+        scale, row = rows[kids.index(min(kids))]
+        best.points.append(row[index])
+        best.scales.append(scale)
 
     return best
 

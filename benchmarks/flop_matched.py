@@ -19,31 +19,24 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from common import Report, call, load, origin_of_results, parse, parser, run, save_figure
-from flop_report import Results, curves_figure, label_of, tables_of
+from common import Report, load, origin_of_results, parse, parser, run, save_figure, write_results
+from flop_report import Results, curves_figure, tables_of
 from flop_sampling import METHODS, Settings, Task, sample_all
 from flop_scores import HEADLINE, OTHER, PLAIN, Judge, Point, figures_of
-from flop_training import TRAIN, Job, Study, Variant, are_shares, variants_of
-from jaxtyping import UInt8
-from torch.utils.benchmark import Timer
+from flop_training import TRAIN, Job, Study, Variant, check_shares, variants_of
 
 from ddm_lightning.config.validate import check_experiment
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.core.files import atomic_write_json, atomic_write_text, read_json, sha256_json
-from ddm_lightning.core.formatting import format_duration
-from ddm_lightning.core.grids import labelled_grid, save_png, scale_of
-from ddm_lightning.flow.randomness import keyed_generator
+from ddm_lightning.core.files import read_json, sha256_json
 
 QUICK_STEPS = 20
 QUICK_NUM = 64
 QUICK_SAMPLING_STEPS = 8
-NUM_SHOWN = 16
-"""Images of each method in the figure of samples."""
+NAMES = [method.name for method in METHODS]
 _SETTINGS = ("prepare", "condition", "expert", "router")
 
 
@@ -62,12 +55,11 @@ def main(arguments: Sequence[str] | None) -> None:
     cli.add_argument(
         "--methods",
         nargs="+",
-        default=[method.name for method in METHODS],
-        choices=[method.name for method in METHODS],
+        default=NAMES,
+        choices=NAMES,
         metavar="NAME",
         help=f"sample by these and {', '.join(HEADLINE)} only (all)",
     )
-    cli.add_argument("--only", choices=("train", "score"), help="only train, or only score what is trained")
     cli.add_argument("--plan", action="store_true", help="print the trainings and their cost, and stop")
     options = parse(cli, arguments)
     if options.quick:
@@ -75,37 +67,26 @@ def main(arguments: Sequence[str] | None) -> None:
         options.overrides = [*options.overrides, *_quick(options)]
 
     budgets = sorted(set(options.budgets))
-    if not are_shares(budgets):
-        raise UserError(f"--budgets {' '.join(map(str, options.budgets))}: give shares above 0 and at most 1")
-
+    check_shares("--budgets", budgets)
     check_experiment(load(options), options.config)
     seeds = range(options.first_seed, options.first_seed + options.seeds)
     study = Study(options, [Variant("main", budgets=budgets, seeds=seeds), *variants_of(options.variants)])
     if options.plan:
-        show_plan(study, options.jobs)
+        show_plan(study)
         return
 
     study.prepare()
-    show_plan(study, options.jobs)
-    experiment = asdict(study.experiment)
-    described = [experiment[key] for key in _SETTINGS]
+    show_plan(study)
+    described = itemgetter(*_SETTINGS)(asdict(study.experiment))
     settings = sha256_json([*described, study.experiment.sample.num_steps, options.num, options.guidance])
     before = earlier(options.json, settings)
-    if options.only != "score":
-        study.train(options.jobs)
-
-    if options.only != "train":
-        score(study, options, settings, before)
+    study.train(options.jobs)
+    score(study, options, settings, before)
 
 
 def _quick(options: Namespace) -> list[str]:
     """Settings of ``--quick``: few steps, in a folder of their own."""
-    call("prepare", options)
     folder = Path(load(options).run_dir) / "quick"
-    folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / "prepared").exists():
-        (folder / "prepared").symlink_to(Path("..") / "prepared", target_is_directory=True)
-
     settings = [f"run_dir={folder}", f"sample.num_steps={QUICK_SAMPLING_STEPS}"]
     for part in ("expert", "router"):
         settings += [f"{part}.train.max_steps={QUICK_STEPS}", f"{part}.train.warmup_steps=0"]
@@ -113,51 +94,36 @@ def _quick(options: Namespace) -> list[str]:
     return settings
 
 
-def show_plan(study: Study, num_jobs: int) -> None:
-    """Print every training with its steps and FLOPs, the ratio of costs, and the hours left.
+def show_plan(study: Study) -> None:
+    """Print every training with its steps and FLOPs, and the ratio of costs.
 
     Raises:
         UserError: the run is not prepared.
     """
-    rate = measured_rate(study)
-    jobs = study.jobs()
-    table = Report("Trainings", ["variant, member", "seeds", "steps", "TFLOP each"])
+    table = Report("Trainings", ["variant, member", "trainings", "steps", "TFLOP each"])
     groups: dict[tuple[str, str], list[Job]] = {}
-    for job in jobs:
+    total = 0.0
+    left = 0.0
+    for job in study.jobs():
         kind = "expert" if job.member.startswith("expert-") else job.member
         groups.setdefault((job.variant.name, kind), []).append(job)
+        total += job.flops
+        if not study.is_done(job):
+            left += job.flops
 
     for (variant, kind), group in groups.items():
-        steps = " ".join(f"{steps:,}" for steps in group[0].steps)
-        num_seeds = len({job.seed for job in group})
-        num_members = len(group) // num_seeds
-        times = f" × {num_members}" if num_members > 1 else ""
-        table.row(f"{variant}, {kind}{times}", str(num_seeds), steps, f"{group[0].flops / 1e12:.2f}")
+        job = group[0]
+        table.row(f"{variant}, {kind}", str(len(group)), " ".join(map(str, job.steps)), f"{job.flops / 1e12:.2f}")
 
     equal_steps = study.expert_flops
-    total = sum(job.flops for job in jobs)
-    left = total - sum(study.done(job) for job in jobs)
     table.note(
         f"The ensemble costs {study.budget(1.0) / equal_steps:.4f} of a monolith of as many steps: the router adds "
         f"{study.router_flops / equal_steps:.2%}, the partition {study.costs.partition / equal_steps:.2%} (features of "
         "all images and k-means, paid once and charged at every budget). The monolith takes the same FLOPs in more "
         "steps."
     )
-    table.note(
-        f"All trainings: {total / 1e12:,.1f} TFLOP, {left / 1e12:,.1f} of them left: about "
-        f"{format_duration(left / rate / num_jobs)} at {rate / 1e9:.0f} GFLOP/s in each of {num_jobs} processes."
-    )
+    table.note(f"All trainings: {total / 1e12:,.1f} TFLOP, {left / 1e12:,.1f} of them left.")
     table.show()
-
-
-def measured_rate(study: Study) -> float:
-    """Training FLOPs per second of one thread, measured on an expert."""
-    member = study.main.member("expert-0")
-    num = member.batch_size
-    inputs = torch.randn(num, *study.main.manifest.x_shape), torch.rand(num), None
-    names = {"network": member.build_network().train(), "inputs": inputs}
-    timer = Timer("network(*inputs).square().mean().backward()", globals=names)  # in one thread
-    return num * study.costs.expert / timer.blocked_autorange(min_run_time=2.0).mean
 
 
 def score(study: Study, options: Namespace, settings: str, before: dict[str, Any]) -> None:
@@ -165,48 +131,40 @@ def score(study: Study, options: Namespace, settings: str, before: dict[str, Any
     experiment = study.experiment
     manifest = study.main.manifest
     judge = Judge(study.main, [experiment.prepare.features, OTHER, PLAIN], study.root / "features")
-    points, images = collect(study, options, judge)
-    merged = {point.key: point for point in [*map(Point.from_dict, before["points"]), *points]}
+    merged = {}
+    for point in (*map(Point.from_dict, before["points"]), *collect(study, options, judge)):
+        merged[point.key] = point
+
     points = list(merged.values())
     budget = study.budget(1.0)
-    figures = figures_of(points, experiment.prepare.features.name) | {
-        "num_images": manifest.num_samples,
-        "num_clusters": manifest.num_clusters,
-        "num_held_out": sum(cluster.held_out for cluster in manifest.clusters),
-        "num_generated": options.num,
-        "num_sampling_steps": experiment.sample.num_steps,
-        "guidance_scale": options.guidance,
-        **judge.floors(),
-        "router_share": study.router_flops / budget,
-        "partition_share": study.costs.partition / budget,
-    }
+    features = experiment.prepare.features.name
+    figures = figures_of(points, features) | judge.floors()
+    figures["num_images"] = manifest.num_samples
+    figures["num_clusters"] = manifest.num_clusters
+    figures["num_held_out"] = len(judge.held_out_images)
+    figures["num_generated"] = options.num
+    figures["num_sampling_steps"] = experiment.sample.num_steps
+    figures["guidance_scale"] = options.guidance
+    figures["router_share"] = study.router_flops / budget
+    figures["partition_share"] = study.costs.partition / budget
     origin = origin_of_results()
     commits = dict.fromkeys([*before["commit"].split(), origin["commit"]])
     origin["commit"] = " ".join(commits)
     document = {
-        **origin,
         "settings": settings,
-        "features": [experiment.prepare.features.name, OTHER.name],
+        "features": [features, OTHER.name],
         "figures": figures,
-        "points": [point.to_dict() for point in points],
+        "points": list(map(Point.to_dict, points)),
     }
     results = Results(document)
-    folder = study.root / "report"
-    save_figure(folder / "curves.png", curves_figure(results))
-    rows = [(label_of(name), list(found[:NUM_SHOWN])) for name, found in images.items()]
-    grid = labelled_grid(rows, scale_of(rows[0][1][0]), "The same noise for every method", manifest.attribution)
-    save_png(folder / "samples.png", grid)
-    print(f"figures: {folder}")
+    figure = study.root / "curves.png"
+    save_figure(figure, curves_figure(results))
+    print(f"figure: {figure}")
     tables = tables_of(results)
     for table in tables:
         table.show()
 
-    if options.json is not None:
-        atomic_write_json(options.json, document)
-        parts = [table.markdown({}) for table in tables[:-1]]
-        parts.append(tables[-1].markdown(origin))
-        atomic_write_text(options.json.with_suffix(".md"), "\n".join(parts))
-        print(f"results: {options.json}, {options.json.with_suffix('.md')}")
+    write_results(options.json, tables, origin, document)
 
 
 def earlier(path: Path | None, settings: str) -> dict[str, Any]:
@@ -220,22 +178,14 @@ def earlier(path: Path | None, settings: str) -> dict[str, Any]:
         return nothing
 
     found = read_json(path, "the results so far", "move it away")
-    if "settings" not in found:  # older results lack what intervals need
-        return nothing
-    if found["settings"] != settings:
+    if found.get("settings") != settings:
         raise UserError(f"--json {path}: holds results of other settings; give another file, or move it away")
 
     return found
 
 
-def collect(
-    study: Study, options: Namespace, judge: Judge
-) -> tuple[list[Point], dict[str, UInt8[np.ndarray, "n h w 3"]]]:
-    """Sample and score.
-
-    Returns:
-        Points, and images of the first seed at the largest budget by method.
-    """
+def collect(study: Study, options: Namespace, judge: Judge) -> list[Point]:
+    """Sample and score."""
     experiment = study.experiment
     settings = Settings(options.num, experiment.sample.num_steps, options.guidance, experiment.seed)
     wanted = {*HEADLINE, *options.methods}
@@ -250,22 +200,18 @@ def collect(
                 where.append((variant, seed, share))
                 tasks.append(Task(method, folder, study.prepared(variant), settings, folder / "samples"))
 
-    order = torch.randperm(len(judge.held_out_images), generator=keyed_generator(0, "shown"))
-    shown = {"held-out images": judge.held_out_images[order.numpy()]}
     points = []
     for (variant, seed, share), task, found in zip(where, tasks, sample_all(tasks, options.jobs), strict=True):
-        name = task.method.name
+        method = task.method
         features = judge.features(found.images)
         scores = judge.scores(features[PLAIN.name])
-        scores |= study.losses(variant, seed, share, task.method.model)
+        scores |= study.losses(variant, seed, share, method.model)
         scores |= found.cost
         tflop = study.budget(share) / 1e12
         kid = judge.distances(features)
-        points.append(Point(variant.name, seed, share, tflop, name, kid, scores, variant.branch_at))
-        if variant.name == "main" and seed == options.first_seed and share == max(variant.budgets):
-            shown[name] = found.images
+        points.append(Point(variant.name, seed, share, tflop, method.name, kid, scores, variant.branch_at))
 
-    return points, shown
+    return points
 
 
 if __name__ == "__main__":

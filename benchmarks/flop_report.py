@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from operator import attrgetter, itemgetter
 from statistics import mean, pstdev
 from typing import Any
 
 import numpy as np
 from common import Report
-from flop_sampling import METHODS
-from flop_scores import Point, grouped, mean_kid
+from flop_sampling import COSTS, METHODS
+from flop_scores import Interval, Point, grouped, kids_of, mean_kid, mean_score, shares_of
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
 CURVES = [method.name for method in METHODS if method.curve]
 """Methods that are sampled at every budget."""
+_NOISIEST = "held_out_loss_at_high_noise"
+_SEED = attrgetter("seed")
 
 
 class Results:
@@ -29,11 +32,9 @@ class Results:
         self.figures = document["figures"]
         self.network, self.other = document["features"]
         self.groups = grouped(map(Point.from_dict, document["points"]))
-        self.methods = {method for _, _, method in self.groups}
-        compared = {(variant, share) for variant, share, _ in self.groups}
-        self.compared = sorted(compared, key=lambda one: (one[0] != "main", one))
-        """Variants and shares of the budget; those of the main comparison first."""
-        self.shares = [share for variant, share in self.compared if variant == "main"]
+        self.compared = sorted({key[:2] for key in self.groups})
+        """Variants and shares of the budget."""
+        self.shares = shares_of(self.groups)
 
     def rows(self, method: str, share: float | None = None, variant: str = "main") -> list[Point]:
         """Points of one method at one budget (the largest by default), one per seed."""
@@ -51,11 +52,8 @@ class Results:
         if name not in self.figures:
             return ""
 
-        low = self.figures[f"{name}_low"]
-        if low <= 0:
-            return "–"
-
-        return f"{self.figures[name]:.3f} [{low:.3f}, {self.figures[f'{name}_high']:.3f}]"
+        found = Interval(*itemgetter(name, f"{name}_low", f"{name}_high")(self.figures))
+        return str(found) if found.low > 0 else "–"
 
 
 def label_of(method: str) -> str:
@@ -63,39 +61,28 @@ def label_of(method: str) -> str:
     return re.sub(r"(top|sample)(\d)", r"\1-\2", method).replace("_", " ")
 
 
-def mean_score(rows: Sequence[Point], name: str) -> float:
-    """Mean of a score over seeds."""
-    return mean(point.scores[name] for point in rows)
-
-
 def tables_of(results: Results) -> list[Report]:
     """All tables that have rows."""
-    tables = [strategy_table(results), variant_table(results), loss_table(results), branch_table(results)]
-    return [table for table in tables if table.rows]
+    tables = [strategy_table(results), variant_table(results)]
+    losses = loss_table(results)
+    if losses.rows:
+        tables.append(losses)
+
+    return tables
 
 
 def strategy_table(results: Results) -> Report:
     """All methods of the main comparison at the largest budget."""
-    num_seeds = results.figures["num_seeds"]
-    plural = "s" if num_seeds > 1 else ""
     headings = ["method", f"KID ({results.network})", "over monolith", f"KID ({results.other})", "over monolith "]
     headings += ["precision", "recall", "shares TV", "experts per step", "GFLOP per image", "s per image"]
-    table = Report(f"Methods at the largest budget, mean of {num_seeds} training seed{plural}", headings)
+    scores = ("precision", "recall", "shares_tv", *COSTS)
+    table = Report(f"Methods at the largest budget, mean over {results.figures['num_seeds']} training seeds", headings)
     for (variant, share, method), rows in results.groups.items():
-        if variant != "main" or share != results.shares[-1]:
-            continue
-
-        cells = [
-            label_of(method),
-            f"{mean_kid(rows, results.network):.4f}",
-            results.ratio(method),
-            f"{mean_kid(rows, results.other):.4f}",
-            results.ratio(method, "other_features_"),
-        ]
-        cells += [f"{mean_score(rows, name):.3f}" for name in ("precision", "recall", "shares_tv")]
-        costs = ("experts_per_step", "gflop_per_image", "seconds_per_image")
-        cells += [f"{mean_score(rows, name):.3g}" for name in costs]
-        table.row(*cells)
+        if variant == "main" and share == results.shares[-1]:
+            cells = [f"{mean_kid(rows, results.network):.4f}", results.ratio(method)]
+            cells += [f"{mean_kid(rows, results.other):.4f}", results.ratio(method, "other_features_")]
+            cells += [f"{mean_score(rows, name):.3g}" for name in scores]
+            table.row(label_of(method), *cells)
 
     table.note(
         "Ratios are taken under the same kind of solver; brackets hold 95 % bootstrap intervals over seeds and images. "
@@ -108,22 +95,26 @@ def strategy_table(results: Results) -> Report:
 
 def variant_table(results: Results) -> Report:
     """All budgets and variants: KID of the methods that are sampled everywhere."""
-    present = [name for name in CURVES if name in results.methods]
-    compared = [name for name in present if not name.startswith("monolith")]
-    headings = ["variant", "share of the budget", "seeds", *map(label_of, present)]
-    headings += [f"{label_of(name)} over monolith" for name in compared]
-    table = Report(f"KID ({results.network}) by variant and budget", headings)
+    headings = ["variant", "share of the budget", "seeds", "method", f"KID ({results.network})"]
+    headings += ["over monolith", f"over monolith ({results.other})", "over scratch"]
+    table = Report("KID by variant and budget", headings)
     for variant, share in results.compared:
-        num_seeds = 0
-        cells = []
-        for method in present:
+        for method in CURVES:
             rows = results.rows(method, share, variant)
-            num_seeds = max(num_seeds, len(rows))
-            cells.append(f"{mean_kid(rows, results.network):.3f}" if rows else "")
+            if rows:
+                prefix = f"{variant}_{share:g}_"
+                ratios = [
+                    results.ratio(method, prefix),
+                    results.ratio(method, f"other_features_{prefix}"),
+                    results.ratio(method, prefix, "scratch"),
+                ]
+                cells = [label_of(variant), f"{share:g}", str(len(rows)), label_of(method)]
+                table.row(*cells, f"{mean_kid(rows, results.network):.3f}", *ratios)
 
-        ratios = [results.ratio(name, f"{variant}_{share:g}_") for name in compared]
-        table.row(label_of(variant), f"{share:g}", str(num_seeds), *cells, *ratios)
-
+    table.note(
+        "Experts that branch off the monolith are charged its FLOPs up to the branch. Over scratch: divided by the KID "
+        "of the main comparison's experts at the same budget and seeds."
+    )
     return table
 
 
@@ -132,28 +123,21 @@ def loss_table(results: Results) -> Report:
     headings = ["variant", "share of the budget", "seeds", "monolith", "experts", "ratio", "ratio at the highest noise"]
     headings += ["router right at the highest noise", "with the condition"]
     table = Report("Held-out loss of the members", headings)
-    noisiest = "held_out_loss_at_high_noise"
     for variant, share in results.compared:
-        monolith = []
-        for row in results.rows("monolith", share, variant):
-            if noisiest in row.scores:
-                monolith.append(row)
-
-        experts = []
-        for row in results.rows("bayes", share, variant):
-            if noisiest in row.scores:
-                experts.append(row)
-
-        if not monolith or [row.seed for row in monolith] != [row.seed for row in experts]:
+        monolith = _with_losses(results.rows("monolith", share, variant))
+        experts = _with_losses(results.rows("bayes", share, variant))
+        if not monolith or list(map(_SEED, monolith)) != list(map(_SEED, experts)):
             continue
 
         cells = [f"{mean_score(side, 'held_out_loss'):.4f}" for side in (monolith, experts)]
-        for level in ("held_out_loss", noisiest):
+        for level in ("held_out_loss", _NOISIEST):
             cells.append(f"{mean_score(experts, level) / mean_score(monolith, level):.3f}")
 
         for accuracy in ("router_accuracy_at_high_noise", "router_accuracy_conditional_at_high_noise"):
-            is_known = all(accuracy in row.scores for row in experts)
-            cells.append(f"{mean_score(experts, accuracy):.3f}" if is_known else "–")
+            try:
+                cells.append(f"{mean_score(experts, accuracy):.3f}")
+            except KeyError:
+                cells.append("–")
 
         table.row(label_of(variant), f"{share:g}", str(len(monolith)), *cells)
 
@@ -165,32 +149,8 @@ def loss_table(results: Results) -> Report:
     return table
 
 
-def branch_table(results: Results) -> Report:
-    """Experts that branched off the monolith against those that did not."""
-    headings = ["variant", "branches off at", "share of the budget", "seeds", "method", f"KID ({results.network})"]
-    headings += ["over scratch", "over monolith", f"over monolith ({results.other})"]
-    table = Report("Experts that branch off the monolith", headings)
-    for (variant, share, name), rows in results.groups.items():
-        if rows[0].branch_at and name in CURVES:
-            prefix = f"{variant}_{share:g}_"
-            table.row(
-                label_of(variant),
-                f"{rows[0].branch_at:g}",
-                f"{share:g}",
-                str(len(rows)),
-                label_of(name),
-                f"{mean_kid(rows, results.network):.3f}",
-                results.ratio(name, prefix, "scratch"),
-                results.ratio(name, prefix),
-                results.ratio(name, f"other_features_{prefix}"),
-            )
-
-    table.note(
-        "Shares are of the full budget. The monolith's FLOPs up to the branch are charged to the experts. "
-        "Over scratch: divided by the KID of the main comparison's experts at the same budget and seeds. Over "
-        "monolith: by that of its monolith, under the same kind of solver."
-    )
-    return table
+def _with_losses(rows: Sequence[Point]) -> list[Point]:
+    return [row for row in rows if _NOISIEST in row.scores]
 
 
 def curves_figure(results: Results) -> Figure:
@@ -199,26 +159,22 @@ def curves_figure(results: Results) -> Figure:
     num_islands = int(results.figures["num_clusters"])
     left, right = figure.subplots(1, 2, sharey=True)
     for method in CURVES:
-        rows = [row for share in results.shares if (row := results.rows(method, share))]
-        if not rows:
-            continue
-
         is_single = method.startswith("monolith")
-        flops = np.array([row[0].train_tflop for row in rows])
-        kids = []
-        for row in rows:
-            kids.append([point.kid[results.network].value for point in row])
+        flops = []
+        means = []
+        spreads = []
+        for share in results.shares:
+            rows = results.rows(method, share)
+            if rows:
+                flops.append(rows[0].train_tflop)
+                kids = [kid.value for kid in kids_of(rows, results.network)]
+                means.append(mean(kids))
+                spreads.append(pstdev(kids))
 
-        for axes, x in ((left, flops), (right, flops if is_single else flops / num_islands)):
-            axes.errorbar(
-                x,
-                list(map(mean, kids)),
-                yerr=list(map(pstdev, kids)),
-                capsize=3,
-                marker="o",
-                linestyle="--" if is_single else "-",
-                label=label_of(method),
-            )
+        style = {"capsize": 3, "marker": "o", "linestyle": "--" if is_single else "-", "label": label_of(method)}
+        if flops:
+            left.errorbar(flops, means, spreads, **style)
+            right.errorbar(np.divide(flops, 1 if is_single else num_islands), means, spreads, **style)
 
     left.set(xscale="log", yscale="log", xlabel="training TFLOPs, router and partition included")
     left.set_ylabel(f"KID ({results.network}), lower is better")

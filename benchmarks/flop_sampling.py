@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import all_of, progress
+from common import all_of
 from flop_training import ENSEMBLE
 from jaxtyping import Float, Int, UInt8
 from split import encoder_of, read_split
@@ -30,9 +30,9 @@ from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.members.artifact import ArtifactMeta
-from ddm_lightning.members.member import MONOLITH, STUDENT
+from ddm_lightning.members.member import MONOLITH
 from ddm_lightning.members.run import Run
-from ddm_lightning.members.run_folder import MEMBER_FILE, RunFolder
+from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.shards.manifest import HELD_OUT
 
 BATCH_SIZE = 125
@@ -49,7 +49,7 @@ class Method:
     """Routing strategy; any gives the same for a single network."""
     solver: str
     model: str = ENSEMBLE
-    """``ensemble``, ``monolith`` or ``student``."""
+    """``ensemble`` or ``monolith``."""
     params: dict[str, Any] = field(default_factory=dict)
     """Parameters of the strategy."""
     steps_factor: int = 1
@@ -61,8 +61,6 @@ class Method:
 METHODS = (
     Method("monolith", "full", "euler", model=MONOLITH, curve=True),
     Method("monolith_ancestral", "full", "ancestral", model=MONOLITH, curve=True),
-    Method("student", "full", "euler", model=STUDENT, curve=True),
-    Method("student_ancestral", "full", "ancestral", model=STUDENT, curve=True),
     Method("bayes", "bayes", "ancestral", curve=True),
     Method("top1", "top-1", "euler", curve=True),
     Method("full", "full", "euler"),
@@ -105,16 +103,10 @@ class Task:
     @property
     def path(self) -> Path:
         """Its result; the name holds a hash of all inputs."""
-        run = RunFolder(self.weights)
-        model = self.method.model
-        if model == ENSEMBLE:
-            described_by = run.ensemble
-        else:
-            described_by = run.artifact(model) / MEMBER_FILE
-
+        member = None if self.method.model == ENSEMBLE else self.method.model
         described = {
-            "weights": sha256_file(described_by),
-            "method": {key: value for key, value in asdict(self.method).items() if key != "curve"},
+            "weights": sha256_file(RunFolder(self.weights).sampled_from(member)),
+            "method": asdict(self.method),
             "settings": asdict(self.settings),
             "condition": self.data.experiment.condition.kind,
         }
@@ -153,9 +145,8 @@ def sample_all(tasks: Sequence[Task], num_jobs: int) -> list[Images]:
     """
     missing = [task for task in tasks if not task.path.exists()]
     processes = multiprocessing.get_context("spawn")
-    with progress() as bars, ProcessPoolExecutor(num_jobs, processes, torch.set_num_threads, (1,)) as pool:
-        bar = bars.add_task("methods", total=len(missing))
-        all_of([pool.submit(sample_task, task) for task in missing], lambda num: bars.update(bar, completed=num))
+    with ProcessPoolExecutor(num_jobs, processes, torch.set_num_threads, (1,)) as pool:
+        all_of([pool.submit(sample_task, task) for task in missing], "methods")
 
     return [Images.read(task.path) for task in tasks]
 
@@ -167,18 +158,19 @@ def sample_task(task: Task) -> None:
     method = task.method
     condition, clusters = held_out_conditions(task.data, settings)
     start = time.process_time()
+    sampling = SampleConfig(
+        strategy=method.strategy,
+        strategy_params=method.params,
+        solver=method.solver,
+        num_steps=settings.num_steps * method.steps_factor,
+        guidance_scale=settings.guidance_scale,
+    )
     x_0 = sample(
         ensemble,
         condition,
         settings.num,
         meta.x_shape,
-        SampleConfig(
-            strategy=method.strategy,
-            strategy_params=method.params,
-            solver=method.solver,
-            num_steps=settings.num_steps * method.steps_factor,
-            guidance_scale=settings.guidance_scale,
-        ),
+        sampling,
         shift=meta.timestep_shift,
         seed=settings.seed,
         batch_size=BATCH_SIZE,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from operator import attrgetter
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -37,7 +38,7 @@ NUM_CLASSIFIED = 8000
 NUM_RESAMPLES = 2000
 INTERVAL = (2.5, 97.5)
 """Percentiles of the bootstrap."""
-_OWN = ("variant", "seed", "share", "branch_at", "train_tflop", "method")
+_OWN = ("variant", "seed", "share", "branch_at", "train_tflop", "method", "kid")
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,27 +68,31 @@ class Point:
         """Plain JSON."""
         kid = {}
         for name, found in self.kid.items():
-            halves = " ".join(f"{half:.4g}" for half in found.halves.tolist())
+            halves = " ".join(map("{:.4g}".format, found.halves.tolist()))
             kid[name] = {"value": found.value, "spread": found.spread, "halves": halves}
 
-        own = {key: getattr(self, key) for key in _OWN}
-        return {**own, "kid": kid, **self.scores}
+        document = {**vars(self), "kid": kid, **self.scores}
+        del document["scores"]
+        return document
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any]) -> Point:
         """Read what ``to_dict`` returned; results that nobody continues may lack the halves."""
         kid = {}
         for name, found in stored["kid"].items():
-            halves = [float(half) for half in found.get("halves", "").split()]
-            kid[name] = KernelDistance(found["value"], torch.tensor(halves))
+            halves = found.get("halves", "").split()
+            kid[name] = KernelDistance(found["value"], torch.tensor(list(map(float, halves))))
 
-        own = {key: stored[key] for key in _OWN if key in stored}
+        own: dict[str, Any] = {}
         scores = {}
         for key, value in stored.items():
-            if key not in (*_OWN, "kid"):
+            if key in _OWN:
+                own[key] = value
+            else:
                 scores[key] = value
 
-        return cls(**own, kid=kid, scores=scores)
+        own["kid"] = kid
+        return cls(**own, scores=scores)
 
 
 @dataclass(frozen=True, order=True)
@@ -117,15 +122,23 @@ def ratio(ours: Sequence[KernelDistance], theirs: Sequence[KernelDistance]) -> I
         theirs: the same seeds in the same order.
     """
     random = np.random.default_rng(0)
-    our_halves = np.stack([one.halves.numpy() for one in ours])
-    their_halves = np.stack([one.halves.numpy() for one in theirs])
+    our_halves = _halves(ours)
+    their_halves = _halves(theirs)
     num_seeds, num_halves = our_halves.shape
     seeds = random.integers(num_seeds, size=(NUM_RESAMPLES, num_seeds))
     halves = random.integers(num_halves, size=(NUM_RESAMPLES, num_seeds))
-    resampled = our_halves[seeds, halves].mean(1) / their_halves[seeds, halves].mean(1)
-    low, high = np.percentile(resampled, INTERVAL)
-    value = np.mean([one.value for one in ours]) / np.mean([one.value for one in theirs])
-    return Interval(float(value), float(low), float(high))
+    our_means = our_halves[seeds, halves].mean(1)
+    their_means = their_halves[seeds, halves].mean(1)
+    low, high = np.percentile(our_means / their_means, INTERVAL)
+    return Interval(_mean(ours) / _mean(theirs), float(low), float(high))
+
+
+def _halves(distances: Sequence[KernelDistance]) -> np.ndarray:
+    return np.stack([distance.halves.numpy() for distance in distances])
+
+
+def _mean(distances: Sequence[KernelDistance]) -> float:
+    return mean(distance.value for distance in distances)
 
 
 def equal_score_share(flops: Sequence[float], scores: Sequence[float], wanted: float) -> float:
@@ -151,28 +164,40 @@ Groups = dict[tuple[str, float, str], list[Point]]
 def grouped(points: Iterable[Point]) -> Groups:
     """Points by variant, share of the budget and method, each in the order of the seeds."""
     groups: Groups = {}
-    for point in points:
+    for point in sorted(points, key=attrgetter("seed")):
         groups.setdefault(point.key[:3], []).append(point)
-
-    for group in groups.values():
-        group.sort(key=lambda point: point.seed)
 
     return groups
 
 
+def shares_of(groups: Iterable[tuple[str, float, str]]) -> list[float]:
+    """Shares of the budget at which the main comparison was made, ascending."""
+    return sorted({share for variant, share, _ in groups if variant == "main"})
+
+
+def kids_of(points: Sequence[Point], network: str) -> list[KernelDistance]:
+    """KID of each point."""
+    return [point.kid[network] for point in points]
+
+
 def mean_kid(points: Sequence[Point], network: str) -> float:
     """Mean KID over seeds."""
-    return mean(point.kid[network].value for point in points)
+    return _mean(kids_of(points, network))
+
+
+def mean_score(points: Sequence[Point], name: str) -> float:
+    """Mean of a score over seeds."""
+    return mean(point.scores[name] for point in points)
 
 
 def over(ours: Sequence[Point], theirs: Sequence[Point], network: str) -> Interval | None:
     """Ratio of KIDs over the seeds of ``ours``; None if ``theirs`` lacks one of them."""
-    seeds = {point.seed for point in ours}
+    seeds = set(map(attrgetter("seed"), ours))
     theirs = [point for point in theirs if point.seed in seeds]
     if len(theirs) < len(ours):
         return None
 
-    return ratio([point.kid[network] for point in ours], [point.kid[network] for point in theirs])
+    return ratio(kids_of(ours, network), kids_of(theirs, network))
 
 
 class Judge:
@@ -194,11 +219,9 @@ class Judge:
         rows = torch.randperm(len(train), generator=keyed_generator(0, "classifier"))[:NUM_CLASSIFIED]
         self.some_train = self.features(encoder.decode(train.x_0[rows]))
         half = len(rows) // 2
-        inputs = self.some_train[PLAIN.name]
-        clusters = train.clusters[rows]
-        self.classifier = ClusterShares(
-            inputs[:half], clusters[:half], inputs[half:], clusters[half:], run.manifest.num_clusters
-        )
+        first, second = self.some_train[PLAIN.name].split([half, len(rows) - half])
+        of_first, of_second = train.clusters[rows].split([half, len(rows) - half])
+        self.classifier = ClusterShares(first, of_first, second, of_second, run.manifest.num_clusters)
         self.priors = torch.tensor(run.manifest.priors)
 
     def features(self, images: UInt8[np.ndarray, "n h w 3"]) -> dict[str, Float[Tensor, "n d"]]:
@@ -211,9 +234,11 @@ class Judge:
 
     def scores(self, features: Float[Tensor, "n d"]) -> dict[str, float]:
         """Precision, recall and error of the clusters' shares, from features of ``PLAIN``."""
-        found = precision_recall(features, self.real[PLAIN.name])
-        scores = {name: score.value for name, score in found.items()}
-        return scores | {"shares_tv": self.variation(features)}
+        scores = {"shares_tv": self.variation(features)}
+        for name, score in precision_recall(features, self.real[PLAIN.name]).items():
+            scores[name] = score.value
+
+        return scores
 
     def variation(self, features: Float[Tensor, "n d"]) -> float:
         """Total variation between the clusters' shares among images and the priors."""
@@ -221,15 +246,17 @@ class Judge:
 
     def floors(self) -> dict[str, float]:
         """Scores of real images: what a perfect model would reach."""
-        distances = self.distances(self.some_train)
-        floors = {f"kid_floor_{name}": distance.value for name, distance in distances.items()}
-        return floors | {"shares_tv_floor": self.variation(self.real[PLAIN.name])}
+        floors = {"shares_tv_floor": self.variation(self.real[PLAIN.name])}
+        for name, distance in self.distances(self.some_train).items():
+            floors[f"kid_floor_{name}"] = distance.value
+
+        return floors
 
 
 def figures_of(points: Sequence[Point], network: str) -> dict[str, float]:
     """Named figures of the main comparison; ratios are of mean KIDs over seeds."""
     groups = grouped(points)
-    shares = sorted({share for variant, share, _ in groups if variant == "main"})
+    shares = shares_of(groups)
     largest = shares[-1]
     figures: dict[str, float] = {"num_seeds": len(groups["main", largest, BEST]), "num_budgets": len(shares)}
     branched = []
@@ -237,7 +264,7 @@ def figures_of(points: Sequence[Point], network: str) -> dict[str, float]:
         is_main = variant == "main" and share == largest
         if is_main:
             figures[f"kid_{method}"] = mean_kid(ours, network)
-            figures[f"shares_tv_{method}"] = mean(point.scores["shares_tv"] for point in ours)
+            figures[f"shares_tv_{method}"] = mean_score(ours, "shares_tv")
 
         if method.startswith("monolith"):
             continue
@@ -254,10 +281,10 @@ def figures_of(points: Sequence[Point], network: str) -> dict[str, float]:
             if is_main:
                 figures |= found.figures(f"{prefix}{method}_over_monolith")
 
-        if not ours[0].branch_at:
-            continue
+        scratch = None
+        if ours[0].branch_at:
+            scratch = over(ours, groups.get(("main", share, method), []), network)
 
-        scratch = over(ours, groups.get(("main", share, method), []), network)
         if scratch is not None:
             figures |= scratch.figures(f"{variant}_{share:g}_{method}_over_scratch")
             if method == BEST:
@@ -267,15 +294,18 @@ def figures_of(points: Sequence[Point], network: str) -> dict[str, float]:
         # The lowest ratio among those of most seeds.
         figures |= min(branched)[1].figures("branched_over_scratch")
 
-    curve = [groups["main", share, BEST] for share in shares]
-    flops = [row[0].train_tflop for row in curve]
-    kids = [mean_kid(row, network) for row in curve]
-    return figures | {
-        "best_over_monolith": figures[f"{BEST}_over_monolith"],
-        "best_over_monolith_other_features": figures[f"other_features_{BEST}_over_monolith"],
-        "flops_for_equal_score": equal_score_share(flops, kids, figures[f"kid_{BASELINE}"]),
-        "shares_tv_best": figures[f"shares_tv_{BEST}"],
-    }
+    flops = []
+    kids = []
+    for share in shares:
+        rows = groups["main", share, BEST]
+        flops.append(rows[0].train_tflop)
+        kids.append(mean_kid(rows, network))
+
+    figures["best_over_monolith"] = figures[f"{BEST}_over_monolith"]
+    figures["best_over_monolith_other_features"] = figures[f"other_features_{BEST}_over_monolith"]
+    figures["flops_for_equal_score"] = equal_score_share(flops, kids, figures[f"kid_{BASELINE}"])
+    figures["shares_tv_best"] = figures[f"shares_tv_{BEST}"]
+    return figures
 
 
 def baseline_of(method: str) -> str:

@@ -13,11 +13,10 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import all_of, call, load, progress, start
+from common import all_of, call, load, start
 from omegaconf import OmegaConf
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -29,17 +28,14 @@ from ddm_lightning.core.registry import FEATURES
 from ddm_lightning.ensemble.manifest import write_ensemble
 from ddm_lightning.members.artifact import read_meta
 from ddm_lightning.members.cost import MemberCost
-from ddm_lightning.members.member import MONOLITH, ROUTER, STUDENT, Member, ensemble_members, role_of
+from ddm_lightning.members.member import MONOLITH, ROUTER, Member, ensemble_members, role_of
 from ddm_lightning.members.run import Run
-from ddm_lightning.members.run_folder import MEMBER_FILE, RunFolder, refuse_changed
-from ddm_lightning.members.status import MemberStatus
+from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.shards.manifest import DataSizes, Manifest, manifest_path
 
 ENSEMBLE = "ensemble"
-TRAIN = {"both": (ENSEMBLE, MONOLITH), ENSEMBLE: (ENSEMBLE,), MONOLITH: (MONOLITH,), STUDENT: (STUDENT,)}
-"""What a variant trains. A student learns from the main ensemble of its seed."""
-STUDENT_COST = 4 / 3
-"""FLOPs of a student's step over a monolith's: the teacher's forward pass is a third of forward and backward."""
+TRAIN = {"both": (ENSEMBLE, MONOLITH), ENSEMBLE: (ENSEMBLE,), MONOLITH: (MONOLITH,)}
+"""What a variant trains."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +52,11 @@ class Costs:
     @classmethod
     def of(cls, experiment: Experiment, sizes: Manifest | DataSizes, num_samples: int) -> Costs:
         """Count the operations of the networks, and the multiply-adds of k-means."""
-        expert = MemberCost(Member.resolve(MONOLITH, experiment, sizes)).flops()
-        router = 0.0
-        if ROUTER in ensemble_members(experiment):
-            router = MemberCost(Member.resolve(ROUTER, experiment, sizes)).flops()
+        flops = dict.fromkeys((MONOLITH, ROUTER), 0.0)
+        for name in {MONOLITH, *ensemble_members(experiment)} & flops.keys():
+            flops[name] = MemberCost(Member.resolve(name, experiment, sizes)).flops()
 
-        return cls(expert, router, partition_flops(experiment, num_samples))
+        return cls(flops[MONOLITH], flops[ROUTER], partition_flops(experiment, num_samples))
 
 
 def partition_flops(experiment: Experiment, num_samples: int) -> float:
@@ -98,15 +93,11 @@ class Variant:
     """Share of the budget at which the experts branch off the main monolith of their seed, whose FLOPs are charged to
     them; 0 for random initial weights."""
 
-    @property
-    def starts_from_main(self) -> bool:
-        """Whether it needs what the main comparison trains."""
-        return self.train == STUDENT or self.branch_at > 0
 
-
-def are_shares(budgets: Sequence[float]) -> bool:
-    """Whether all budgets are shares of the experiment's steps."""
-    return all(0 < share <= 1 for share in budgets)
+def check_shares(where: str, budgets: Sequence[float]) -> None:
+    """Refuse budgets that are no shares of the experiment's steps."""
+    if min(budgets) <= 0 or max(budgets) > 1:
+        raise UserError(f"{where} = {budgets}: give shares above 0 and at most 1")
 
 
 def variants_of(words: Sequence[str]) -> list[Variant]:
@@ -122,27 +113,26 @@ def variants_of(words: Sequence[str]) -> list[Variant]:
         return []
 
     path, *names = words
+    where = f"--variants {path}"
+    known = {}
     try:
         document: Any = OmegaConf.to_container(OmegaConf.load(path))
-        known = {name: Variant(name, **entry) for name, entry in document.items()}
+        for name, entry in document.items():
+            known[name] = Variant(name, **entry)
     except (OSError, TypeError) as error:
         problem = f"is not a file of variants ({first_line(error)}); benchmarks/variants_….yaml show the form"
-        raise UserError(f"--variants {path}: {problem}") from None
+        raise UserError(f"{where}: {problem}") from None
 
     chosen = []
     for name in names or known:
         if name not in known:
-            raise UserError(f"--variants {path}: no variant {name!r}; known: {', '.join(known)}")
+            raise UserError(f"{where}: no variant {name!r}; known: {', '.join(known)}")
 
         variant = known[name]
         if variant.train not in TRAIN:
-            raise UserError(f"--variants {path}: {name}: train = {variant.train!r} is none of {', '.join(TRAIN)}")
+            raise UserError(f"{where}: {name}: train = {variant.train!r} is none of {', '.join(TRAIN)}")
 
-        if not are_shares(variant.budgets):
-            raise UserError(
-                f"--variants {path}: {name}: budgets = {variant.budgets}: give shares above 0 and at most 1"
-            )
-
+        check_shares(f"{where}: {name}: budgets", variant.budgets)
         chosen.append(variant)
 
     return chosen
@@ -188,11 +178,11 @@ class Study:
         if at and not (at in main.budgets and at < min(variant.budgets)):
             raise UserError(
                 f"variant {variant.name}: branch_at = {at:g} must be below its own budgets and one of the main "
-                f"comparison's ({' '.join(f'{share:g}' for share in main.budgets)}); see --budgets"
+                f"comparison's ({' '.join(map('{:g}'.format, main.budgets))}); see --budgets"
             )
 
         missing = {*variant.seeds} - {*main.seeds}
-        if variant.starts_from_main and missing:
+        if at and missing:
             raise UserError(
                 f"variant {variant.name}: starts from the main comparison, which lacks seed {min(missing)}; "
                 "add it with --seeds, or change the variant's seeds"
@@ -282,25 +272,20 @@ class Study:
         for model in TRAIN[variant.train]:
             members += ensemble_members(experiment) if model == ENSEMBLE else [model]
 
-        per_sample = {ROUTER: costs.router, STUDENT: STUDENT_COST * costs.expert}
         for member in members:
-            of_step = per_sample.get(member, costs.expert) * role_of(member).batch_size(member, experiment)
-            steps = []
-            for share in variant.budgets:
-                steps.append(self._steps(variant, member, experiment, costs, share))
+            per_sample = costs.router if member == ROUTER else costs.expert
+            steps = [self._steps(variant, member, experiment, costs, share) for share in variant.budgets]
 
+            flops = per_sample * role_of(member).batch_size(member, experiment) * steps[-1]
             for seed in variant.seeds:
-                yield Job(variant, seed, member, steps, steps[-1] * of_step)
+                yield Job(variant, seed, member, steps, flops)
 
     def _steps(self, variant: Variant, member: str, experiment: Experiment, costs: Costs, share: float) -> int:
         """Steps that the budget pays for; all experts together pay for router, partition and what they branch off."""
-        router_steps = round(share * experiment.router.train.max_steps)
+        router = experiment.router.train
+        router_steps = round(share * router.max_steps)
         if member == ROUTER:
             return max(1, router_steps)
-
-        of_step = costs.expert * experiment.expert.train.global_batch_size
-        if member == STUDENT:
-            return max(1, round(share * self.budget(1.0) / (STUDENT_COST * of_step)))
 
         budget = self.budget(share)
         if variant.branch_at:
@@ -308,13 +293,9 @@ class Study:
 
         if member != MONOLITH:
             # The partition of the main experiment is charged to every ensemble, however its clusters are made.
-            budget -= costs.router * experiment.router.train.global_batch_size * router_steps + self.costs.partition
+            budget -= costs.router * router.global_batch_size * router_steps + self.costs.partition
 
-        return max(1, round(budget / of_step))
-
-    def folder(self, job: Job) -> Path:
-        """Run folder of one member's training."""
-        return self.root / job.variant.name / f"seed-{job.seed}" / job.member
+        return max(1, round(budget / (costs.expert * experiment.expert.train.global_batch_size)))
 
     def at_budget(self, variant: Variant, seed: int, share: float) -> RunFolder:
         """Folder of the artifacts at one budget: an ensemble, a monolith, or both."""
@@ -327,12 +308,14 @@ class Study:
         router's accuracy at the highest noise, with and without the condition, says how much the condition tells.
         """
         run = self.at_budget(variant, seed, share)
-        clusters = self.prepared(variant).manifest.clusters
         names = [model]
         weights = [1]
         if model == ENSEMBLE:
-            names = [f"expert-{number}" for number in range(len(clusters))]
-            weights = [cluster.held_out for cluster in clusters]
+            names = []
+            weights = []
+            for number, cluster in enumerate(self.prepared(variant).manifest.clusters):
+                names.append(f"expert-{number}")
+                weights.append(cluster.held_out)
 
         metrics = [read_meta(run.artifact(name)).metrics for name in names]
         noisiest = max(key for key in metrics[0] if key.startswith("held_out/loss_t"))
@@ -356,22 +339,19 @@ class Study:
             UserError: a training failed.
             KeyboardInterrupt: Ctrl-C; the next call continues from the checkpoints.
         """
-        jobs = self.jobs()
-        for later in (False, True):
-            self._train_all([job for job in jobs if job.variant.starts_from_main == later], num_jobs)
-            for variant, seed, share in self.points():
-                if variant.starts_from_main == later and ENSEMBLE in TRAIN[variant.train]:
-                    run = self.prepared(variant)
-                    kept = self.at_budget(variant, seed, share)
-                    folders = [kept.artifact(member) for member in run.names]
-                    clusters = expert_clusters(run.experiment)
-                    write_ensemble(kept.root, folders, run.manifest.priors, expert_clusters=clusters)
+        for is_branched in (False, True):
+            jobs = [job for job in self.jobs() if bool(job.variant.branch_at) == is_branched]
+            with ThreadPoolExecutor(num_jobs) as pool:
+                all_of([pool.submit(self._train, job) for job in jobs], "trainings")
 
-    def _train_all(self, jobs: Sequence[Job], num_jobs: int) -> None:
-        with progress() as bars, ThreadPoolExecutor(num_jobs) as pool:
-            bar = bars.add_task("TFLOP", total=sum(job.flops for job in jobs) / 1e12)
-            trainings = [pool.submit(self._train, job) for job in jobs]
-            all_of(trainings, lambda _: bars.update(bar, completed=sum(map(self.done, jobs)) / 1e12))
+        for variant, seed, share in self.points():
+            if ENSEMBLE in TRAIN[variant.train]:
+                run = self.prepared(variant)
+                kept = self.at_budget(variant, seed, share)
+                clusters = expert_clusters(run.experiment)
+                write_ensemble(
+                    kept.root, list(map(kept.artifact, run.names)), run.manifest.priors, expert_clusters=clusters
+                )
 
     def points(self) -> Iterator[tuple[Variant, int, float]]:
         """Variant, seed and share of every comparison."""
@@ -380,21 +360,15 @@ class Study:
                 for share in variant.budgets:
                     yield variant, seed, share
 
-    def done(self, job: Job) -> float:
-        """FLOPs of the training that are done."""
-        if self.at_budget(job.variant, job.seed, job.variant.budgets[-1]).has_artifact(job.member):
-            return job.flops
-
-        folder = RunFolder(self.folder(job)).member(job.member)
-        status = MemberStatus.read(folder, job.member, job.steps[-1])
-        return job.flops * min(1.0, status.step / job.steps[-1])
+    def is_done(self, job: Job) -> bool:
+        """Whether the training has passed its last budget."""
+        return self.at_budget(job.variant, job.seed, job.variant.budgets[-1]).has_artifact(job.member)
 
     def _train(self, job: Job) -> None:
         """Train one member from budget to budget, by the command line, as a user would."""
-        run = RunFolder(self.folder(job))
+        run = RunFolder(self.root / job.variant.name / f"seed-{job.seed}" / job.member)
         prepared = self.prepared(job.variant).folder
-        main = self.variants[0]
-        section = {ROUTER: "router.train", STUDENT: "distill"}.get(job.member, "expert.train")
+        section = "router" if job.member == ROUTER else "expert"
         fixed = [
             *job.variant.overrides,
             f"seed={job.seed}",
@@ -402,33 +376,23 @@ class Study:
             f"island.shards={prepared.shards.resolve()}",
         ]
         if job.variant.branch_at:
-            trunk = self.at_budget(main, job.seed, job.variant.branch_at)
+            trunk = self.at_budget(self.variants[0], job.seed, job.variant.branch_at)
             fixed.append(f"expert.init_from={trunk.artifact(MONOLITH)}")
 
+        run.prepared.mkdir(parents=True, exist_ok=True)
+        shutil.copy(prepared.prepared / "manifest.json", run.prepared)
         for share, steps in zip(job.variant.budgets, job.steps, strict=True):
-            kept = self.at_budget(job.variant, job.seed, share).artifact(job.member)
-            if (kept / MEMBER_FILE).exists():
-                found = read_meta(kept).step
-                if found != steps:
-                    raise UserError(f"{kept}: has {found} steps, the budget asks for {steps}; move it away")
+            kept = self.at_budget(job.variant, job.seed, share)
+            if not kept.has_artifact(job.member):
+                # Validating takes as long as hundreds of these small steps.
+                settings = [*fixed, f"{section}.train.max_steps={steps}", f"island.validate_every_n_steps={steps}"]
+                start("fit", self.options, *settings, f"member={job.member}").ended()
+                with atomic_folder(kept.artifact(job.member)) as temporary:
+                    shutil.copytree(run.artifact(job.member), temporary, dirs_exist_ok=True)
 
-                continue
-
-            # Validating takes as long as hundreds of these small steps.
-            settings = [*fixed, f"{section}.max_steps={steps}", f"island.validate_every_n_steps={steps}"]
-            refuse_changed(load(self.options, *settings))
-            if not is_prepared(run):
-                run.prepared.mkdir(parents=True, exist_ok=True)
-                shutil.copy(prepared.prepared / "manifest.json", run.prepared)
-
-            if job.member == STUDENT and not run.ensemble.exists():
-                teacher = self.at_budget(main, job.seed, max(main.budgets))
-                shutil.copytree(teacher.root / "members", run.root / "members", dirs_exist_ok=True)
-                shutil.copy(teacher.ensemble, run.ensemble)
-
-            start("fit", self.options, *settings, f"member={job.member}").ended()
-            with atomic_folder(kept) as temporary:
-                shutil.copytree(run.artifact(job.member), temporary, dirs_exist_ok=True)
+            found = read_meta(kept.artifact(job.member)).step
+            if found != steps:
+                raise UserError(f"{kept.root}: has {found} steps, the budget asks for {steps}; move it away")
 
 
 def is_prepared(run: RunFolder) -> bool:

@@ -13,10 +13,9 @@ from collections.abc import Sequence
 
 import torch
 from common import MEMBER, Report, device_of, load, parse, parser, run
-from step_clock import median
+from step_clock import in_turn, median
 from step_member import TrainingStep
 from step_memory import peak_bytes
-from step_networks import in_turn
 
 from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core import processes
@@ -76,18 +75,17 @@ def add(
     peak = peak_bytes(step)
     cost = MemberCost(step.member)
     planned = cost.memory(step.island, "single").peak
-    seconds = median(in_turn({"step": step}, num_rounds, STEPS_PER_TURN)["step"])
+    seconds = median(in_turn({"step": step.take}, device, num_rounds, STEPS_PER_TURN)["step"])
     flops = step.cost.flops
-    report.figures |= {
-        f"samples_per_second_{batch}": batch / seconds,
-        f"seconds_{batch}": seconds,
-        "parameters": cost.num_parameters,
-        "gflop_a_sample": flops / 1e9,
-        "gb_of_weights_and_state": cost.state.training / 1e9,
-        f"planned_gb_{batch}": planned / 1e9,
-        f"peak_gb_{batch}": peak / 1e9,
-        f"peak_over_planned_{batch}": peak / planned,
-    }
+    figures = report.figures
+    figures[f"samples_per_second_{batch}"] = batch / seconds
+    figures[f"seconds_{batch}"] = seconds
+    figures["parameters"] = cost.num_parameters
+    figures["gflop_a_sample"] = flops / 1e9
+    figures["gb_of_weights_and_state"] = cost.state.training / 1e9
+    figures[f"planned_gb_{batch}"] = planned / 1e9
+    figures[f"peak_gb_{batch}"] = peak / 1e9
+    figures[f"peak_over_planned_{batch}"] = peak / planned
     described, tflops = peak_of_this_device("gpu" if device.type == "cuda" else "cpu", experiment.island.precision)
     shares = ["", ""]
     known = "peak not known, so no MFU is shown."
@@ -95,7 +93,8 @@ def add(
         rate = batch / seconds / (tflops * 1e12)
         mfu = flops * rate
         hfu = (flops + step.cost.recomputed_flops) * rate
-        report.figures |= {f"mfu_{batch}": mfu, f"hfu_{batch}": hfu}
+        figures[f"mfu_{batch}"] = mfu
+        figures[f"hfu_{batch}"] = hfu
         shares = [f"{mfu:.1%}", f"{hfu:.1%}"]
         known = f"peak {tflops:g} TFLOP/s."
 

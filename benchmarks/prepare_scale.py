@@ -66,16 +66,18 @@ class Model:
         """
         num = self.num_samples
         link = self.store_bytes_per_second
-        shard_bytes = self.latent_bytes + self.text_bytes
         # A single node keeps the columns on its disk.
         through_store = self.part_bytes if num_nodes > 1 else 0
         encode = 1 / (self.gpus_per_node * self.gpu_samples_per_second) + through_store / link
-        shards = seconds["shards"] / self.processes_per_node + (through_store + shard_bytes) / link
+        shard_bytes = through_store + self.latent_bytes + self.text_bytes
+        shards = seconds["shards"] / self.processes_per_node + shard_bytes / link
         fitted = self.fit_fraction * num * self.feature_size
         flops = 2 * fitted * self.num_fine_centroids * (self.num_iterations + 1)
         hours = {name: num * each / 3600 for name, each in seconds.items()}
-        hours |= {"encode": num * encode / num_nodes / 3600, "shards": num * shards / num_nodes / 3600}
-        return hours | {"partition": (4 * fitted / link + flops / self.flops_per_second) / 3600}
+        hours["encode"] = num * encode / num_nodes / 3600
+        hours["shards"] = num * shards / num_nodes / 3600
+        hours["partition"] = (4 * fitted / link + flops / self.flops_per_second) / 3600
+        return hours
 
     def peak_gb(self) -> dict[str, float]:
         """Return the largest memory of one process in the stages that hold more than a part."""
@@ -108,29 +110,29 @@ def main(arguments: Sequence[str] | None) -> None:
             per_sample[name] = max(0.0, seconds - small.stages[name]) / (more - fewer)
 
     model = Model()
-    one = model.hours(1, per_sample)
-    eight = model.hours(8, per_sample)
+    nodes = (model.hours(1, per_sample), model.hours(8, per_sample))
     peaks = model.peak_gb()
     report = Report(
         "Preparing by the number of images",
         ["stage", f"{fewer:,}: s", f"{more:,}: s", "158 million: h, one node", "eight nodes", "GB of a process"],
     )
     for name, seconds in large.stages.items():
-        hours = [f"{node[name]:.2f}" if name in node else "" for node in (one, eight)]
-        peak = f"{peaks[name]:.1f}" if name in peaks else ""
-        report.row(name, f"{small.stages[name]:.1f}", f"{seconds:.1f}", *hours, peak)
+        cells = [f"{small.stages[name]:.1f}", f"{seconds:.1f}"]
+        for column in (*nodes, peaks):
+            cells.append(f"{column[name]:.2f}" if name in column else "")
 
-    totals = (small.seconds, large.seconds, sum(one.values()), sum(eight.values()))
-    report.row("in all", *(f"{total:.1f}" for total in totals), "")
-    report.figures = {
-        "seconds_1m_over_100k": large.seconds / small.seconds,
-        "seconds_1m": large.seconds,
-        "peak_gb_1m": large.peak_gb,
-        "files_1m": large.num_files,
-        "most_hours_one_node": max(one.values()),
-        "most_hours_eight_nodes": max(eight.values()),
-        "most_gb_of_a_process": max(peaks.values()),
-    }
+        report.row(name, *cells)
+
+    totals = [small.seconds, large.seconds, *(sum(hours.values()) for hours in nodes)]
+    report.row("in all", *map("{:.1f}".format, totals), "")
+    figures = report.figures
+    figures["seconds_1m_over_100k"] = large.seconds / small.seconds
+    figures["seconds_1m"] = large.seconds
+    figures["peak_gb_1m"] = large.peak_gb
+    figures["files_1m"] = large.num_files
+    figures["most_hours_one_node"] = max(nodes[0].values())
+    figures["most_hours_eight_nodes"] = max(nodes[1].values())
+    figures["most_gb_of_a_process"] = max(peaks.values())
     report.details = {"model": asdict(model), "seconds_per_sample": per_sample}
     report.note(
         f"Of {more:,} images: {large.num_files:,} files, at most {large.peak_gb:.2f} GB in a process. "

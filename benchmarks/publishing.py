@@ -14,18 +14,15 @@ the same cores, although a user's would not.
 
 from __future__ import annotations
 
-import os
 import resource
 import shutil
 import statistics
-import sys
 import tempfile
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 
-from common import LOGS_SAMPLES, MEMBER, REPOSITORY, Report, load, parse, parser, run
+from common import LOGS_SAMPLES, MEMBER, Report, load, parse, parser, run, store
 from faults_island import Training
 from step_clock import Seconds, ratios
 
@@ -33,11 +30,8 @@ from ddm_lightning.islands.shared import publish_prepared
 from ddm_lightning.members.run import Run
 from ddm_lightning.prepare.stages import prepare
 
-sys.path.append(str(REPOSITORY / "tests" / "shards"))
-import servers  # type: ignore[import-not-found]  # of the tests
-
-ROUNDS = 8
-ARMS = ("plain", "publishing")
+ROUNDS = (8, 1)
+"""In all, and with ``--quick``."""
 MINUTES = 0.1233
 _SETTINGS = (
     "expert.network.params={width: 256, depth: 6, num_heads: 4, patch_size: 2}",
@@ -52,28 +46,32 @@ def main(arguments: Sequence[str] | None) -> None:
     """Run the benchmark."""
     options = parse(parser(__doc__ or "", fixed=True), arguments)
     options.overrides = [*_SETTINGS, f"expert.train.max_steps={60 if options.quick else 200}"]
-    rounds: list[dict[str, Seconds]] = []
-    report = Report("Seconds (processor seconds) of a training", ["round", *ARMS])
+    times: dict[str, list[Seconds]] = {"plain": [], "publishing": []}
+    report = Report("Seconds (processor seconds) of a training", ["round", *times])
     with tempfile.TemporaryDirectory(prefix="publishing-") as temporary:
         folder = Path(temporary)
         experiment = load(options, f"run_dir={folder / 'home'}")
         prepare(experiment, folder / "home")
         Run.open(experiment, create=True)
-        (folder / "store").mkdir()
-        with servers.s3(folder / "store", folder, SimpleNamespace(setenv=os.environ.__setitem__)) as (url, _):
-            for number in range(1 if options.quick else ROUNDS):
-                order = ARMS if number % 2 else ARMS[::-1]
-                times = {arm: train(options, folder, f"{url}/{number}", arm) for arm in order}
-                rounds.append(times)
-                report.row(str(number), *(f"{times[arm].wall:.1f} ({times[arm].cpu:.1f})" for arm in ARMS))
+        with store(folder) as (url, _):
+            arms = list(times)
+            for number in range(ROUNDS[options.quick]):
+                arms.reverse()
+                for arm in arms:
+                    times[arm].append(train(options, folder, f"{url}/{number}", arm))
 
-    plain = [times["plain"] for times in rounds]
-    publishing = [times["publishing"] for times in rounds]
+                turn = (times["plain"][-1], times["publishing"][-1])
+                report.row(str(number), *map("{0.wall:.1f} ({0.cpu:.1f})".format, turn))
+
     for name, clock in (("publish_over_plain", "wall"), ("cpu_publish_over_plain", "cpu")):
-        found = ratios(publishing, plain, clock)
-        report.figures |= {name: statistics.median(found), f"{name}_low": min(found), f"{name}_high": max(found)}
+        found = ratios(times["publishing"], times["plain"], clock)
+        report.figures[name] = statistics.median(found)
+        report.figures[f"{name}_low"] = min(found)
+        report.figures[f"{name}_high"] = max(found)
 
-    report.note(", ".join(f"{name} {value:.3f}" for name, value in report.figures.items()))
+    for name, value in report.figures.items():
+        report.note(f"{name}: {value:.3f}")
+
     report.finish(options.json)
 
 
@@ -91,10 +89,12 @@ def train(options: Namespace, folder: Path, url: str, arm: str) -> Seconds:
     training = Training(words, folder / "steps", (), {"OMP_NUM_THREADS": "1"})
     training.process.ended()
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    times = [began for _, began in training.steps()]
+    steps = training.steps()
+    wall = steps[-1][1] - steps[0][1]
+    cpu = sum(after[:2]) - sum(before[:2])
     shutil.rmtree(place)
     training.log.unlink()
-    return Seconds(times[-1] - times[0], sum(after[:2]) - sum(before[:2]))
+    return Seconds(wall, cpu)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from common import REPOSITORY, Report, save_figure
-from flop_report import Results, curves_figure, mean_score
-from flop_scores import mean_kid
+from flop_report import Results, curves_figure
+from flop_scores import mean_kid, mean_score
 
 from ddm_lightning.core.files import atomic_write_text
 

@@ -10,6 +10,7 @@ All ways sample the same batch in turns, in one process; ratios are medians over
 from __future__ import annotations
 
 import itertools
+import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
@@ -17,9 +18,9 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from common import Report, device_of, load, parse, parser, run, use_all_threads
+from common import Report, device_of, load, parse, parser, run
 from safetensors.torch import load_file, save_file
-from step_clock import Seconds, median, now, ratio, since
+from step_clock import Seconds, in_turn, median, ratio
 from torch import Tensor, nn
 
 from ddm_lightning.config.experiment import Experiment, SampleConfig
@@ -51,17 +52,17 @@ RATIOS = {
 def main(arguments: Sequence[str] | None) -> None:
     """Run the benchmark."""
     options = parse(parser(__doc__ or "", config="experiments/mix_8x.yaml", device=True), arguments)
-    use_all_threads()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
     experiment = load(options, *([] if options.overrides else SIZES))
     device = device_of(options)
     num_rounds = ROUNDS[options.quick]
     with tempfile.TemporaryDirectory() as folder:
         ways = ways_of(experiment, device, Path(folder))
-        times = measure(ways, device, num_rounds)
+        times = in_turn(ways, device, num_rounds)
         if device.type == "cpu":
             torch.set_num_threads(1)
-            ways = {f"{name}{ONE_THREAD}": ways[name] for name in ("monolith", "top-1")}
-            times |= measure(ways, device, num_rounds)
+            few = {f"{name}{ONE_THREAD}": ways[name] for name in ("monolith", "top-1")}
+            times |= in_turn(few, device, num_rounds)
 
     report_of(times, experiment).finish(options.json)
 
@@ -72,13 +73,13 @@ class EvenRouter(nn.Module):
     def __init__(self, router: nn.Module) -> None:
         super().__init__()
         self.router = router
-        self.blocks = getattr(router, "blocks", ())
+        self.blocks = router.blocks
 
     def forward(self, *inputs: Tensor | None) -> Tensor:
         """Logits that make row i surest of cluster i mod K."""
         logits: Tensor = self.router(*inputs)
-        rows = torch.arange(len(logits), device=logits.device)
-        return nn.functional.one_hot(rows % logits.shape[1], logits.shape[1]).to(logits)
+        num_rows, num_clusters = logits.shape
+        return torch.eye(num_clusters).to(logits).repeat(num_rows, 1)[:num_rows]
 
 
 def ways_of(experiment: Experiment, device: torch.device, folder: Path) -> dict[str, Callable[[], object]]:
@@ -106,8 +107,8 @@ def ways_of(experiment: Experiment, device: torch.device, folder: Path) -> dict[
 
     def way(ensemble: Ensemble, strategy: str) -> Callable[[], object]:
         settings = SampleConfig(strategy=strategy, solver="euler", num_steps=NUM_STEPS)
-        sizes_of_batch = (BATCH_SIZE, sizes.x_shape, settings)
-        return partial(sample, ensemble, None, *sizes_of_batch, shift=1.0, seed=0, batch_size=BATCH_SIZE)
+        given = (ensemble, None, BATCH_SIZE, sizes.x_shape, settings)
+        return partial(sample, *given, shift=1.0, seed=0, batch_size=BATCH_SIZE)
 
     return {
         "monolith": way(Ensemble(experts[:1], None, [1.0]), "full"),
@@ -137,20 +138,6 @@ def plain_loop(
     return x
 
 
-def measure(
-    ways: Mapping[str, Callable[[], object]], device: torch.device, num_rounds: int
-) -> dict[str, list[Seconds]]:
-    """Times of each way, one per round, after a first round that is not counted."""
-    times: dict[str, list[Seconds]] = {name: [] for name in ways}
-    for _ in range(num_rounds + 1):
-        for name, way in ways.items():
-            start = now()
-            way()
-            times[name].append(since(start, device))
-
-    return {name: turns[1:] for name, turns in times.items()}
-
-
 def report_of(times: Mapping[str, list[Seconds]], experiment: Experiment) -> Report:
     """The table and the figures."""
     num_clusters = experiment.prepare.partition.num_clusters
@@ -167,7 +154,6 @@ def report_of(times: Mapping[str, list[Seconds]], experiment: Experiment) -> Rep
                 value /= num_clusters
 
             report.figures[figure] = value
-            report.note(f"{figure}: {value:.3f}")
 
     report.figures |= {"batch_size": BATCH_SIZE, "num_clusters": num_clusters}
     return report

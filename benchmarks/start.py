@@ -11,6 +11,7 @@ import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Sequence
+from operator import attrgetter
 from pathlib import Path
 
 from common import MEMBER, Report, call, parse, parser, run, start
@@ -29,30 +30,27 @@ _WAIT_SECONDS = 0.01
 def main(arguments: Sequence[str] | None) -> None:
     """Run the benchmark."""
     options = parse(parser(__doc__ or "", fixed=True), arguments)
-    fresh: list[Seconds] = []
-    elsewhere: list[Seconds] = []
+    times: dict[str, list[Seconds]] = {"fresh": [], "elsewhere": []}
     with tempfile.TemporaryDirectory(prefix="start-") as folder:
         home = Path(folder) / "home"
         store = Path(folder) / "store"
         call("prepare", options, f"run_dir={home}", f"remote={store}")
         for number in range(ROUNDS[options.quick]):
             shutil.rmtree(store / "members", ignore_errors=True)
-            for name, times in (("first", fresh), ("elsewhere", elsewhere)):
+            for name, each in times.items():
                 place = Path(folder) / f"{name}-{number}"
                 shutil.copytree(home / "prepared", place / "prepared")
-                times.append(first_step(options, place, store))
+                each.append(first_step(options, place, store))
 
     title = f"Start of a member of {Path(options.config).name}"
-    report = Report(title, ["start", "seconds", "CPU seconds", "lowest, highest"])
-    for name, label, times in (
-        ("fresh", "from nothing", fresh),
-        ("elsewhere", "elsewhere, after a kill", elsewhere),
-    ):
-        seconds = median(times)
-        cpu = median(times, "cpu")
-        all_cpu = [one.cpu for one in times]
-        report.figures |= {f"seconds_{name}": seconds, f"cpu_seconds_{name}": cpu}
-        report.row(label, f"{seconds:.2f}", f"{cpu:.2f}", f"{min(all_cpu):.2f}, {max(all_cpu):.2f}")
+    report = Report(title, ["start", "seconds", "CPU seconds", "lowest", "highest"])
+    for name, each in times.items():
+        seconds = median(each)
+        cpu = median(each, "cpu")
+        report.figures[f"seconds_{name}"] = seconds
+        report.figures[f"cpu_seconds_{name}"] = cpu
+        cpus = sorted(map(attrgetter("cpu"), each))
+        report.row(name, *map("{:.2f}".format, (seconds, cpu, cpus[0], cpus[-1])))
 
     report.note("Medians. Other processes on the machine lengthen the seconds, and hardly the CPU seconds.")
     report.finish(options.json)

@@ -18,7 +18,7 @@ from pathlib import Path
 import step_networks
 import torch
 from common import Report, call, device_of, load, parse, parser, run
-from step_clock import Seconds, grouped, median, ratio, ratios
+from step_clock import Seconds, grouped, in_turn, median, ratio, ratios
 from step_loops import Trained, train
 from step_networks import XL2, Sizes
 
@@ -27,7 +27,7 @@ from ddm_lightning.core import processes
 STEPS_PER_TURN = 5
 TURNS_PER_GROUP = 5
 STEPS_PER_GROUP = STEPS_PER_TURN * TURNS_PER_GROUP
-HEADINGS = ["", "ours, ms per step", "other, ms per step", "ratio"]
+HEADINGS = ["", "ours, ms per step", "other, ms per step", "ratio", "lowest", "highest", "ratio of CPU times"]
 SMALL = Sizes(width=384, depth=6, num_heads=6, patch_size=2, channels=4, edge=16, batch_size=4)
 
 
@@ -38,10 +38,8 @@ class Networks:
     end: str
     """Suffix of its figures' names."""
     sizes: Sizes
-    half: bool = False
-    """Whether all networks run under bfloat16 autocast."""
-    compiled: bool = False
-    """Whether our blocks are compiled, as with ``island.compile``."""
+    fast: bool
+    """Whether all networks run under bfloat16 autocast, and our blocks are compiled, as with ``island.compile``."""
 
 
 @dataclass(frozen=True)
@@ -86,13 +84,8 @@ LOOPS = {
     "cuda": Loop("", 1152, 28, 16, 2, image_size=32, text_size=768, batch_size=16),
 }
 NETWORKS = {
-    "cpu": (
-        Networks("", SMALL),
-        Networks("_compiled", SMALL, compiled=True),
-        Networks("_bf16", SMALL, half=True),
-        Networks("_bf16_compiled", SMALL, half=True, compiled=True),
-    ),
-    "cuda": (Networks("", XL2, half=True, compiled=True),),
+    "cpu": (Networks("", SMALL, fast=False), Networks("_bf16_compiled", SMALL, fast=True)),
+    "cuda": (Networks("", XL2, fast=True),),
 }
 DEMO = Loop("_demo", 128, 4, 4, 4, image_size=24, text_size=512, batch_size=16)
 
@@ -124,8 +117,7 @@ def main(arguments: Sequence[str] | None) -> None:
         "parameters as ours."
     )
     report.note(
-        "Ratios are medians (lowest to highest) over neighbouring groups of turns; square brackets hold the ratio of "
-        "CPU times, which other processes disturb less. Times are medians."
+        "Ratios are medians over neighbouring groups of turns. CPU times are disturbed less. Times are medians."
     )
     report.finish(options.json)
 
@@ -149,11 +141,9 @@ def add_loop(report: Report, loop: Loop, trained: Trained) -> None:
     name = f"trainer_over_bare_loop{loop.end}"
     add_ratio(report, name, f"Trainer against a bare loop{loop.end.replace('_', ', ')}: {sizes}", ours, bare)
     is_same = same(trained)
-    report.figures |= {
-        f"seconds_trainer{loop.end}": median(ours),
-        f"seconds_bare_loop{loop.end}": median(bare),
-        f"same_weights{loop.end}": float(is_same),
-    }
+    report.figures[f"seconds_trainer{loop.end}"] = median(ours)
+    report.figures[f"seconds_bare_loop{loop.end}"] = median(bare)
+    report.figures[f"same_weights{loop.end}"] = float(is_same)
     equal = "bit-identical" if is_same else "not identical"
     num_steps = len(trained.ours) * STEPS_PER_TURN
     report.note(f"{name}: weights and averages of both are {equal} after {num_steps} steps.")
@@ -173,13 +163,13 @@ def add_networks(report: Report, kind: Networks, device: torch.device, num_round
         "diffusers": step_networks.diffusers_side(kind.sizes, nearest=False),
         "diffusers_nearest": step_networks.diffusers_side(kind.sizes, nearest=True),
     }
-    steps: dict[str, step_networks.Timed] = {}
+    steps = {}
     for name, side in sides.items():
-        compiled = kind.compiled and name == "ours"
-        steps[name] = step_networks.Step(side, kind.sizes, device, half=kind.half, compiled=compiled)
+        compiled = kind.fast and name == "ours"
+        steps[name] = step_networks.Step(side, kind.sizes, device, half=kind.fast, compiled=compiled).take
 
-    found = step_networks.in_turn(steps, num_rounds, STEPS_PER_TURN)
-    kinds = f"{'compiled, ' if kind.compiled else ''}{'bfloat16' if kind.half else '32 bits'}"
+    found = in_turn(steps, device, num_rounds, STEPS_PER_TURN)
+    kinds = "compiled, bfloat16" if kind.fast else "32 bits"
     for name, side in sides.items():
         report.figures[f"seconds_{name}{kind.end}"] = median(found[name])
         report.figures[f"parameters_{name}"] = side.num_parameters
@@ -195,8 +185,8 @@ def add_ratio(report: Report, name: str, title: str, ours: Sequence[Seconds], ot
     value = statistics.median(each)
     cpu = ratio(ours, others, "cpu")
     report.figures |= {name: value, f"{name}_cpu_seconds": cpu}
-    shown = f"{value:.3f} ({min(each):.3f} to {max(each):.3f}) [{cpu:.3f}]"
-    report.row(title, f"{1000 * median(ours):.1f}", f"{1000 * median(others):.1f}", shown)
+    figures = (1000 * median(ours), 1000 * median(others), value, min(each), max(each), cpu)
+    report.row(title, *map("{:.3f}".format, figures))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter, truediv
 from typing import NamedTuple
 
 import numpy as np
@@ -33,6 +34,37 @@ def since(start: Seconds, device: torch.device) -> Seconds:
     return Seconds(end.wall - start.wall, end.cpu - start.cpu)
 
 
+def timed(take: Callable[[], object], device: torch.device, num_calls: int = 1) -> Seconds:
+    """Mean time of a call."""
+    start = now()
+    for _ in range(num_calls):
+        take()
+
+    passed = since(start, device)
+    return Seconds(passed.wall / num_calls, passed.cpu / num_calls)
+
+
+def in_turn(
+    ways: Mapping[str, Callable[[], object]], device: torch.device, num_rounds: int, num_calls: int = 1
+) -> dict[str, list[Seconds]]:
+    """Measure seconds per call of each way, one value per round; every other round runs in reverse order.
+
+    Two turns of each way warm up first.
+    """
+    for way in ways.values():
+        timed(way, device, 2 * num_calls)
+
+    found: dict[str, list[Seconds]] = {name: [] for name in ways}
+    order = list(ways)
+    for _ in range(num_rounds):
+        for name in order:
+            found[name].append(timed(ways[name], device, num_calls))
+
+        order.reverse()
+
+    return found
+
+
 def grouped(turns: Sequence[Seconds], turns_per_group: int, steps_per_group: int) -> list[Seconds]:
     """Seconds per step of each group of turns."""
     sums = np.reshape(turns, (-1, turns_per_group, 2)).sum(1) / steps_per_group
@@ -46,9 +78,10 @@ def ratio(ours: Sequence[Seconds], theirs: Sequence[Seconds], kind: str = "wall"
 
 def ratios(ours: Sequence[Seconds], theirs: Sequence[Seconds], kind: str = "wall") -> list[float]:
     """Our times over theirs, pair by pair."""
-    return [getattr(a, kind) / getattr(b, kind) for a, b in zip(ours, theirs, strict=True)]
+    clock = attrgetter(kind)
+    return list(map(truediv, map(clock, ours), map(clock, theirs)))
 
 
 def median(turns: Sequence[Seconds], kind: str = "wall") -> float:
     """Median seconds of a turn."""
-    return statistics.median(getattr(turn, kind) for turn in turns)
+    return statistics.median(map(attrgetter(kind), turns))

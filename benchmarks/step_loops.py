@@ -193,4 +193,6 @@ def train(experiment: Experiment, steps: int) -> Trained:
     parameters = list(module.network.parameters())
     state = trainer.optimizers[0].state
     averages = [state[parameter]["ema"] for parameter in parameters]
-    return Trained(turns.ours, turns.bare, [*parameters, *averages], [*loop.parameters, *loop.averages])
+    ours = [*parameters, *averages]
+    bare = [*loop.parameters, *loop.averages]
+    return Trained(turns.ours, turns.bare, ours, bare)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from step_networks import Timed, forget_compiled, random_batch
+from step_networks import forget_compiled, random_batch
 from torch import Tensor
 from torch.nn import functional
 
@@ -21,7 +21,7 @@ from ddm_lightning.training.optimizer import build_optimizer, clip_in_step
 PRECISIONS = ("32-true", "bf16-mixed")
 
 
-class TrainingStep(Timed):
+class TrainingStep:
     """An expert's training step without loading and noise, on fixed random data.
 
     Runs forward and backward in the island's micro batches, then clipping, the optimizer and the averages.

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from step_clock import Seconds, now, since
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.optim import Optimizer
 
 from ddm_lightning.config.experiment import TrainConfig
 from ddm_lightning.flow.condition import Condition, ConditionSpec
@@ -35,20 +32,13 @@ class Sizes:
     batch_size: int
 
     @property
-    def num_tokens(self) -> int:
-        """Number of patches of a latent."""
-        return (self.edge // self.patch_size) ** 2
-
-    @property
     def x_shape(self) -> tuple[int, int, int]:
         """Shape of one latent."""
         return self.channels, self.edge, self.edge
 
     def __str__(self) -> str:
-        return (
-            f"width {self.width}, depth {self.depth}, {self.num_heads} heads, {self.num_tokens} tokens, "
-            f"batch {self.batch_size}"
-        )
+        num_tokens = (self.edge // self.patch_size) ** 2
+        return f"width {self.width}, depth {self.depth}, {num_tokens} tokens, batch {self.batch_size}"
 
 
 XL2 = Sizes(width=1152, depth=28, num_heads=16, patch_size=2, channels=4, edge=32, batch_size=32)
@@ -114,11 +104,7 @@ def diffusers_side(sizes: Sizes, *, nearest: bool) -> Side:
         predicted: Tensor = network(x_t, (1000 * t).long(), classes, return_dict=False)[0]
         return predicted
 
-    if nearest:
-        title = "diffusers, shared embedder, exact GELU"
-    else:
-        title = "diffusers"
-
+    title = "diffusers, shared embedder, exact GELU" if nearest else "diffusers"
     return Side(title, network.train(), predict)
 
 
@@ -132,28 +118,7 @@ def forget_compiled() -> None:
     torch._dynamo.config.automatic_dynamic_shapes = False
 
 
-class Timed(ABC):
-    """A training step that can be timed alternately with others."""
-
-    device: torch.device
-    network: nn.Module
-    optimizer: Optimizer
-
-    @abstractmethod
-    def take(self) -> None:
-        """Take one step."""
-
-    def seconds(self, num_steps: int) -> Seconds:
-        """Take ``num_steps`` steps and return their mean time."""
-        start = now()
-        for _ in range(num_steps):
-            self.take()
-
-        passed = since(start, self.device)
-        return Seconds(passed.wall / num_steps, passed.cpu / num_steps)
-
-
-class Step(Timed):
+class Step:
     """Forward, backward and a step of fused AdamW on fixed random data.
 
     Args:
@@ -197,19 +162,3 @@ def random_batch(num: int, x_shape: tuple[int, int, int], device: torch.device) 
     target = torch.randn(num, *x_shape, generator=generator)
     t = torch.rand(num, generator=generator)
     return x_t.to(device), target.to(device), t.to(device)
-
-
-def in_turn(steps: Mapping[str, Timed], num_rounds: int, steps_per_turn: int) -> dict[str, list[Seconds]]:
-    """Measure seconds per step of each side, one value per round; every other round runs in reverse order.
-
-    Two turns of each side warm up first.
-    """
-    for step in steps.values():
-        step.seconds(2 * steps_per_turn)
-
-    found: dict[str, list[Seconds]] = {name: [] for name in steps}
-    for number in range(num_rounds):
-        for name in sorted(steps, reverse=number % 2 == 1):
-            found[name].append(steps[name].seconds(steps_per_turn))
-
-    return found

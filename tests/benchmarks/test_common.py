@@ -12,45 +12,56 @@ import pytest
 from ddm_lightning.core.errors import UserError
 
 
-def test_an_option_of_several_values_takes_no_setting_for_one():
-    made = common.parser("text")
+@pytest.mark.parametrize(
+    ("words", "batch", "overrides"),
+    [
+        (["-c", "a.yaml", "--batch", "4", "8", "x.size=S", "seed=1"], [4, 8], ["x.size=S", "seed=1"]),
+        (["-c", "a.yaml", "key-x.b=2", "--json=x.json", "--batch", "4"], [4], ["key-x.b=2"]),
+        (["--batch", "1"], [1], []),
+    ],
+)
+def test_an_option_of_several_values_takes_no_setting_for_one(words, batch, overrides):
+    made = common.parser("text", config="a.yaml")
     made.add_argument("--batch", type=int, nargs="+")
-    options = common.parse(made, ["-c", "a.yaml", "--batch", "4", "8", "expert.network.params.size=S", "seed=1"])
-    assert (options.batch, options.overrides) == ([4, 8], ["expert.network.params.size=S", "seed=1"])
-    options = common.parse(made, ["-c", "a.yaml", "key-x.b=2", "--json=x.json", "--batch", "4"])
-    assert (options.config, str(options.json), options.overrides) == ("a.yaml", "x.json", ["key-x.b=2"])
+
+    options = common.parse(made, words)
+
+    assert (options.config, options.batch, options.overrides) == ("a.yaml", batch, overrides)
 
 
-def test_a_word_that_is_no_setting_is_refused(capsys):
-    for made, word in ((common.parser("text", fixed=True), "seed=1"), (common.parser("text", config="a.yaml"), "seed")):
-        with pytest.raises((SystemExit, UserError)):
-            common.load(common.parse(made, [word]))
-
-
-def test_an_experiment_is_asked_for_unless_there_is_a_usual_one(capsys):
+@pytest.mark.parametrize(
+    ("made", "words", "told"),
+    [
+        (common.parser("text", fixed=True), ["seed=1"], "unrecognized arguments: seed=1"),
+        (common.parser("text"), [], "-c/--config"),
+    ],
+)
+def test_what_a_benchmark_does_not_take_or_lacks_is_refused(made, words, told, capsys):
     with pytest.raises(SystemExit):
-        common.parse(common.parser("text"), [])
-    assert "-c/--config" in capsys.readouterr().err
-    assert common.parse(common.parser("text", config="usual.yaml"), []).config == "usual.yaml"
+        common.parse(made, words)
+    assert told in capsys.readouterr().err
 
 
-def test_exit_codes(capsys, monkeypatch):
+def refuse(_):
+    raise UserError("file: key: remedy")
+
+
+def interrupted(_):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("main", "code", "told"), [(refuse, 2, "error: file: key: remedy\n"), (interrupted, 130, "interrupted")]
+)
+def test_exit_codes(main, code, told, capsys, monkeypatch):
     monkeypatch.setattr(common.signal, "signal", lambda *_: None)
-
-    def refuse(_):
-        raise UserError("file: key: remedy")
-
-    def interrupted(_):
-        raise KeyboardInterrupt
-
-    common.run(lambda _: None)
-    for main, code, told in ((refuse, 2, "error: file: key: remedy\n"), (interrupted, 130, "interrupted")):
-        with pytest.raises(SystemExit) as end:
-            common.run(main)
-        assert end.value.code == code and capsys.readouterr().err.startswith(told)
+    with pytest.raises(SystemExit) as end:
+        common.run(main)
+    assert end.value.code == code
+    assert capsys.readouterr().err.startswith(told)
 
 
-def test_a_failing_command_is_told_and_a_succeeding_one_is_not(tmp_path, capfd):
+def test_a_failing_command_has_told_why(tmp_path, capfd):
     with pytest.raises(UserError, match=r"config -c .*missing\.yaml: ended with code 2"):
         common.call("config", Namespace(config=tmp_path / "missing.yaml", overrides=[]))
     assert "missing.yaml" in capfd.readouterr().err
@@ -64,21 +75,24 @@ def test_results_hold_origin_and_figures_and_the_table_lies_beside(tmp_path, mon
     report.figures = {"value_t0.50": 1.25, "value_t0.95": 2.0}
     report.write(tmp_path / "new" / "out.json")
     written = json.loads((tmp_path / "new" / "out.json").read_text())
-    assert list(written) == ["commit", "device", "command", "figures"]
-    assert written["figures"] == report.figures
-    assert written["command"] == "python benchmarks/x.py -c 'a b.yaml'"
+    origin = {"commit": common.commit(), "device": common.device(), "command": "python benchmarks/x.py -c 'a b.yaml'"}
+    assert written == {**origin, "figures": report.figures}
     assert "torch" in written["device"]
     markdown = (tmp_path / "new" / "out.md").read_text()
     assert "| t | value |\n| :-- | --: |\n| 0.50 | 1.25 |\n\nA note.\n" in markdown
     assert f"- commit: `{written['commit']}`" in markdown
 
 
-def test_a_child_that_fails_is_told_with_its_last_line():
-    with pytest.raises(UserError, match=r"no_such_module: ended with code 1, not 0: .*No module named no_such"):
-        common.Child("no_such_module").ended()
-    with pytest.raises(UserError, match="ended with code 0, not 130"):
-        common.Child("this").ended(code=130)
-    assert "Beautiful" in common.Child("this").ended()
+@pytest.mark.parametrize(
+    ("module", "code", "told"),
+    [
+        ("no_such_module", 0, r"no_such_module: ended with code 1, not 0: .*No module named no_such"),
+        ("this", 130, "ended with code 0, not 130"),
+    ],
+)
+def test_a_child_that_ends_otherwise_is_told_with_its_last_line(module, code, told):
+    with pytest.raises(UserError, match=told):
+        common.Child(module).ended(code)
 
 
 SLEEP = """
@@ -106,7 +120,7 @@ def test_after_a_failure_children_end_and_no_other_starts(tmp_path, monkeypatch)
 
     monkeypatch.setattr(common.Child, "running", [])
     with pytest.raises(UserError, match="of the first"), ThreadPoolExecutor(2) as pool:
-        common.all_of([pool.submit(one) for one in (fail, sleep, sleep, sleep)], lambda _: None)
+        common.all_of([pool.submit(one) for one in (fail, sleep, sleep, sleep)])
     assert begun[0].returncode == common.INTERRUPTED
     # Another one may have been started meanwhile, and ended before it handles the signal.
     assert [child.returncode in (common.INTERRUPTED, -signal.SIGTERM) for child in begun[1:]] in ([], [True])

@@ -1,7 +1,5 @@
 """Guidance chosen for each seed by the other seeds."""
 
-from __future__ import annotations
-
 import json
 
 import flop_guidance
@@ -23,20 +21,18 @@ KIDS = {
 }
 
 
-def points(scale: int, num_seeds: int = 3, variant: str = "main", factor: float = 1.0) -> list[Point]:
-    def scored(method: str, seed: int, kid: float) -> Point:
-        kids = dict.fromkeys(NETWORKS, KernelDistance(kid, torch.full((200,), kid)))
-        return Point(variant, seed, 1.0, 2.0, method, kids)
-
-    return [
-        scored(method, seed, factor * kid)
-        for method, kids in KIDS.items()
-        for seed, kid in enumerate(kids[scale][:num_seeds])
-    ]
+def points(scale, variant="main", factor=1.0, methods=KIDS):
+    found = []
+    for method in methods:
+        for seed, kid in enumerate(KIDS[method][scale]):
+            distance = KernelDistance(factor * kid, torch.full((200,), factor * kid))
+            found.append(Point(variant, seed, 1.0, 2.0, method, dict.fromkeys(NETWORKS, distance)))
+    return found
 
 
 def test_each_seed_takes_the_scale_that_the_others_choose():
     report = compare({scale: points(scale) for scale in (1, 2)}, *NETWORKS)
+
     rows = {row[0]: row[1:] for row in report.rows}
     assert rows["monolith"][:4] == ["2.000", "1.667", "2.333", "1 2 2"]
     assert rows["top-1"][2:5] == ["0.500", "2 2 2", "0.214 [0.167, 0.250]"]
@@ -47,18 +43,25 @@ def test_each_seed_takes_the_scale_that_the_others_choose():
 
 
 def test_a_variant_is_compared_with_its_own_monolith_if_it_has_one():
-    own = {scale: points(scale, variant="own", factor=10.0) for scale in (1, 2)}
-    without = {scale: [one for one in points(scale, variant="without") if one.method == "bayes"] for scale in (1, 2)}
-    report = compare({scale: points(scale) + own[scale] + without[scale] for scale in (1, 2)}, *NETWORKS)
-    ratios = [report.figures[f"{name}_bayes_over_monolith"] for name in ("main", "own", "without")]
-    assert ratios == pytest.approx([0.75] * 3)
+    given = {}
+    for scale in (1, 2):
+        given[scale] = [*points(scale), *points(scale, "own", 10.0), *points(scale, "without", methods=("bayes",))]
+
+    figures = compare(given, *NETWORKS).figures
+
+    for name in ("main", "own", "without"):
+        assert figures[f"{name}_bayes_over_monolith"] == pytest.approx(0.75)
 
 
-def test_what_cannot_be_tuned_is_refused(tmp_path):
+def test_one_seed_cannot_be_tuned():
     with pytest.raises(UserError, match="needs two seeds"):
-        compare({scale: points(scale, num_seeds=1) for scale in (1, 2)}, *NETWORKS)
-    stored = {"figures": {"guidance_scale": 1.0}, "features": ["n", "m"], "points": []}
-    for name in ("a.json", "b.json"):
-        (tmp_path / name).write_text(json.dumps(stored))
+        compare({scale: points(scale)[::3] for scale in (1, 2)}, *NETWORKS)
+
+
+def test_two_files_of_one_scale_are_refused(tmp_path):
+    files = [tmp_path / "a.json", tmp_path / "b.json"]
+    for file in files:
+        file.write_text(json.dumps({"figures": {"guidance_scale": 1.0}, "features": ["n", "m"], "points": []}))
+
     with pytest.raises(UserError, match=r"b\.json: guidance 1 is in an earlier file"):
-        flop_guidance.main([str(tmp_path / name) for name in ("a.json", "b.json")])
+        flop_guidance.main(list(map(str, files)))

@@ -19,32 +19,37 @@ EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 TINY = str(EXPERIMENTS / "tiny_2x.yaml")
 
 
+def study_of(folder, *variants, main=(0.5, 1.0), seed=0, override="seed=0"):
+    options = Namespace(config=TINY, overrides=[f"run_dir={folder}", override])
+    return Study(options, [Variant("main", budgets=main, seeds=(seed,)), *variants])
+
+
 def test_every_side_costs_the_same_flops(tiny_run):
     """Within half a step, at every budget and for a monolith of another size and batch."""
-    options = Namespace(config=TINY, overrides=[f"run_dir={tiny_run}"])
     wide = ("expert.network.params.width=64", "expert.train.global_batch_size=4")
     four = Variant("four", ("prepare.partition.num_clusters=4",), "ensemble")
-    study = Study(options, [Variant("main", budgets=(0.5, 1.0), seeds=(0,)), Variant("wide", wide, "monolith"), four])
-    jobs = study.jobs()
-    assert len([job for job in jobs if job.variant.name == "four"]) == 5
-    for name, share in (("main", 0.5), ("main", 1.0), ("wide", 1.0)):
-        (monolith,) = [job for job in jobs if job.member == "monolith" and job.variant.name == name]
-        steps = monolith.steps[monolith.variant.budgets.index(share)]
+
+    study = study_of(tiny_run, Variant("wide", wide, "monolith"), four)
+
+    jobs = {(job.variant.name, job.member): job for job in study.jobs()}
+    assert len([name for name, _ in jobs if name == "four"]) == 5
+    for name, index, share in (("main", 0, 0.5), ("main", 1, 1.0), ("wide", 0, 1.0)):
+        monolith = jobs[name, "monolith"]
         of_step = monolith.flops / monolith.steps[-1]
-        assert abs(steps * of_step - study.budget(share)) <= of_step / 2
-    trained = [job for job in jobs if job.variant.name == "main" and job.member != "monolith"]
-    assert sum(job.flops for job in trained) + study.costs.partition == pytest.approx(study.budget(1.0))
-    assert {job.steps[-1] for job in trained if job.member != "router"} == {study.experiment.expert.train.max_steps}
+        assert abs(monolith.steps[index] * of_step - study.budget(share)) <= of_step / 2
+    members = [jobs["main", name] for name in ("expert-0", "expert-1", "router")]
+    assert sum(job.flops for job in members) + study.costs.partition == pytest.approx(study.budget(1.0))
+    assert members[0].steps[-1] == study.experiment.expert.train.max_steps
     per_step = role_of("expert-0").batch_size("expert-0", study.experiment) * study.costs.expert
-    assert trained[0].flops == trained[0].steps[-1] * per_step
+    assert members[0].flops == members[0].steps[-1] * per_step
 
 
 def test_branched_experts_pay_for_the_monolith_that_they_start_from(tiny_run):
     """Within half a step of all experts; its seed is the main comparison's."""
-    options = Namespace(config=TINY, overrides=[f"run_dir={tiny_run}"])
-    branched = Variant("branched", train="ensemble", branch_at=0.25)
-    study = Study(options, [Variant("main", budgets=(0.25, 1.0), seeds=(3,)), branched])
+    study = study_of(tiny_run, Variant("branched", train="ensemble", branch_at=0.25), main=(0.25, 1.0), seed=3)
+
     jobs = [job for job in study.jobs() if job.variant.name == "branched"]
+
     assert {job.seed for job in jobs} == {3}
     of_step = sum(job.flops / job.steps[-1] for job in jobs if job.member != "router")
     spent = sum(job.flops for job in jobs) + study.costs.partition + study.budget(0.25)
@@ -52,40 +57,28 @@ def test_branched_experts_pay_for_the_monolith_that_they_start_from(tiny_run):
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("override", "variant", "message"),
     [
         (
+            "seed=0",
             {"branch_at": 0.25},
             r"branch_at = 0.25 must be below its own budgets and one of the main comparison's \(0.5 1\)",
         ),
-        ({"branch_at": 0.5, "budgets": (0.5,)}, "branch_at = 0.5 must be below its own"),
-        ({"branch_at": 0.5, "seeds": (0, 2)}, "lacks seed 2"),
-        ({"train": "student", "seeds": (1,)}, "lacks seed 1"),
+        ("seed=0", {"branch_at": 0.5, "budgets": (0.5,)}, "branch_at = 0.5 must be below its own"),
+        ("seed=0", {"branch_at": 0.5, "seeds": (0, 2)}, "lacks seed 2"),
+        ("expert.train.schedule=cosine", {}, "2 budgets of one training need a constant"),
+        ("expert.overrides={expert-1: {path: cosine}}", {}, "FLOPs are matched for equal experts"),
     ],
 )
-def test_variants_start_only_from_what_the_main_comparison_trains(tmp_path, changes, message):
-    options = Namespace(config=TINY, overrides=[f"run_dir={tmp_path}"])
+def test_trainings_that_cannot_be_compared_are_refused(tmp_path, override, variant, message):
     with pytest.raises(UserError, match=message):
-        Study(options, [Variant("main", budgets=(0.5, 1.0), seeds=(0,)), Variant("other", **changes)])
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("expert.train.schedule=cosine", "2 budgets of one training need a constant"),
-        ("expert.overrides={expert-1: {path: cosine}}", "FLOPs are matched for equal experts"),
-    ],
-)
-def test_trainings_that_cannot_be_compared_are_refused(tmp_path, override, message):
-    options = Namespace(config=TINY, overrides=[f"run_dir={tmp_path}", override])
-    with pytest.raises(UserError, match=message):
-        Study(options, [Variant("main", budgets=(0.5, 1.0), seeds=(0,))])
+        study_of(tmp_path, Variant("other", **variant), override=override)
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("a: {train: nothing}", "train = 'nothing' is none of both, ensemble, monolith, student"),
+        ("a: {train: nothing}", "train = 'nothing' is none of both, ensemble, monolith"),
         ("a: {colour: red}", "is not a file of variants"),
         ("b: {}", "no variant 'a'; known: b"),
         ("a: {budgets: [2]}", r"a: budgets = \[2\]: give shares above 0 and at most 1"),
@@ -99,12 +92,14 @@ def test_bad_variants_are_refused(tmp_path, text, words):
 
 
 def test_all_variants_for_the_mixtures_are_valid():
-    of_mix, of_mixt = (
-        variants_of([str(Path(flop_matched.__file__).with_name(f"variants_{name}.yaml"))]) for name in ("mix", "mixt")
-    )
-    assert len(of_mix) > 5
+    variants = []
+    for name in ("mix", "mixt"):
+        variants += variants_of([str(Path(flop_matched.__file__).with_name(f"variants_{name}.yaml"))])
     main = Variant("main", budgets=(0.125, 0.25, 0.5, 1.0), seeds=(0,))
-    Study(Namespace(config=str(EXPERIMENTS / "mixt_4x.yaml"), overrides=[]), [main, *of_mixt])
+
+    study = Study(Namespace(config=str(EXPERIMENTS / "mixt_4x.yaml"), overrides=[]), [main, *variants])
+
+    assert len(study.variants) > 10
 
 
 def test_a_ratio_of_equal_sets_is_one_and_its_interval_covers_the_truth():
@@ -120,27 +115,28 @@ def test_a_ratio_of_equal_sets_is_one_and_its_interval_covers_the_truth():
     assert found.low < truth < found.high
 
 
-def test_the_flops_for_an_equal_score_are_interpolated_by_hand():
-    assert equal_score_share([1, 4, 16], [3.0, 2.0, 1.0], 1.5) == pytest.approx(0.5)
-    assert equal_score_share([1, 4, 16], [3.0, 2.0, 1.0], 5.0) == 1 / 16
-    assert equal_score_share([1, 4, 16], [3.0, 2.0, 1.0], 0.5) == -1
+@pytest.mark.parametrize(("wanted", "share"), [(1.5, 0.5), (5.0, 1 / 16), (0.5, -1)])
+def test_the_flops_for_an_equal_score_are_interpolated_by_hand(wanted, share):
+    assert equal_score_share([1, 4, 16], [3.0, 2.0, 1.0], wanted) == pytest.approx(share)
+
+
+def point(variant, seed, method, kid=1.0, branch_at=0.0, **scores):
+    kids = dict.fromkeys(("n", OTHER.name), KernelDistance(kid, torch.full((200,), kid)))
+    return Point(variant, seed, 1.0, 2.0, method, kids, {"shares_tv": 0.1, **scores}, branch_at)
 
 
 def test_a_comparison_made_in_pieces_gives_the_figures_of_one_made_at_once(tmp_path):
-    generator = torch.Generator().manual_seed(0)
-    names = ("efficientnet-lite0", OTHER.name)
-
-    def point(seed, method):
-        found = {name: KernelDistance(1.0 + seed, 1 + torch.rand(200, generator=generator)) for name in names}
-        return Point("main", seed, 1.0, 2.0, method, found, {"precision": 0.5, "shares_tv": 0.1})
-
-    points = [point(seed, method) for seed in (0, 1) for method in HEADLINE]
-    read = [Point.from_dict(one) for one in json.loads(json.dumps([one.to_dict() for one in points[:4]]))]
-    assert [one.scores for one in read] == [{"precision": 0.5, "shares_tv": 0.1}] * 4
-    whole, pieces = figures_of(points, names[0]), figures_of([*points[4:], *read], names[0])
-    assert pieces == pytest.approx(whole, rel=1e-3) and pieces["num_seeds"] == 2
+    points = [point("main", seed, method, 1.0 + seed, precision=0.5) for seed in (0, 1) for method in HEADLINE]
+    stored = json.loads(json.dumps([one.to_dict() for one in points[:4]]))
     out = tmp_path / "out.json"
     assert flop_matched.earlier(None, "a")["points"] == flop_matched.earlier(out, "a")["points"] == []
+
+    read = [Point.from_dict(one) for one in stored]
+
+    assert read[0].scores == {"precision": 0.5, "shares_tv": 0.1}
+    whole = figures_of(points, "n")
+    assert figures_of([*points[4:], *read], "n") == pytest.approx(whole, rel=1e-3)
+    assert whole["num_seeds"] == 2
     out.write_text(json.dumps({"commit": "c", "points": [1], "settings": "a"}))
     assert flop_matched.earlier(out, "a")["points"] == [1]
     with pytest.raises(UserError, match="holds results of other settings"):
@@ -148,33 +144,31 @@ def test_a_comparison_made_in_pieces_gives_the_figures_of_one_made_at_once(tmp_p
 
 
 def test_branching_is_compared_with_the_same_seeds_from_scratch():
-    def point(variant, seed, value, branch_at=0.0, method=BEST):
-        found = dict.fromkeys(("n", OTHER.name), KernelDistance(value, torch.full((200,), value)))
-        return Point(variant, seed, 1.0, 2.0, method, found, {"shares_tv": 0.1}, branch_at=branch_at)
+    main = [point("main", seed, method, 1.0 + seed) for seed in (0, 1) for method in HEADLINE]
+    quarter = [point("quarter", seed, BEST, 0.5 + seed, 0.25) for seed in (0, 1)]
 
-    main = [point("main", seed, 1.0 + seed, method=method) for seed in (0, 1) for method in HEADLINE]
-    quarter = [point("quarter", seed, 0.5 + seed, 0.25) for seed in (0, 1)]
-    figures = figures_of([*main, *quarter, point("half", 0, 0.2, 0.5)], "n")
+    figures = figures_of([*main, *quarter, point("half", 0, BEST, 0.2, 0.5)], "n")
+
     assert figures["half_1_bayes_over_scratch"] == 0.2
     assert figures["quarter_1_bayes_over_scratch"] == pytest.approx(2 / 3)
     assert figures["quarter_1_bayes_over_monolith"] == pytest.approx(2 / 3)
     # One seed says less than two.
     assert figures["branched_over_scratch"] == figures["quarter_1_bayes_over_scratch"]
-    assert figures["branched_over_scratch_low"] == 0.5 and figures["branched_over_scratch_high"] == 0.75
+    assert (figures["branched_over_scratch_low"], figures["branched_over_scratch_high"]) == (0.5, 0.75)
 
 
 def test_losses_of_members_are_compared_where_both_sides_have_the_same_seeds():
-    def point(variant, seed, method, loss):
-        losses = {"held_out_loss": loss, "held_out_loss_at_high_noise": 3 * loss} if loss else {}
-        if method == "bayes":
-            losses["router_accuracy_at_high_noise"] = 0.3 + 0.2 * seed
-        return Point(variant, seed, 1.0, 2.0, method, {}, losses).to_dict()
+    def trained(variant, seed, method, loss):
+        of_router = {"router_accuracy_at_high_noise": 0.3 + 0.2 * seed}
+        return point(variant, seed, method, held_out_loss=loss, held_out_loss_at_high_noise=3 * loss, **of_router)
 
-    points = [point("main", seed, "monolith", 0.5 + seed) for seed in (0, 1)]
-    points += [point("main", seed, "bayes", 0.4 + 0.6 * seed) for seed in (0, 1)]
-    points += [point("older", 0, "monolith", None), point("older", 0, "bayes", 0.4), point("alone", 0, "bayes", 0.4)]
-    table = loss_table(Results({"figures": {}, "points": points, "features": ["n", "m"]}))
-    assert [list(row) for row in table.rows] == [["main", "1", "2", "1.0000", "0.7000", "0.700", "0.700", "0.400", "–"]]
+    points = [trained("alone", 0, "bayes", 0.4), point("older", 0, "monolith"), point("older", 0, "bayes")]
+    for seed in (0, 1):
+        points += [trained("main", seed, "monolith", 0.5 + seed), trained("main", seed, "bayes", 0.4 + 0.6 * seed)]
+
+    table = loss_table(Results({"figures": {}, "points": map(Point.to_dict, points), "features": ["n", "m"]}))
+
+    assert table.rows == [["main", "1", "2", "1.0000", "0.7000", "0.700", "0.700", "0.400", "–"]]
 
 
 @pytest.mark.slow
@@ -184,18 +178,17 @@ def test_from_nothing_to_results_and_nothing_is_trained_twice(tmp_path):
     variants = tmp_path / "variants.yaml"
     variants.write_text(
         "random: {train: ensemble, overrides: [prepare.partition.kind=random]}\n"
-        "student: {train: student, budgets: [0.5]}\n"
         "branched: {train: ensemble, branch_at: 0.5}\n"
     )
     arguments = ["-c", TINY, "--num", "16", "--json", str(out), f"run_dir={run}", "--quick", "--budgets", "0.5", "1"]
-    arguments += ["--methods", "sample1", "student", "--variants", str(variants)]
+    arguments += ["--methods", "sample1", "--variants", str(variants)]
     flop_matched.main(arguments)
     assert not (run / "members").exists()
     found = json.loads(out.read_text())
     assert found["figures"]["num_budgets"] == 2
     assert {"best_over_monolith", "top1_over_monolith", "flops_for_equal_score"} <= found["figures"].keys()
-    assert {point["variant"] for point in found["points"]} == {"main", "random", "student", "branched"}
-    methods = {"monolith", "monolith_ancestral", "bayes", "top1", "sample1", "student"}
+    assert {point["variant"] for point in found["points"]} == {"main", "random", "branched"}
+    methods = {"monolith", "monolith_ancestral", "bayes", "top1", "sample1"}
     assert {point["method"] for point in found["points"]} == methods
     assert found["figures"]["random_1_bayes_over_monolith"] > 0
     root = run / "quick" / "flop_matched"
@@ -203,13 +196,13 @@ def test_from_nothing_to_results_and_nothing_is_trained_twice(tmp_path):
     expert = RunFolder(root / "branched" / "seed-0" / "budget-1").artifact("expert-0")
     assert read_meta(expert).init_sha256 == read_meta(seed).model_sha256
     assert "over scratch" in out.with_suffix(".md").read_text()
-    for method, names in (("monolith", ["monolith"]), ("bayes", ["expert-0", "expert-1"])):
-        metas = [read_meta(RunFolder(root / "main" / "seed-0" / "budget-1").artifact(name)) for name in names]
-        (point,) = [p for p in found["points"] if (p["variant"], p["share"], p["method"]) == ("main", 1, method)]
-        losses = [meta.metrics["held_out/loss"] for meta in metas]
-        assert min(losses) <= point["held_out_loss"] <= max(losses)
-        assert ("router_accuracy_at_high_noise" in point) == (method == "bayes")
-    assert all((root / "report" / name).stat().st_size > 10_000 for name in ("curves.png", "samples.png"))
+    points = {(one["variant"], one["share"], one["method"]): one for one in found["points"]}
+    whole = RunFolder(root / "main" / "seed-0" / "budget-1")
+    losses = [read_meta(whole.artifact(name)).metrics["held_out/loss"] for name in ("expert-0", "expert-1")]
+    assert min(losses) <= points["main", 1, "bayes"]["held_out_loss"] <= max(losses)
+    assert "router_accuracy_at_high_noise" in points["main", 1, "bayes"]
+    assert "router_accuracy_at_high_noise" not in points["main", 1, "monolith"]
+    assert (root / "curves.png").stat().st_size > 10_000
     written = {path: path.stat().st_mtime_ns for path in root.rglob("*") if path.suffix in (".npz", ".safetensors")}
     flop_matched.main(arguments)
     assert {path: path.stat().st_mtime_ns for path in written} == written

@@ -1,5 +1,4 @@
 import numpy as np
-import pytest
 from split import read_split
 from tiny_runs import TINY
 
@@ -12,26 +11,24 @@ from ddm_lightning.prepare.sources.toys import Blobs
 from ddm_lightning.shards.manifest import HELD_OUT, TRAIN
 
 
-@pytest.fixture
-def run(tiny_prepared):
-    return Run(load_experiment(TINY, [f"run_dir={tiny_prepared.parent}"]))
-
-
-def test_both_sides_are_the_whole_source_with_its_images_clusters_and_texts(run):
-    prepared = Prepared(run.folder.prepared)
+def test_both_sides_are_the_whole_source_with_its_images_clusters_and_texts(tiny_prepared):
+    run = Run(load_experiment(TINY, [f"run_dir={tiny_prepared.parent}"]))
     source = Blobs(num_samples=96, image_size=8)
-    records = [record for part in source.parts() for record in source.read(part)]
-    images, texts = np.stack([r.image for r in records]), HashedWords(size=16).vectors([r.caption for r in records])
+    records = []
+    for part in source.parts():
+        records += source.read(part)
+    numbers_by_image = {record.image.tobytes(): number for number, record in enumerate(records)}
+    texts = HashedWords(size=16).vectors([record.caption for record in records])
+
     sides = [read_split(run, side) for side in (TRAIN, HELD_OUT)]
-    assert sum(len(side) for side in sides) == run.manifest.num_samples
-    assert len(sides[1]) == sum(cluster.held_out for cluster in run.manifest.clusters)
-    of_pixels = {image.tobytes(): number for number, image in enumerate(images)}
+
     numbers = []
     for side in sides:
-        ids = np.array([of_pixels[image.tobytes()] for image in Pixels().decode(side.x_0)])
-        assert (np.diff(ids) > 0).all()
-        numbers += ids.tolist()
-        assert np.array_equal(side.clusters.numpy(), prepared.clusters[ids])
-        assert side.labels.tolist() == [records[i].label for i in ids]
+        ids = [numbers_by_image[image.tobytes()] for image in Pixels().decode(side.x_0)]
+        assert ids == sorted(ids)
+        assert side.clusters.tolist() == Prepared(run.folder.prepared).clusters[ids].tolist()
+        assert side.labels.tolist() == [records[number].label for number in ids]
         np.testing.assert_allclose(side.texts.numpy(), texts[ids], rtol=1e-3)
+        numbers += ids
     assert sorted(numbers) == list(range(96))
+    assert len(sides[1]) == sum(cluster.held_out for cluster in run.manifest.clusters)
