@@ -62,15 +62,14 @@ def _prepare(experiment: Experiment, options: argparse.Namespace) -> None:
         return
 
     run = _prepared(experiment, options)
-    folder = RunFolder.of(experiment)
+    prepared = RunFolder.of(experiment).prepared
     if options.parts is not None:  # what is left holds no shards, but would be taken for the run's shards
-        shutil.rmtree(folder.shards, ignore_errors=True)
+        shutil.rmtree(prepared / "shards", ignore_errors=True)
 
     if run is None:
         print(f"share {options.parts}: done")
         return
 
-    prepared = folder.prepared
     print(f"shards: {redacted(run.shards)}")
     print(f"report: {prepared / 'report' / 'report.html'}, {prepared / 'clusters.png'}")
     print(f"next: {command_line('fit', options)}")
@@ -101,8 +100,9 @@ def _dry_run(experiment: Experiment, options: argparse.Namespace) -> None:
 def _check(experiment: Experiment, options: argparse.Namespace, members: Sequence[str] = ()) -> None:
     check_plugins(experiment, options.config, options.overrides)
     refuse_changed(experiment)
+    run = Run(experiment)
     for name in (PREPARE, *members):
-        check_keys(name, Run(experiment))
+        check_keys(name, run)
 
 
 def _prepared(experiment: Experiment, options: argparse.Namespace) -> Run | None:
@@ -146,14 +146,17 @@ def _one_member(experiment: Experiment, options: argparse.Namespace) -> str:
 def _fit(experiment: Experiment, options: argparse.Namespace) -> int | None:
     members = parse_members(options.member, experiment)
     check_positive("--jobs", options.jobs)
+    is_alone = len(members) == 1 and options.member != "all"  # not if the whole ensemble is one expert
     for member in members:
         island = island_of(member, experiment)
         check_devices(island.accelerator, island.devices)
+        if island.nodes > 1 and not is_alone:
+            raise UserError(f"key 'island.nodes' = {island.nodes}: start fit on each node with member={member} alone")
 
-    if len(members) == 1 and options.member != "all":
+    if is_alone:
         return _fit_one(members[0], experiment, options)
 
-    return _fit_several(members, experiment, options)  # also if the whole ensemble is one expert
+    return _fit_several(members, experiment, options)
 
 
 def _fit_one(member: str, experiment: Experiment, options: argparse.Namespace) -> int | None:
@@ -187,14 +190,10 @@ def _fit_several(members: list[str], experiment: Experiment, options: argparse.N
         raise UserError(f"{started} processes of fit were started, as by torchrun; start it once, or name a member")
 
     leave_ranks()
-    for member in members:
-        nodes = island_of(member, experiment).nodes
-        if nodes > 1:
-            raise UserError(f"key 'island.nodes' = {nodes}: start fit on each node with member={member} alone")
-
-    if is_prepared_elsewhere(Run(experiment)):
-        pull_ensemble(Run(experiment))
-    elif not is_collected(members, Run(experiment)):
+    run = Run(experiment)
+    if is_prepared_elsewhere(run):
+        pull_ensemble(run)
+    elif not is_collected(members, run):
         _check(experiment, options, members)
         _prepared(experiment, options)
 
