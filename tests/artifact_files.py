@@ -1,11 +1,6 @@
 """Small artifacts for tests, and what tests say of bad ones."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,21 +17,22 @@ SHAPE = (3, 4, 4)
 TEXT = ConditionSpec("text", 5)
 
 
-def make_network(role: str, seed: int = 0) -> nn.Module:
+def make_network(role, seed=0, num_clusters=2, condition=TEXT, std=0.2):
     torch.manual_seed(seed)
+    arguments = {"x_shape": SHAPE, "condition": condition}
     if role == "router":
-        network = ROUTERS.build("router-dit", PARAMS, x_shape=SHAPE, condition=TEXT, num_clusters=2)
+        network = ROUTERS.build("router-dit", PARAMS, **arguments, num_clusters=num_clusters)
     else:
-        network = EXPERTS.build("dit", PARAMS, x_shape=SHAPE, condition=TEXT)
+        network = EXPERTS.build("dit", PARAMS, **arguments)
     for parameter in network.parameters():  # away from adaLN-Zero, where every output is 0
-        nn.init.normal_(parameter, std=0.2)
+        nn.init.normal_(parameter, std=std)
     return network
 
 
-def make_meta(member: str = "expert-0", **changes: Any) -> ArtifactMeta:
+def make_meta(member="expert-0", **changes):
     role = member.partition("-")[0]
     cluster = int(member.removeprefix("expert-")) if role == "expert" else None
-    fields: dict[str, Any] = {
+    fields = {
         "format_version": 1,
         "member": member,
         "role": role,
@@ -59,19 +55,19 @@ def make_meta(member: str = "expert-0", **changes: Any) -> ArtifactMeta:
     return ArtifactMeta(**{**fields, **changes})
 
 
-def put(folder: Path, member: str = "expert-0", **changes: Any) -> Path:
+def put(folder, member="expert-0", **changes):
     meta = make_meta(member, **changes)
     write_artifact(folder, make_network(meta.role).state_dict(), meta)
     return folder
 
 
-def edit(path: Path, /, **changes: Any) -> None:
+def edit(path, /, **changes):
     document = json.loads(path.read_text())
     document.update(changes)
     path.write_text(json.dumps({key: value for key, value in document.items() if value is not ...}))
 
 
-def refused(call: Callable[[], object], *words: str | Path) -> str:
+def refused(call, *words):
     with pytest.raises(UserError) as caught:
         call()
     line = str(caught.value)

@@ -1,7 +1,5 @@
 """What holds for every test: one thread, shapes checked at run time, quick tests first."""
 
-from __future__ import annotations
-
 import gc
 import os
 import shutil
@@ -9,11 +7,9 @@ import signal
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterator
 from contextlib import suppress
-from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
-from types import MethodType, SimpleNamespace
+from types import SimpleNamespace
 
 # Before torch is imported: two OpenMP threads on two shared cores are slower than one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -48,7 +44,7 @@ install_import_hook(
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     """Run ``slow`` tests last, and skip what this machine cannot run."""
     without_gpu = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
@@ -58,7 +54,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _own_environment() -> Iterator[None]:
+def _own_environment():
     """What training tells Streaming about ranks must not reach the next test, nor a process that it starts."""
     for name in RANK_VARIABLES:  # a fixture of the whole module may have left them
         os.environ.pop(name, None)
@@ -69,7 +65,7 @@ def _own_environment() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def slurm_cluster() -> None:
+def slurm_cluster():
     """SLURM, started here if there is none and root allows; it stays for other tests: ``slurm.sh stop`` ends it."""
     if shutil.which("sinfo") and subprocess.run(["sinfo"], capture_output=True, check=False).returncode == 0:
         return
@@ -82,13 +78,13 @@ def slurm_cluster() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _slurm_where_marked(request: pytest.FixtureRequest) -> None:
+def _slurm_where_marked(request):
     if request.node.get_closest_marker("slurm"):
         request.getfixturevalue("slurm_cluster")
 
 
 @pytest.fixture(autouse=True)
-def _no_heap_of_open_files() -> Iterator[None]:
+def _no_heap_of_open_files():
     """Streaming keeps the shared memory of every dataset open until the process ends, and these tests make hundreds.
 
     Here it is closed when its dataset is gone.
@@ -101,12 +97,12 @@ def _no_heap_of_open_files() -> Iterator[None]:
         gc.collect()
 
 
-def _close_when_gone(cleanup: MethodType) -> None:
+def _close_when_gone(cleanup):
     shared = cleanup.__self__
     weakref.finalize(shared, _close, shared.created_shms, shared.opened_shms)
 
 
-def _close(created: list[SharedMemory], opened: list[SharedMemory]) -> None:
+def _close(created, opened):
     for memory in (*created, *opened):
         if memory.buf is not None:
             memory.close()
@@ -116,7 +112,7 @@ def _close(created: list[SharedMemory], opened: list[SharedMemory]) -> None:
 
 
 @pytest.fixture
-def torch_settings() -> Iterator[None]:
+def torch_settings():
     """For a test that sets up torch as for a GPU: settings of the whole process, restored afterwards."""
     precision, cudnn = torch.get_float32_matmul_precision(), torch.backends.cuda.cudnn_sdp_enabled()
     yield
@@ -126,7 +122,7 @@ def torch_settings() -> Iterator[None]:
 
 
 @pytest.fixture
-def unchecked_types() -> Iterator[None]:
+def unchecked_types():
     """For a test that hands in a wrong shape or type to see what the code itself says of it."""
     config.update("jaxtyping_disable", True)
     yield

@@ -1,19 +1,15 @@
 """Limits of what a test may take: time for something that should fail at once, and processes that end with it."""
 
-from __future__ import annotations
-
 import multiprocessing
 import signal
-from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
 
 
 @contextmanager
-def within(seconds: float) -> Iterator[None]:
+def within(seconds):
     """Raise ``TimeoutError`` in the main thread when the block takes longer."""
 
-    def expire(number: int, frame: FrameType | None) -> None:
+    def expire(number, frame):
         raise TimeoutError(f"still waiting after {seconds} s")
 
     previous = signal.signal(signal.SIGALRM, expire)
@@ -26,7 +22,7 @@ def within(seconds: float) -> Iterator[None]:
 
 
 @contextmanager
-def no_process_left() -> Iterator[None]:
+def no_process_left():
     """Check that the processes that the block starts have ended; those of earlier tests may still be ending."""
     earlier = multiprocessing.active_children()
     yield

@@ -3,13 +3,8 @@
 And small random ones of the built-in kinds, which have none.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
-from finite_set import FiniteSetOracle
-from torch import Tensor, nn
+from torch import nn
 
 from ddm_lightning.core.registry import EXPERTS, ROUTERS
 from ddm_lightning.ensemble.velocity import Ensemble
@@ -29,11 +24,11 @@ NETWORKS = [
 class ExactExpert(nn.Module):
     """The velocity of one cluster of a finite set, told as any kind of prediction; counts the rows it sees."""
 
-    def __init__(self, oracle: FiniteSetOracle, k: int, prediction: str = "velocity") -> None:
+    def __init__(self, oracle, k, prediction="velocity"):
         super().__init__()
         self.oracle, self.k, self.prediction, self.num_rows = oracle, k, prediction, 0
 
-    def forward(self, x_t: Tensor, t: Tensor, _: Condition | None) -> Tensor:
+    def forward(self, x_t, t, _):
         self.num_rows += len(x_t)
         velocity = self.oracle.velocity(x_t, t, self.k)
         if self.prediction == "epsilon":
@@ -44,11 +39,11 @@ class ExactExpert(nn.Module):
 class ExactRouter(nn.Module):
     """Logits of the exact cluster posterior of a finite set."""
 
-    def __init__(self, oracle: FiniteSetOracle) -> None:
+    def __init__(self, oracle):
         super().__init__()
         self.oracle = oracle
 
-    def forward(self, x_t: Tensor, t: Tensor, _: Condition | None) -> Tensor:
+    def forward(self, x_t, t, _):
         return self.oracle.cluster_posterior(x_t, t).log()
 
 
@@ -57,12 +52,12 @@ class Aimed(nn.Module):
 
     prediction = "velocity"
 
-    def __init__(self, scale: float = 1.0) -> None:
+    def __init__(self, scale=1.0):
         super().__init__()
         self.scale, self.num_rows, self.times = scale, 0, set[float]()
-        self.first: Tensor | None = None
+        self.first = None
 
-    def forward(self, x_t: Tensor, t: Tensor, condition: Condition | None) -> Tensor:
+    def forward(self, x_t, t, condition):
         self.num_rows += len(x_t)
         self.times |= set(t.tolist())
         self.first = x_t if self.first is None else self.first
@@ -74,17 +69,17 @@ class Aimed(nn.Module):
 class FixedRouter(nn.Module):
     """The same logits for every row; keeps the conditions that it is given."""
 
-    def __init__(self, logits: list[float]) -> None:
+    def __init__(self, logits):
         super().__init__()
         self.logits = torch.tensor(logits)
-        self.conditions: list[Condition | None] = []
+        self.conditions = []
 
-    def forward(self, x_t: Tensor, _: Tensor, condition: Condition | None) -> Tensor:
+    def forward(self, x_t, _, condition):
         self.conditions.append(condition)
         return self.logits.expand(len(x_t), -1)
 
 
-def finite_set(sizes: list[int], dim: int, seed: int, spread: float = 2.0) -> tuple[Tensor, Tensor]:
+def finite_set(sizes, dim, seed, spread=2.0):
     """Points and labels of clusters of the given sizes around random centres, float64."""
     generator = torch.Generator().manual_seed(seed)
     centres = spread * torch.randn(len(sizes), dim, generator=generator, dtype=torch.float64)
@@ -92,14 +87,14 @@ def finite_set(sizes: list[int], dim: int, seed: int, spread: float = 2.0) -> tu
     return centres[labels] + 0.5 * torch.randn(len(labels), dim, generator=generator, dtype=torch.float64), labels
 
 
-def randomised(network: nn.Module, seed: int) -> nn.Module:
+def randomised(network, seed):
     generator = torch.Generator().manual_seed(seed)
     for parameter in network.parameters():
         parameter.data = 0.2 * torch.randn(parameter.shape, generator=generator)
     return network
 
 
-def three(name: str, params: dict[str, Any], spec: ConditionSpec, prediction: str, path: str) -> Ensemble:
+def three(name, params, spec, prediction, path):
     experts = [randomised(EXPERTS.build(name, params, x_shape=SHAPE, condition=spec), k) for k in range(3)]
     for expert in experts:
         expert.prediction = prediction  # type: ignore[assignment]
@@ -107,7 +102,7 @@ def three(name: str, params: dict[str, Any], spec: ConditionSpec, prediction: st
     return Ensemble(experts, router, [0.2, 0.3, 0.5], paths=[path] * 3)
 
 
-def conditions(spec: ConditionSpec, num: int) -> Condition | None:
+def conditions(spec, num):
     generator = torch.Generator().manual_seed(4)
     if spec.kind == "none":
         return None

@@ -1,15 +1,11 @@
 """A stand-in for the Hugging Face hub on this machine: repositories of small files in memory."""
 
-from __future__ import annotations
-
 import base64
 import gc
 import json
 import re
 import threading
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 
 import pytest
 from huggingface_hub import HfFileSystem, constants, file_download
@@ -20,10 +16,10 @@ COMMIT = "0" * 40
 class _Handler(BaseHTTPRequestHandler):
     repositories: dict[str, dict[str, bytes]]
 
-    def log_message(self, *_: Any) -> None:
+    def log_message(self, *_):
         pass
 
-    def answer(self, value: Any, status: int = 200, **headers: str) -> None:
+    def answer(self, value, status=200, **headers):
         content = value if isinstance(value, bytes) else json.dumps(value).encode()
         self.send_response(status)
         for name, text in {"Content-Length": str(len(content)), "X-Repo-Commit": COMMIT, **headers}.items():
@@ -31,7 +27,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(content)
 
-    def do_POST(self) -> None:
+    def do_POST(self):
         content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         found = re.fullmatch(r"/api/models/(\w+/\w+)/(preupload|commit|paths-info)/\w+", self.path)
         if self.path == "/api/repos/create":
@@ -60,7 +56,7 @@ class _Handler(BaseHTTPRequestHandler):
         url = f"{constants.ENDPOINT}/{found[1]}/commit/{COMMIT}"
         return self.answer({"success": True, "commitOid": COMMIT, "commitUrl": url, "pullRequestUrl": None})
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         name, _, rest = re.sub("^/(api/models/)?", "", self.path).partition("/resolve/")
         name = name.partition("/revision/")[0]
         files = self.repositories.get(name.partition("/tree/")[0])
@@ -79,9 +75,9 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, dict[str, bytes]]]:
+def hub(monkeypatch):
     """The repositories of a hub that huggingface_hub talks to: name -> path -> content."""
-    repositories: dict[str, dict[str, bytes]] = {}
+    repositories = {}
     handler = type("Handler", (_Handler,), {"repositories": repositories})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         address = f"http://127.0.0.1:{server.server_port}"

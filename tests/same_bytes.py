@@ -6,8 +6,6 @@ A restructuring must pass it. It trains everything twice on this machine, becaus
 quarter of an hour on two cores. Runs stay in ``runs/same_bytes/COMMIT`` and are reused. Exit code 1 if bytes differ.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import subprocess
@@ -23,11 +21,11 @@ OVERRIDES = {name: ["sample.solver=euler"] for name in EXPERIMENTS[:3]}
 OVERRIDES["emoji_4x"] = ["expert.train.max_steps=150", "router.train.max_steps=150"]
 
 
-def git(*words: str) -> str:
+def git(*words):
     return subprocess.run(["git", "-C", REPOSITORY, *words], check=True, capture_output=True, text=True).stdout.strip()
 
 
-def hashes(code: Path, name: str, folder: Path) -> dict[str, str]:
+def hashes(code, name, folder):
     """Train the experiment ``name`` of the checkout ``code`` to the end and hash its weights and grids."""
     command = [sys.executable, "-m", "ddm_lightning", "fit", "-c", f"experiments/{name}.yaml", f"run_dir={folder}"]
     environment = {**os.environ, "PYTHONPATH": str(code), "OMP_NUM_THREADS": "1"}
@@ -36,7 +34,7 @@ def hashes(code: Path, name: str, folder: Path) -> dict[str, str]:
     return {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(files)}
 
 
-def main(base: str, *names: str) -> int:
+def main(base, *names):
     base = git("rev-parse", "--short", base)
     here = git("rev-parse", "--short", "HEAD") + ("-changed" if git("status", "--porcelain", "ddm_lightning") else "")
     num_different = 0

@@ -1,16 +1,10 @@
 """Small saved ensembles of three experts and a router, random but all different."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
 
-import torch
-from artifact_files import PARAMS, SHAPE, TEXT, make_meta
-from torch import nn
+from artifact_files import make_meta, make_network
 
 from ddm_lightning.config.experiment import SampleConfig
-from ddm_lightning.core.registry import EXPERTS, ROUTERS
 from ddm_lightning.ensemble.manifest import About, read_ensemble, write_ensemble
 from ddm_lightning.members.artifact import write_artifact
 from ddm_lightning.use.ensemble import DecentralizedEnsemble
@@ -29,20 +23,14 @@ PROMPTS = [f"prompt {i}" for i in range(8)]
 PATHS = ("linear", "linear", "cosine")
 
 
-def put_member(folder: Path, member: str, seed: int, num_clusters: int = 3, **changes: object) -> Path:
-    torch.manual_seed(seed)
+def put_member(folder, member, seed, num_clusters=3, **changes):
     meta = make_meta(member, num_clusters=num_clusters, **changes)
-    if meta.role == "router":
-        network = ROUTERS.build("router-dit", PARAMS, x_shape=SHAPE, condition=TEXT, num_clusters=num_clusters)
-    else:
-        network = EXPERTS.build("dit", PARAMS, x_shape=SHAPE, condition=meta.condition)
-    for parameter in network.parameters():  # away from adaLN-Zero, where every output is 0
-        nn.init.normal_(parameter, std=0.3)
+    network = make_network(meta.role, seed, num_clusters, meta.condition, std=0.3)
     write_artifact(folder, network.state_dict(), meta)
     return folder
 
 
-def saved(tmp_path: Path, counts: tuple[int, ...] = COUNTS, **changes: object) -> Path:
+def saved(tmp_path, counts=COUNTS, **changes):
     """A saved ensemble of ``len(counts)`` experts, and a router unless that is one."""
     run, k = tmp_path / "run", len(counts)
     folders = [put_member(run / f"expert-{i}", f"expert-{i}", i, k, path=PATHS[i], **changes) for i in range(k)]
@@ -54,9 +42,9 @@ def saved(tmp_path: Path, counts: tuple[int, ...] = COUNTS, **changes: object) -
     return tmp_path / "saved"
 
 
-def load(folder: Path) -> DecentralizedEnsemble:
+def load(folder):
     return DecentralizedEnsemble.from_pretrained(folder, device="cpu")
 
 
-def images(ensemble: DecentralizedEnsemble, **settings: object) -> list[bytes]:
+def images(ensemble, **settings):
     return [image.tobytes() for image in ensemble.sample(PROMPTS, **settings)]

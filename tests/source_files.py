@@ -1,7 +1,5 @@
 """Images, captions and folders that tests of sources share."""
 
-from __future__ import annotations
-
 import io
 import json
 import tarfile

@@ -24,7 +24,7 @@ def installed(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(target))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_installed_plug_in_trains_by_name(installed, tiny_run):
     from unet_expert import SmallUNet
 

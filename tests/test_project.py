@@ -1,7 +1,5 @@
 """What the files around the package promise each other."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess
@@ -12,11 +10,11 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
-def text(name: str) -> str:
+def text(name):
     return (ROOT / name).read_text(encoding="utf-8")
 
 
-def setup_list(name: str) -> list[str]:
+def setup_list(name):
     """A list of requirements in setup.py, without running it."""
     for node in ast.parse(text("setup.py")).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
@@ -24,18 +22,18 @@ def setup_list(name: str) -> list[str]:
     raise AssertionError(f"setup.py has no {name}")
 
 
-def section(document: str, title: str) -> str:
+def section(document, title):
     return document.split(f"\n## {title}\n")[1].split("\n## ")[0]
 
 
-def test_make_without_a_target_lists_every_target() -> None:
+def test_make_without_a_target_lists_every_target():
     done = subprocess.run(["make", "-C", str(ROOT)], check=True, capture_output=True, text=True)
     targets = re.findall(r"^([a-z]+):", text("Makefile"), re.MULTILINE)
     assert {"help", "install", "demo", "test", "lint", "format", "type", "clean"} <= set(targets)
     assert re.findall(r"^  make ([a-z]+) ", done.stdout, re.MULTILINE) == targets
 
 
-def test_the_contributors_guide_draws_the_layers_that_import_linter_holds() -> None:
+def test_the_contributors_guide_draws_the_layers_that_import_linter_holds():
     layers = re.search(r"^layers = \[\n(.+?)^\]", text("pyproject.toml"), re.MULTILINE | re.DOTALL)
     assert layers is not None
     held = re.findall(r'"([^"]+)"', layers.group(1))
@@ -43,7 +41,7 @@ def test_the_contributors_guide_draws_the_layers_that_import_linter_holds() -> N
     assert [re.split(r" {3,}", line)[0].strip() for line in drawn] == held
 
 
-def test_every_bound_is_explained() -> None:
+def test_every_bound_is_explained():
     pins = section(text("CONTRIBUTING.md"), "Pins")
     bounded = [line for line in setup_list("REQUIRED") if re.search(r"<|==|!=", line.partition(";")[0])]
     bounded += [line for line in text("constraints.txt").splitlines() if line and not line.startswith("#")]
@@ -69,7 +67,7 @@ def test_every_bound_is_explained() -> None:
         "metrics",
     ],
 )
-def test_the_plug_in_page_lists_the_built_in_ones(group: str) -> None:
+def test_the_plug_in_page_lists_the_built_in_ones(group):
     from ddm_lightning.core import registry as registries
 
     registry = getattr(registries, group.upper())
@@ -78,15 +76,13 @@ def test_the_plug_in_page_lists_the_built_in_ones(group: str) -> None:
     assert set(re.findall(r"`([\w+-]+)`", row.split("|")[2])) == set(registry.names())
 
 
-def test_no_data_and_no_weights_are_committed() -> None:
+def test_no_data_and_no_weights_are_committed():
     if not (ROOT / ".git").exists():
         pytest.skip("no checkout of git")
     done = subprocess.run(["git", "-C", str(ROOT), "ls-files"], check=True, capture_output=True, text=True)
-    files = done.stdout.splitlines()
-    data = [name for name in files if name.startswith("data/")]
-    heavy = [
-        name for name in files if Path(name).suffix in {".svg", ".ttf", ".jpg", ".npy", ".mds", ".safetensors", ".pt"}
-    ]
-    assert heavy == []
-    assert [name for name in files if name.endswith(".png") and not name.startswith("docs/images/")] == []
-    assert all(name == "data/README.md" or re.fullmatch(r"data/ddm_data/\w+\.py", name) for name in data), data
+    for name in done.stdout.splitlines():
+        suffix = Path(name).suffix
+        assert suffix not in {".svg", ".ttf", ".jpg", ".npy", ".mds", ".safetensors", ".pt"}, name
+        assert suffix != ".png" or name.startswith("docs/images/"), name
+        if name.startswith("data/") and name != "data/README.md":
+            assert re.fullmatch(r"data/ddm_data/\w+\.py", name), name

@@ -1,14 +1,11 @@
 """The tiny experiment through the real command line: one finished run, shared by all tests, and copies of it."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -36,18 +33,18 @@ SETTINGS = (
 )
 
 
-def settings(run_dir: Path) -> list[str]:
+def settings(run_dir):
     """What follows the command's name to address ``run_dir``."""
     return ["-c", str(TINY), f"run_dir={run_dir}", *SETTINGS]
 
 
 def launch(
-    *arguments: str,
-    within: Sequence[str] = (),
-    program: Sequence[str] = ("-m", "ddm_lightning"),
-    new_session: bool = False,
-    **variables: str,
-) -> subprocess.Popen[str]:
+    *arguments,
+    within=(),
+    program=("-m", "ddm_lightning"),
+    new_session=False,
+    **variables,
+):
     """The command line in a process of its own; ``within`` goes before it, such as ``nsenter`` with its options."""
     environment = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
     environment |= {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", "COLUMNS": "200", "PYTHONFAULTHANDLER": "1"}
@@ -62,13 +59,13 @@ def launch(
     )
 
 
-def start(command: str, run_dir: Path, *more: str, within: Sequence[str] = ()) -> subprocess.Popen[str]:
+def start(command, run_dir, *more, within=()):
     """A command on the tiny run in ``run_dir``."""
     return launch(command, *settings(run_dir), *more, within=within)
 
 
 @contextmanager
-def ended_on_failure(process: subprocess.Popen[str]) -> Iterator[None]:
+def ended_on_failure(process):
     """Leave no process behind when the block fails, and show what the process was doing."""
     try:
         yield
@@ -78,7 +75,7 @@ def ended_on_failure(process: subprocess.Popen[str]) -> Iterator[None]:
         raise
 
 
-def finish(process: subprocess.Popen[str], code: int = 0, seconds: float = 300) -> tuple[str, str]:
+def finish(process, code=0, seconds=300):
     """What the process printed, after a check of its exit code."""
     with ended_on_failure(process):
         out, err = process.communicate(timeout=seconds)
@@ -86,13 +83,13 @@ def finish(process: subprocess.Popen[str], code: int = 0, seconds: float = 300) 
     return out, err
 
 
-def read_status(run_dir: Path, member: str) -> dict:
+def read_status(run_dir, member):
     """The member's status.json; empty before it is written."""
     path = run_dir / "members" / member / "status.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
-def copy_run(finished: Path, to: Path, *unfinished: str) -> Path:
+def copy_run(finished, to, *unfinished):
     """A copy of a run at another place, in which ``unfinished`` members have checkpoints but no artifact."""
     shutil.copytree(finished, to)
     record = to / "experiment.yaml"
@@ -103,7 +100,7 @@ def copy_run(finished: Path, to: Path, *unfinished: str) -> Path:
     return to
 
 
-def _finished(tmp_path_factory: pytest.TempPathFactory, name: str, *more: str) -> Path:
+def _finished(tmp_path_factory, name, *more):
     """Make a run once for all processes of pytest-xdist: the first one that needs it."""
     base = tmp_path_factory.getbasetemp()
     base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
@@ -117,22 +114,22 @@ def _finished(tmp_path_factory: pytest.TempPathFactory, name: str, *more: str) -
 
 
 @pytest.fixture(scope="session")
-def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished_run(tmp_path_factory):
     """A finished run that nothing disturbed. Do not change it; copy it."""
     return _finished(tmp_path_factory, "undisturbed")
 
 
 @pytest.fixture(scope="session")
-def long_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def long_run(tmp_path_factory):
     """The same of ``LONG_STEPS``, for tests that are marked ``long``."""
     return _finished(tmp_path_factory, "long", *LONG)
 
 
 @contextmanager
-def light_prepare() -> Iterator[None]:
+def light_prepare():
     """A stand-in for the report, and no waiting for the disk: together nine tenths of the time of a tiny run."""
 
-    def write_report(path: Path, *_: object, **__: object) -> None:
+    def write_report(path, *_, **__):
         path.parent.mkdir(exist_ok=True)
         path.write_text("a light stand-in")
 
@@ -143,13 +140,13 @@ def light_prepare() -> Iterator[None]:
 
 
 @pytest.fixture
-def quick_prepare() -> Iterator[None]:
+def quick_prepare():
     """For a test that runs ``prepare`` and does not look at the report."""
     with light_prepare():
         yield
 
 
-def prepared(run: Path, *settings: str) -> Path:
+def prepared(run, *settings):
     """The folder ``prepared`` of the tiny experiment in ``run``."""
     with light_prepare():
         assert main(["prepare", "-c", str(TINY), f"run_dir={run}", *settings]) == 0
@@ -157,13 +154,13 @@ def prepared(run: Path, *settings: str) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny_prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_prepared(tmp_path_factory):
     """The folder ``prepared`` of the tiny experiment. Not to be changed: copy it."""
     return prepared(tmp_path_factory.mktemp("tiny_prepared"))
 
 
 @pytest.fixture
-def tiny_run(tiny_prepared: Path, tmp_path: Path) -> Path:
+def tiny_run(tiny_prepared, tmp_path):
     """A run folder with shards and nothing else, so that any training setting fits."""
     shutil.copytree(tiny_prepared, tmp_path / "run" / "prepared")
     return tmp_path / "run"

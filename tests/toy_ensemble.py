@@ -1,17 +1,13 @@
 """Two exact experts of Gaussians with a router that reads brightness, and every way to sample from them."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ddm_lightning.config.experiment import SampleConfig
 from ddm_lightning.ensemble import sampler
 from ddm_lightning.ensemble.velocity import Ensemble
-from ddm_lightning.flow.condition import Condition
 
 SHAPE = (2, 3, 3)
 WAYS = [
@@ -30,11 +26,11 @@ class Linear(nn.Module):
 
     prediction = "velocity"
 
-    def __init__(self, mean: float, std: float) -> None:
+    def __init__(self, mean, std):
         super().__init__()
         self.mean, self.std = mean, std
 
-    def forward(self, x_t: Tensor, t: Tensor, _: Condition | None) -> Tensor:
+    def forward(self, x_t, t, _):
         time = t.reshape(-1, 1, 1, 1)
         gain = 1 / ((1 - time) ** 2 * self.std**2 + time**2)
         return (time - (1 - time) * self.std**2) * gain * (x_t - (1 - time) * self.mean) - self.mean
@@ -43,23 +39,23 @@ class Linear(nn.Module):
 class ByBrightness(nn.Module):
     """A router that reads x_t: two clusters, bright and dark."""
 
-    def forward(self, x_t: Tensor, *_: Tensor | Condition | None) -> Tensor:
+    def forward(self, x_t, *_):
         bright = 4 * x_t.mean((1, 2, 3))
         return torch.stack([bright, -bright], dim=1)
 
 
-def two() -> Ensemble:
+def two():
     return Ensemble([Linear(1.0, 0.3), Linear(-1.0, 0.2)], ByBrightness(), [0.25, 0.75])
 
 
 def sample(
-    ensemble: Ensemble,
-    condition: Condition | None,
-    num: int,
-    shape: tuple[int, int, int],
-    settings: SampleConfig | None = None,
-    **options: Any,
-) -> Tensor:
+    ensemble,
+    condition,
+    num,
+    shape,
+    settings=None,
+    **options,
+):
     """``sampler.sample``; keys of the section ``sample`` are options, too."""
     keys = {field.name for field in fields(SampleConfig)}
     changes = {key: options.pop(key) for key in [*options] if key in keys}
@@ -67,6 +63,6 @@ def sample(
     return sampler.sample(ensemble, condition, num, shape, settings, **{"shift": 1.0, "seed": 0, **options})
 
 
-def draw(ensemble: Ensemble, num: int = 7, condition: Condition | None = None, **changes: Any) -> Tensor:
-    options: dict[str, Any] = {"strategy": "full", "num_steps": 8, "shift": 1.5, "seed": 0, "batch_size": 64}
+def draw(ensemble, num=7, condition=None, **changes):
+    options = {"strategy": "full", "num_steps": 8, "shift": 1.5, "seed": 0, "batch_size": 64}
     return sample(ensemble, condition, num, SHAPE, **{**options, **changes})

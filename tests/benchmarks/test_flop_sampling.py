@@ -66,7 +66,9 @@ def test_the_file_belongs_to_weights_method_and_settings(task):
     paths = {task.path, replace(task, method=METHODS["full"]).path}
     paths.add(replace(task, settings=replace(task.settings, guidance_scale=2.0)).path)
     (task.weights / "ensemble.json").write_text("{ }")
+
     paths.add(task.path)
+
     assert len(paths) == 4
 
 

@@ -38,7 +38,7 @@ def test_sample_blames_its_own_folder(small_disk, finished_run, capsys, name):
 class FullForAMoment(L.Callback):
     """Leaves no byte of the disk below ``folder`` from step 12 to 27: three times of a status, and no checkpoint."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder):
         self.filler = Path(folder) / "filler"
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):

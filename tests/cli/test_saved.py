@@ -26,13 +26,6 @@ def places(finished_run, tmp_path_factory):
     return {"run": str(run), "saved": str(copy), "run's URL": f"{url}/run", "saved one's URL": f"{url}/saved"}
 
 
-def refused(capsys, *arguments):
-    capsys.readouterr()
-    assert main([*arguments]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    return line.removeprefix("error: ")
-
-
 def images(out):
     return {path.name: path.read_bytes() for path in out.with_suffix("").iterdir()}
 
@@ -47,18 +40,18 @@ def test_every_place_of_an_ensemble_gives_the_same_images(places, finished_run, 
     assert all(images(grid) == images(grids[0]) for grid in grids)
 
 
-def test_a_changed_ensemble_is_sampled_into_its_own_folder(places, tmp_path, capsys):
+def test_a_changed_ensemble_is_sampled_into_its_own_folder(places, tmp_path, refuse):
     assert main(["ensemble", "remove", places["run"], "expert-1", "--out", str(tmp_path / "less")]) == 0
     assert main(["sample", "-c", str(tmp_path / "less"), *FEW]) == 0
     assert len(images(tmp_path / "less" / "samples" / "top-1-001.png")) == 2
 
 
-def test_a_saved_ensemble_is_scored_against_images(places, tmp_path, capsys):
+def test_a_saved_ensemble_is_scored_against_images(places, tmp_path, refuse):
     out, shards = tmp_path / "out", f"{places['saved']}/prepared/shards"
     few = ["evaluate", "-c", places["saved"], "evaluate.num_images=6", "sample.num_steps=2", PIXELS, f"--out={out}"]
-    line = refused(capsys, *few)
+    line = refuse(*few)
     assert line.startswith(f"{shards}: no held-out samples here; ") and "evaluate.reference=FOLDER" in line
-    assert refused(capsys, *few, "sample.prompts=[]").startswith(f"{shards}: no shards with captions; ")
+    assert refuse(*few, "sample.prompts=[]").startswith(f"{shards}: no shards with captions; ")
     assert main(["sample", "-c", places["saved"], *FEW[:-1], "6", "--out", str(tmp_path / "real.png")]) == 0
     assert main([*few, f"evaluate.reference={tmp_path / 'real'}", "sample.prompts=[red disc]"]) == 0
     assert json.loads((out / "settings.json").read_text())["conditions"] == ["red disc"]
@@ -66,9 +59,9 @@ def test_a_saved_ensemble_is_scored_against_images(places, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("command", ["diagnose", "status", "replay member=expert-0", "ema member=expert-0"])
-def test_what_needs_a_run_says_so(places, capsys, command):
+def test_what_needs_a_run_says_so(places, refuse, command):
     name, *more = command.split()
-    line = refused(capsys, name, "-c", places["saved"], *more)
+    line = refuse(name, "-c", places["saved"], *more)
     assert (
         line
         == f"{places['saved']}: is a saved ensemble, which has no shards or checkpoints; give the run folder with -c"
@@ -96,25 +89,25 @@ def test_export_takes_other_defaults_along(places, tmp_path):
         ("sample.member=expert-0", "key 'sample.member': a saved ensemble is sampled as a whole"),
     ],
 )
-def test_a_setting_that_cannot_be(places, capsys, override, words):
-    line = refused(capsys, "sample", "-c", places["saved"], override)
+def test_a_setting_that_cannot_be(places, refuse, override, words):
+    line = refuse("sample", "-c", places["saved"], override)
     assert line.startswith(places["saved"]) and words in line
 
 
-def test_a_url_takes_no_results(places, capsys):
+def test_a_url_takes_no_results(places, refuse):
     for command in ("sample", "evaluate"):
-        line = refused(capsys, command, "-c", places["run's URL"])
+        line = refuse(command, "-c", places["run's URL"])
         assert line == places["run's URL"] + ": a URL cannot hold results; add --out FOLDER"
-    line = refused(capsys, "sample", "-c", "memory://none", "--out", "x.png")
+    line = refuse("sample", "-c", "memory://none", "--out", "x.png")
     assert line.startswith("memory://none/ensemble.json: the ensemble's manifest is missing")
 
 
 @pytest.mark.parametrize("command", ["sample", "evaluate"])
-def test_a_strangers_encoders_read_nothing_unasked(tmp_path, capsys, command):
+def test_a_strangers_encoders_read_nothing_unasked(tmp_path, refuse, command):
     encoder = {"name": "clip-text", "params": {"path": "owner/model"}}
     folder = saved(tmp_path, caption_encoder=encoder)
-    line = refused(capsys, command, "-c", str(folder))
+    line = refuse(command, "-c", str(folder))
     assert line.startswith(f"{folder / 'expert-0' / 'member.json'}: the encoder 'clip-text' would load what ")
     assert "owner/model" in line and "--allow-paths" in line
-    allowed = refused(capsys, command, "-c", str(folder), "--allow-paths", "sample.prompts=[cat]")
+    allowed = refuse(command, "-c", str(folder), "--allow-paths", "sample.prompts=[cat]")
     assert not allowed.startswith(str(folder / "expert-0"))
