@@ -271,7 +271,7 @@ def images(place: Place) -> Iterator[Check]:
     for sampled, settings in ways:
         difference = abs(_pixels(sampled, settings) - _pixels(on_cpu, settings)).mean(axis=1)
         limit = 0.03 if "precision" in settings else 0.01
-        what = f"{settings}, {sampled.experiment.sample.resident_experts or 'all'} experts resident"
+        what = f"{settings}, {sampled.about.sample.resident_experts or 'all'} experts resident"
         # Rounding may flip the choice of an expert for a few of them.
         yield at_most(f"{what}: median difference of images", float(np.median(difference)), limit)
 

@@ -354,8 +354,8 @@ def _diagnose(experiment: Experiment, options: argparse.Namespace) -> None:
 
 
 def _replay(experiment: Experiment, options: argparse.Namespace) -> None:
-    member = _one_member(experiment, options)
     run = Run.open(experiment)
+    member = _one_member(experiment, options)
 
     from ddm_lightning.evaluation.replay import replay_step, replay_table
 
@@ -367,6 +367,7 @@ def _replay(experiment: Experiment, options: argparse.Namespace) -> None:
 
 
 def _ema(experiment: Experiment, options: argparse.Namespace) -> None:
+    run = Run.open(experiment)
     member = _one_member(experiment, options)
     width = None
     if options.use not in (None, "original"):
@@ -374,8 +375,6 @@ def _ema(experiment: Experiment, options: argparse.Namespace) -> None:
             width = float(options.use)
         except ValueError:
             raise UserError(f"--use {options.use}: give a width such as 0.08, or original") from None
-
-    run = Run.open(experiment)
 
     from ddm_lightning.evaluation.ema_choice import EmaWidths, widths_table
 

@@ -25,7 +25,6 @@ def walls(*values):
 @pytest.mark.parametrize(
     ("ours", "theirs", "kind", "expected"),
     [
-        (walls(1, 2, 30), walls(1, 1, 10), "wall", 2),
         (walls(1, 8, 9), walls(10, 2, 3), "wall", 3),
         ([Seconds(1, 6)], [Seconds(1, 2)], "cpu", 3),
     ],

@@ -66,7 +66,7 @@ def test_an_artifact_of_other_settings_is_not_the_experiments(refuse, run, membe
 
 
 @pytest.mark.parametrize("harm", ["another", "cut", "missing"])
-def test_weights_that_are_not_the_described_ones_make_no_ensemble(called, refuse, run, harm):
+def test_weights_that_are_not_the_described_ones_make_no_samples(called, refuse, run, harm):
     ours = run / "members" / "expert-0" / "artifact" / "model.safetensors"
     whole = ours.read_bytes()
     if harm == "another":
@@ -78,10 +78,10 @@ def test_weights_that_are_not_the_described_ones_make_no_ensemble(called, refuse
 
     assert refuse("fit", *settings(run)).startswith(f"{ours}: ")
 
-    assert not (run / "ensemble.json").exists()
+    assert not (run / "samples").exists()
     ours.write_bytes(whole)
     called("fit", *settings(run))
-    assert (run / "ensemble.json").exists()
+    assert (run / "samples" / "top-1.png").exists()
 
 
 def test_a_folder_in_the_ensembles_place_is_one_line(refuse, run):
