@@ -45,6 +45,11 @@ def weights_after(*overrides):
     return torch.cat([parameter.detach().flatten() for parameter in step.parameters])
 
 
+@pytest.fixture(scope="module")
+def weights():
+    return weights_after()
+
+
 @pytest.mark.parametrize(
     ("key", "changes"),
     [
@@ -56,8 +61,8 @@ def weights_after(*overrides):
         ("expert.train.weight_decay=10", True),
     ],
 )
-def test_what_saves_memory_changes_nothing_but_rounding_and_options_change_the_weights(key, changes):
-    assert torch.allclose(weights_after(key), weights_after(), rtol=0, atol=1e-6) != changes
+def test_what_saves_memory_changes_nothing_but_rounding_and_options_change_the_weights(weights, key, changes):
+    assert torch.allclose(weights_after(key), weights, rtol=0, atol=1e-6) != changes
 
 
 def test_a_precision_that_takes_a_scaler_is_refused():

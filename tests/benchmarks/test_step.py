@@ -1,15 +1,16 @@
-from argparse import Namespace
-
 import pytest
 import step
 import step_networks
 import torch
-from common import REPOSITORY, Report
+from common import TINY, Report
 from step_clock import Seconds, ratio
 from step_loops import Trained
 from step_networks import Sizes
 
-TINY = Sizes(width=16, depth=2, num_heads=2, patch_size=2, channels=3, edge=4, batch_size=2)
+from ddm_lightning.cli.parser import main
+from ddm_lightning.config.load import load_experiment
+
+SIZES = Sizes(width=16, depth=2, num_heads=2, patch_size=2, channels=3, edge=4, batch_size=2)
 CPU = torch.device("cpu")
 pytestmark = [
     # Of diffusers' imports.
@@ -48,12 +49,14 @@ def test_figures_of_the_loops_leave_the_first_group_out_and_tell_other_weights(l
     assert report.figures["same_weights"] == same
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("quick_prepare")
 def test_both_loops_end_in_the_same_weights(tmp_path):
     loop = step.Loop("", 16, 1, 2, 4, image_size=8, text_size=8, batch_size=4)
     overrides = loop.overrides(tmp_path / "run", 1, "cpu", 40)
-    options = Namespace(config=str(REPOSITORY / "experiments" / "tiny_2x.yaml"), overrides=[])
-    trained = step.trained(options, overrides)
+    assert main(["prepare", "-c", str(TINY), *overrides]) == 0
+
+    trained = step.train(load_experiment(TINY, overrides), step.STEPS_PER_TURN)
+
     assert step.same(trained)
     assert len(trained.ours) == len(trained.bare) == step.TURNS_PER_GROUP
     # They moved: the average lags behind the weights.
@@ -62,13 +65,13 @@ def test_both_loops_end_in_the_same_weights(tmp_path):
 
 
 def test_ours_has_as_many_parameters_as_diffusers_with_one_embedder():
-    width = TINY.width
+    width = SIZES.width
     embedder = (256 * width + width) + (width * width + width) + (step_networks.NUM_CLASSES + 1) * width
 
-    ours = step_networks.our_side(TINY).num_parameters
+    ours = step_networks.our_side(SIZES).num_parameters
 
-    assert step_networks.diffusers_side(TINY, nearest=True).num_parameters == ours
-    assert step_networks.diffusers_side(TINY, nearest=False).num_parameters == ours + (TINY.depth - 1) * embedder
+    assert step_networks.diffusers_side(SIZES, nearest=True).num_parameters == ours
+    assert step_networks.diffusers_side(SIZES, nearest=False).num_parameters == ours + (SIZES.depth - 1) * embedder
 
 
 def test_networks_are_compared_in_float32_and_in_bfloat16_compiled(monkeypatch):
@@ -76,9 +79,9 @@ def test_networks_are_compared_in_float32_and_in_bfloat16_compiled(monkeypatch):
     monkeypatch.setattr(step_networks, "compile_blocks", compiled.append)
     report = Report("", step.HEADINGS)
 
-    step.add_networks(report, step.Networks("", TINY, fast=False), CPU, num_rounds=2)
+    step.add_networks(report, step.Networks("", SIZES, fast=False), CPU, num_rounds=2)
     assert not compiled
-    step.add_networks(report, step.Networks("_bf16_compiled", TINY, fast=True), CPU, num_rounds=2)
+    step.add_networks(report, step.Networks("_bf16_compiled", SIZES, fast=True), CPU, num_rounds=2)
 
     assert len(compiled) == 1
     for end in ("", "_bf16_compiled"):
@@ -88,7 +91,7 @@ def test_networks_are_compared_in_float32_and_in_bfloat16_compiled(monkeypatch):
 
 @pytest.mark.parametrize("half", [False, True])
 def test_half_precision_is_that_of_the_products_in_a_step(half):
-    taken = step_networks.Step(step_networks.our_side(TINY), TINY, CPU, half=half, compiled=False)
+    taken = step_networks.Step(step_networks.our_side(SIZES), SIZES, CPU, half=half, compiled=False)
     seen = []
     product = next(module for module in taken.network.modules() if isinstance(module, torch.nn.Linear))
     product.register_forward_hook(lambda *called: seen.append(called[-1].dtype))
