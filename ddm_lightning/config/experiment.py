@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from ddm_lightning.core.checks import CHANGEABLE, INTERVAL, SHA256, Check, matching, option
+from ddm_lightning.core.checks import CHANGEABLE, INTERVAL, SHA256, Check, choice, matching, option
 
 ROLE_NAMES = ("expert", "router", "monolith", "student")
 LOGGERS = ("tensorboard", "csv", "wandb")
@@ -88,7 +88,7 @@ class ImagesConfig:
 
     size: int | None = option(None, low=8, high=8192)
     """Height and width in pixels; null keeps images as they are and refuses a source with several sizes."""
-    aspect: str = option("crop", choices=("crop", "pad", "stretch"))
+    aspect: str = choice("crop", "pad", "stretch")
     """How to make an image square: ``crop`` (keep the centre), ``pad`` (with white) or ``stretch``."""
 
 
@@ -96,7 +96,7 @@ class ImagesConfig:
 class PartitionConfig:
     """Split of the data set into clusters."""
 
-    kind: str = option("kmeans", choices=("kmeans", "flat", "random", "labels", "existing"))
+    kind: str = choice("kmeans", "flat", "random", "labels", "existing")
     """``kmeans`` (two-stage, balanced, on the features), ``flat`` (one stage, balances single samples), ``random`` (the
     paper's ablation), ``labels`` (whole classes per cluster) or
     ``existing`` (the clusters of another run, for new data)."""
@@ -104,7 +104,7 @@ class PartitionConfig:
     """K: number of clusters, hence of experts."""
     path: str | None = None
     """For ``existing``: path of the other run's ``prepared/partition.safetensors``."""
-    metric: str = option("spherical", choices=("spherical", "euclidean"))
+    metric: str = choice("spherical", "euclidean")
     """``spherical`` (k-means on L2-normalised features) or ``euclidean``."""
     num_fine_centroids: int = option(1024, low=1)
     """For ``kmeans``: centroids of the first stage; the second stage groups them into K clusters."""
@@ -177,7 +177,7 @@ class PrepareConfig:
     """Whether to store the encoding of the mirrored image as well, for ``train.horizontal_flip``."""
     shards: ShardsConfig = field(default_factory=ShardsConfig)
     """Size and compression of the shards."""
-    engine: str = option("local", choices=("local", "ray"), changeable=True)
+    engine: str = choice("local", "ray", changeable=True)
     """Workers for the parts of the source: ``local`` (processes here) or ``ray`` (Ray actors on many machines)."""
     num_processes: int = option(0, low=0, changeable=True)
     """Processes or Ray actors in all; 0 means four per GPU with encoders, else one per core."""
@@ -187,7 +187,7 @@ class PrepareConfig:
 class ConditionConfig:
     """Condition of the experts."""
 
-    kind: str = option("none", choices=("text", "tokens", "tokens+text", "class", "none"))
+    kind: str = choice("none", "text", "tokens", "tokens+text", "class")
     """``text`` (pooled caption vector), ``tokens`` (one vector per token), ``tokens+text`` (both), ``class`` (label)
     or ``none``."""
     dropout: float = option(0.1, low=0, high=1)
@@ -198,7 +198,7 @@ class ConditionConfig:
 class TimestepsConfig:
     """Density of the training timesteps; t = 0 is data, t = 1 is noise."""
 
-    density: str = option("logit-normal", choices=("logit-normal", "uniform"))
+    density: str = choice("logit-normal", "uniform")
     """``logit-normal`` or ``uniform``."""
     mean: float = 0.0
     """Mean of logit(t), for ``logit-normal``."""
@@ -216,7 +216,7 @@ class TrainConfig:
     """Optimizer steps; 0 hands over the initial weights."""
     global_batch_size: int = option(MISSING, low=1, high=1 << 24)
     """Samples per step. For experts, the monolith's batch; each of M experts takes 1/M of it."""
-    optimizer: str = option("adamw", choices=("adamw", "muon"))
+    optimizer: str = choice("adamw", "muon")
     """``adamw``, or ``muon`` for the blocks' matrices (AdamW for adaLN and the rest); ``muon`` not with FSDP2."""
     learning_rate: float = option(1e-4, low=1e-12)
     """Peak learning rate."""
@@ -224,7 +224,7 @@ class TrainConfig:
     """Weight decay of matrices; other parameters have none."""
     warmup_steps: int = option(0, low=0)
     """Steps of linear warm-up."""
-    schedule: str = option("constant", choices=("constant", "linear", "cosine"))
+    schedule: str = choice("constant", "linear", "cosine")
     """After the warm-up: ``constant``, ``linear`` (to 0) or ``cosine`` (to 0)."""
     gradient_clip_norm: float | None = option(1.0, low=1e-12)
     """Maximum global gradient norm; null for no clipping."""
@@ -234,7 +234,7 @@ class TrainConfig:
     """Whether to mirror half of the training samples; not for images with text."""
     ema_decay: float = option(0.9999, low=0, high=0.9999999)
     """Decay per step of the exponential moving average (EMA) of the weights, which the artifact holds."""
-    keep: str = option("last", choices=("best", "last"))
+    keep: str = choice("last", "best")
     """EMA in the artifact: of the ``last`` step, or of the validation with the ``best`` held-out loss (a copy more)."""
     ema_widths: list[float] = option([], check=_WIDTHS)
     """Widths (sigma_rel) of additional power-function EMAs, each a copy of the weights; EDM2: 0.05 and 0.1."""
@@ -270,9 +270,9 @@ class ExpertConfig:
     ``.safetensors`` file; or ``{source, sha256, partial: true}``. Null for random ones."""
     timesteps: TimestepsConfig = field(default_factory=TimestepsConfig)
     """Training timesteps."""
-    path: str = option("linear", choices=("linear", "cosine", "vp"))
+    path: str = choice("linear", "cosine", "vp")
     """Path from data to noise in training: ``linear``, ``cosine`` or ``vp`` (DDPM's); sampling uses ``linear``."""
-    loss: str = option("prediction", choices=("prediction", "velocity"))
+    loss: str = choice("prediction", "velocity")
     """Squared error in the loss: of the network's ``prediction``, or of the ``velocity`` it implies (JiT)."""
     train: TrainConfig = field(default_factory=TrainConfig)
     """Optimisation."""
@@ -320,17 +320,17 @@ class DistillConfig:
 class IslandConfig:
     """Settings of the machine that trains a member; they may differ between islands."""
 
-    accelerator: str = option("auto", choices=("auto", "cpu", "gpu"))
+    accelerator: str = choice("auto", "cpu", "gpu")
     """Lightning's accelerator: ``auto``, ``cpu``, ``gpu``."""
     devices: int = option(1, low=1)
     """Devices of each node that train one member together."""
     nodes: int = option(1, low=1)
     """Nodes that train one member together, with ``devices`` each; ``fit`` is started on every one."""
-    strategy: str = option("auto", choices=("auto", "single", "ddp", "fsdp", "fsdp-shard-grad-op"))
+    strategy: str = choice("auto", "single", "ddp", "fsdp", "fsdp-shard-grad-op")
     """``auto`` (by memory), ``single``, ``ddp``, ``fsdp`` (FSDP2) or ``fsdp-shard-grad-op`` (weights stay gathered)."""
-    precision: str = option("32-true", choices=("32-true", "bf16-mixed", "16-mixed"))
+    precision: str = choice("32-true", "bf16-mixed", "16-mixed")
     """Lightning's precision: ``32-true``, ``bf16-mixed`` or ``16-mixed``; weights stay fp32."""
-    attention: str = option("auto", choices=("auto", "sdpa", "flash", "cudnn", "efficient", "xformers"))
+    attention: str = choice("auto", "sdpa", "flash", "cudnn", "efficient", "xformers")
     """``auto`` or ``sdpa`` (first of flash, efficient, math that can run), or a kernel by name, such as ``cudnn``."""
     micro_batch_size: int | None = option(None, low=1)
     """Samples that a device computes at once; a step accumulates their gradients. Null for all at once."""
@@ -414,7 +414,7 @@ class SampleConfig:
     own."""
     guidance_scale: float = option(1.0, low=0)
     """Scale of classifier-free guidance; 1 means none."""
-    guidance: str = option("expert", choices=("expert", "mixture"))
+    guidance: str = choice("expert", "mixture")
     """Where guidance happens: ``expert`` (inside each, before mixing) or ``mixture`` (exact, as in one model)."""
     guidance_interval: list[float] = option([0.0, 1.0], check=_TIMES)
     """Lowest and highest t at which guidance acts."""
@@ -422,7 +422,7 @@ class SampleConfig:
     """Divisor of the router's calibrated logits; below 1 makes it more confident."""
     compile: bool = False
     """Whether to compile the transformer blocks; takes a minute and pays off for many images."""
-    precision: str = option("auto", choices=("auto", "32-true", "bf16-mixed"))
+    precision: str = choice("auto", "32-true", "bf16-mixed")
     """Precision within the networks: ``32-true``, ``bf16-mixed`` or ``auto``, which is ``bf16-mixed`` on a GPU only."""
     resident_experts: int | None = option(None, low=2)
     """Experts kept at once on a device too small for all, while the next one loads; null keeps all."""
@@ -446,7 +446,7 @@ class EvaluateConfig:
     """Images to compare with: ``held-out`` or ``train`` (of the prepared shards), or a folder or ``.npz`` file."""
     batch_size: int = option(64, low=1)
     """Images generated at once."""
-    image_format: str = option("npz", choices=("npz", "png"))
+    image_format: str = choice("npz", "png")
     """``npz`` keeps the images in parts; ``png`` also writes each as a file."""
     max_train_images: int = option(50_000, low=0)
     """Maximum number of training images in the check for memorised samples; 0 for no check."""

@@ -122,22 +122,23 @@ CHANGEABLE = {"changeable": True}
 """Metadata of a settings field that may differ between two starts: it changes neither the shards nor the training."""
 
 
+def choice(*names: str, changeable: bool = False) -> Any:
+    """Field of a settings dataclass: one of several texts, by default the first."""
+    return option(names[0], check=one_of(names), changeable=changeable)
+
+
 def option(
     default: Any,
     *,
-    choices: Sequence[str] = (),
     low: float = -math.inf,
     high: float = math.inf,
     check: Check | None = None,
     changeable: bool = False,
 ) -> Any:
-    """Field of a settings dataclass: a text among ``choices``, a number from ``low`` to ``high``, or as ``check`` says.
+    """Field of a settings dataclass: a number from ``low`` to ``high``, or as ``check`` says.
 
     A value that may be null is checked only if it is not.
     """
-    if choices:
-        check = one_of(choices)
-
     metadata = {"check": check or within(low, high), "changeable": changeable}
     if isinstance(default, list):
         return field(default_factory=default.copy, metadata=metadata)
@@ -298,7 +299,7 @@ class _Checker:
         if isinstance(value, dict):
             found = {}
             for name, entry in value.items():
-                below = f"{key}.{name}"
+                below = f"{key}.{name}".lstrip(".")
                 if not isinstance(name, str):
                     self._refuse_value(below, "a string as a key", name, "put the key into quotes")
 

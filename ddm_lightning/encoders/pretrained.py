@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ddm_lightning.core.checks import option
+from ddm_lightning.core.checks import one_of, option
 from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.files import inside, read_json, sha256_file, sha256_json
 from ddm_lightning.core.registry import require
@@ -46,7 +46,7 @@ class PretrainedParams:
     """Commit, tag or branch on the hub; folders ignore it."""
     device: str = "cpu"
     """Torch device to compute on."""
-    compute_dtype: str | None = option(None, choices=[*_DTYPES])
+    compute_dtype: str | None = option(None, check=one_of(_DTYPES))
     """``float32``, ``bfloat16`` or ``float16``; null for the model's own: see ``Pretrained.dtype_on``."""
 
 

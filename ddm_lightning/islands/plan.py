@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 from ddm_lightning.config.experiment import Experiment, IslandConfig, PrepareConfig
 from ddm_lightning.config.load import read_yaml
 from ddm_lightning.config.merge import island_of
-from ddm_lightning.core.checks import is_number
+from ddm_lightning.core import checks
 from ddm_lightning.core.devices import known_device, peak_tflops, resolve_accelerator
 from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.files import read_json
@@ -157,12 +157,10 @@ def rates_of(mfu: str | None, files: Sequence[str]) -> Rates:
     prices = {}
     for file in files:
         given: Any = OmegaConf.to_container(read_yaml(Path(file), "write lines such as 'H100: 2.50'"))
+        checks.check(given, dict[str, checks.Amount], "", file)
         for name, price in given.items():
-            if not is_number(price) or price < 0:
-                raise UserError(f"{file}: key {name!r} = {price!r}: give dollars per hour, a number of at least 0")
-
             try:
-                prices[known_device(str(name))[0]] = float(price)
+                prices[known_device(name)[0]] = float(price)
             except UserError as error:
                 raise UserError(f"{file}: {error}") from None
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from ddm_lightning.core.checks import option
+from ddm_lightning.core.checks import choice, option
 from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.networks.attention import Rotation, attention, rotate
 
@@ -53,11 +53,11 @@ class Recipe:
     """RMSNorm of each head's queries and keys."""
     rope: bool = False
     """Rotary positions on queries and keys, instead of positions added to the patches."""
-    mlp: str = option("gelu", choices=("gelu", "swiglu"))
+    mlp: str = choice("gelu", "swiglu")
     """``gelu``, or ``swiglu`` (``blocks.SwiGLU``, with about as many parameters)."""
-    norm: str = option("layer", choices=("layer", "rms"))
+    norm: str = choice("layer", "rms")
     """``layer`` or ``rms``: the norm before shift and scale, without parameters."""
-    modulation: str = option("zero", choices=("zero", "single"))
+    modulation: str = choice("zero", "single")
     """``zero``: each block has its own projection of time and condition (adaLN-Zero, section 3.2). ``single``: all
     blocks share one projection, and each adds its own table (adaLN-single, Chen et al., 2310.00426, section 2.3)."""
 
@@ -99,7 +99,7 @@ class Architecture(Recipe):
 class ExpertArchitecture(Architecture):
     """Parameters of ``DiT``."""
 
-    prediction: str = option("velocity", choices=("velocity", "epsilon", "x_0"))
+    prediction: str = choice("velocity", "epsilon", "x_0")
     """Output of the network: ``velocity``, ``epsilon`` (the noise) or ``x_0`` (the data)."""
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from artifact_files import refused
 
 from ddm_lightning import config
 from ddm_lightning.config import load
@@ -48,10 +49,7 @@ def path(tmp_path: Path) -> Path:
 
 def refusal(path: Path, *overrides: str) -> str:
     """What ``path`` with ``overrides`` is refused with, without the path in front."""
-    with pytest.raises(UserError) as caught:
-        load_experiment(path, overrides)
-    line = str(caught.value)
-    assert "\n" not in line
+    line = refused(lambda: load_experiment(path, overrides))
     assert line.startswith(str(path))
     return line.removeprefix(str(path))
 
@@ -111,15 +109,9 @@ def test_later_overrides_win_over_earlier_ones_and_over_the_file(path: Path) -> 
 
 
 def test_a_null_takes_an_optional_section_away(path: Path) -> None:
-    assert load_experiment(path, ["prepare.caption_encoder={name: a}"]).prepare.caption_encoder is not None
-    given = [
-        "prepare.caption_encoder={name: a}",
-        "prepare.caption_encoder=null",
-        "expert.train.gradient_clip_norm=null",
-    ]
-    experiment = load_experiment(path, given)
-    assert experiment.prepare.caption_encoder is None
-    assert experiment.expert.train.gradient_clip_norm is None
+    given = ["prepare.caption_encoder={name: a}", "expert.train.gradient_clip_norm=null"]
+    assert load_experiment(path, given).expert.train.gradient_clip_norm is None
+    assert load_experiment(path, [*given, "prepare.caption_encoder=null"]).prepare.caption_encoder is None
 
 
 @pytest.mark.parametrize(
@@ -272,7 +264,6 @@ def test_numbers_that_yaml_reads_in_another_base_are_refused(path: Path, text: s
             "'expert.train.global_batch_size' = 9: must be divisible by prepare.partition.num_clusters = 2",
         ),
         (["island.devices=3"], "'island.devices' = 3: must divide the 4 samples per step of expert-0; change"),
-        (["island.devices=8"], "'island.devices' = 8: must divide the 4 samples per step of expert-0"),
         (["island.devices=4", "router.train.global_batch_size=2"], "'island.devices' = 4: must divide the 2 samples"),
         (["island.devices=2", "island.strategy=single"], "'island.devices' = 2: must be 1 with island.strategy = 'si"),
         (["islands={router: {devices: 3}}"], "'islands.router' = {'devices': 3}: devices must divide the 4 samples"),
@@ -289,7 +280,6 @@ def test_numbers_that_yaml_reads_in_another_base_are_refused(path: Path, text: s
             ["island.accelerator=cpu", "island.attention=xformers"],
             "'island.attention' = 'xformers': needs a CUDA",
         ),
-        (["sample.precision=bf16"], "'sample.precision' = 'bf16': must be one of auto, 32-true, bf16-mixed"),
         (["sample.strategy=best"], "'sample.strategy' = 'best': is unknown; known: bayes, full, "),
         (["condition.kind=text"], "'condition.kind' = 'text': needs prepare.caption_encoder, which is null"),
         (["sample.prompts=[a]"], "'condition.kind' = 'none': sample.prompts need"),
@@ -303,9 +293,7 @@ def test_numbers_that_yaml_reads_in_another_base_are_refused(path: Path, text: s
             "'sample.guidance_interval' = [0.5, 0.2]: must be two times, 0 <= low <= high <= 1",
         ),
         (["prepare.shards.compression=gz:3"], "'prepare.shards.compression' = 'gz:3': must be br, bz2"),
-        (["seed=99999999999999999999"], "'seed': must be a whole number, is 99999999999999999999; give"),
         (["name=../elsewhere"], "'name' = '../elsewhere': must be the name of a folder"),
-        (["name=.."], "'name' = '..': must be the name of a folder"),
         (["name=a b"], "'name' = 'a b': must be the name of a folder"),
         (["run_dir=''"], "'run_dir' = '': must be a folder"),
     ],
@@ -325,9 +313,7 @@ def test_values_out_of_range_and_contradictions_are_refused(path: Path, override
         ["island.checkpoint_every_n_minutes=0.01"],
         ["expert.train.ema_widths=[0.005, 0.288]"],
         ["sample.guidance_interval=[0.3, 0.3]"],
-        ["sample.guidance_interval=[0.0, 1.0]"],
         ["prepare.partition.num_clusters=8", "prepare.partition.num_fine_centroids=8"],
-        ["island.devices=1", "island.strategy=single"],
     ],
 )
 def test_values_at_their_limits_are_accepted(path: Path, overrides: list[str]) -> None:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from artifact_files import refused
 from tiny_runs import TINY
 
 from ddm_lightning.config import load
@@ -35,17 +36,15 @@ def test_overrides_are_yaml(override, expected):
     ["", "=", "=1", "seed", "seed 3", ".a=1", "a.=1", "a..b=1", "a b=1", "a[0]=1", "[=1", "--a=1", "a =1", "1a=2"],
 )
 def test_what_is_no_override_is_refused(override):
-    with pytest.raises(UserError) as caught:
-        load.read_override(override, "f.yaml")
-    assert str(caught.value) == f"f.yaml: override {override!r} is not key=value; write for example seed=1"
+    line = refused(lambda: load.read_override(override, "f.yaml"))
+    assert line == f"f.yaml: override {override!r} is not key=value; write for example seed=1"
 
 
 @pytest.mark.parametrize("override", ["a=[b", 'a="b', "a='", "a={b", "a=!!python/name:os.system x", "a=${"])
 def test_an_override_whose_value_is_no_yaml_is_refused(override):
-    with pytest.raises(UserError) as caught:
-        load.read_override(override, "f.yaml")
-    assert str(caught.value).startswith(f"f.yaml: override {override!r}: its value is not YAML: ")
-    assert "\n" not in str(caught.value)
+    assert refused(lambda: load.read_override(override, "f.yaml")).startswith(
+        f"f.yaml: override {override!r}: its value is not YAML: "
+    )
 
 
 @pytest.mark.parametrize(
@@ -66,10 +65,7 @@ def test_an_override_whose_value_is_no_yaml_is_refused(override):
 def test_a_file_that_is_no_yaml_mapping_is_refused_with_its_line(tmp_path, content, line):
     path = tmp_path / "e.yaml"
     path.write_bytes(content)
-    with pytest.raises(UserError) as caught:
-        load.read_yaml(path)
-    assert str(caught.value).startswith(f"{path}: {line}")
-    assert "\n" not in str(caught.value)
+    assert refused(lambda: load.read_yaml(path)).startswith(f"{path}: {line}")
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path):
@@ -81,9 +77,7 @@ def test_a_file_that_is_not_there_is_refused(tmp_path):
         (below, f"{below}: cannot be read: Not a directory; give a YAML file in UTF-8"),
         (Path("a\0b"), "a\0b: cannot be read: embedded null byte; give a YAML file in UTF-8"),
     ):
-        with pytest.raises(UserError) as caught:
-            load.read_yaml(path)
-        assert str(caught.value) == line
+        assert refused(lambda path=path: load.read_yaml(path)) == line
 
 
 def test_an_empty_file_is_an_empty_mapping(tmp_path):
@@ -139,7 +133,6 @@ def test_a_home_is_expanded_where_a_path_is_used(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "override",
     [
-        "expert.train.max_steps=1000000000000000000000000000000",
         "expert.train.max_steps=9223372036854775808",
         "router.train.global_batch_size=1099511627776",
         "prepare.images.size=100000",
@@ -148,7 +141,5 @@ def test_a_home_is_expanded_where_a_path_is_used(tmp_path, monkeypatch):
     ],
 )
 def test_what_no_machine_can_do_is_refused(override):
-    with pytest.raises(UserError) as caught:
-        load_experiment(TINY, [override])
     key = override.partition("=")[0]
-    assert str(caught.value).startswith(f"{TINY} with {override!r}: key '{key}")
+    assert refused(lambda: load_experiment(TINY, [override])).startswith(f"{TINY} with {override!r}: key '{key}")

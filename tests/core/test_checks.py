@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from artifact_files import refused
 
 from ddm_lightning.core import checks
 from ddm_lightning.core.errors import UserError
@@ -20,7 +21,7 @@ class Inner:
 
 @dataclass
 class Outer:
-    name: str = checks.option("x", choices=("x", "y"))
+    name: str = checks.choice("x", "y")
     """What it is called."""
     flag: bool = False
     """Whether it is."""
@@ -100,10 +101,7 @@ def test_null_passes_only_where_the_type_says_so() -> None:
     ],
 )
 def test_what_does_not_fit_is_one_line(value: Any, line: str) -> None:
-    with pytest.raises(UserError) as caught:
-        checks.check(value, Outer, "", "f.yaml")
-    assert str(caught.value).startswith(f"f.yaml: {line}")
-    assert "\n" not in str(caught.value)
+    assert refused(lambda: checks.check(value, Outer, "", "f.yaml")).startswith(f"f.yaml: {line}")
 
 
 NOT_FINITE = [math.nan, math.inf, -math.inf]
@@ -135,7 +133,7 @@ def test_records_at_their_limits(kind: Any, right: list[Any], wrong: list[Any]) 
     for value in right:
         assert checks.record({"a": value}, dict[str, kind], "f.json", "fetch it") == {"a": value} or kind
     for value in wrong:
-        with pytest.raises(UserError, match=r"^f\.json: key 'a\..*; fetch it$|^f\.json: key '\.a.*; fetch it$"):
+        with pytest.raises(UserError, match=r"^f\.json: key 'a\b.*; fetch it$"):
             checks.record({"a": value}, dict[str, kind], "f.json", "fetch it")
 
 
@@ -179,10 +177,9 @@ def test_a_record_becomes_what_it_describes() -> None:
     ],
 )
 def test_a_wrong_record_is_one_line_with_the_remedy(point: Any, line: str) -> None:
-    with pytest.raises(UserError) as caught:
-        checks.record({"points": [point]}, Line, "f.json", "fetch it")
-    assert str(caught.value).startswith(f"f.json: {line}")
-    assert str(caught.value).endswith("; fetch it")
+    found = refused(lambda: checks.record({"points": [point]}, Line, "f.json", "fetch it"))
+    assert found.startswith(f"f.json: {line}")
+    assert found.endswith("; fetch it")
 
 
 @pytest.mark.parametrize("levels", [200, 450, 900])

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 from artifact_files import put
-from islands.watching import refused, wait_for, weights
+from islands.watching import launch, refused, wait_for, weights
 from sample_log import python_path
 from shards import servers
 from shards.mds import WARNINGS
@@ -41,13 +41,6 @@ def run(tmp_path, monkeypatch):
     """The arguments of a run that is prepared and published in a folder."""
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'data'}:{python_path()}")
     return ["-c", str(TINY), f"run_dir={tmp_path / 'run'}", f"remote={tmp_path / 'store'}"]
-
-
-def launch(capsys, run, *more):
-    capsys.readouterr()
-    assert main(["launch", *run, *more]) == 0
-    lines = capsys.readouterr().out.splitlines()[:-1]
-    return [line.partition(" (")[0] for line in lines]
 
 
 def stops_and_resumes(run, tmp_path, capsys, on, *more):
@@ -158,18 +151,18 @@ class Listed(Launcher):
 
 
 def run_and_jobs(tmp_path, *more):
-    """A run whose members are seen in its folder, and the job of its first expert."""
+    """A run whose members are seen in its folder, and the jobs of its first expert and its router."""
     given = [f"run_dir={tmp_path}", *more]
     shared = Run(load_experiment(TINY, [*given, f"remote={tmp_path / 'store'}"]))
-    return Run(load_experiment(TINY, given)), jobs_of(shared, ["expert-0"], "FILE", [])
+    return Run(load_experiment(TINY, given)), jobs_of(shared, ["expert-0", "router"], "FILE", [])
 
 
 def test_a_finished_member_is_started_once_it_is_to_take_more_steps(tmp_path):
     launcher, said = Listed(), []
     for max_steps, on in ((6, "a"), (7, "a"), (8, "a"), (8, "a"), (8, "b")):
-        run, jobs = run_and_jobs(tmp_path, f"expert.train.max_steps={max_steps}")
+        run, (job, _) = run_and_jobs(tmp_path, f"expert.train.max_steps={max_steps}")
         put(run.folder.artifact("expert-0"), step=7)
-        said.append(launch_jobs(run, jobs, launcher, on)["expert-0"])
+        said.append(launch_jobs(run, [job], launcher, on)["expert-0"])
 
     assert said == ["finished", "finished", "started (number 1)", "queued", "started (number 2)"]
 
@@ -181,14 +174,15 @@ def test_a_member_has_its_number_whoever_else_is_launched(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("state", "expected"), [("starting", "running"), ("training", "running"), ("stopped", "started (number 1)")]
+    ("state", "expected", "other"),
+    [("starting", "running", 1), ("training", "running", 1), ("stopped", "started (number 1)", 2)],
 )
-def test_a_member_that_starts_or_trains_is_not_started_again(tmp_path, state, expected):
+def test_a_member_that_starts_or_trains_is_not_started_again(tmp_path, state, expected, other):
     run, jobs = run_and_jobs(tmp_path)
     run.folder.member("expert-0").mkdir(parents=True)
     MemberStatus("expert-0", 60, state).write(run.folder.member("expert-0"))
 
-    assert launch_jobs(run, jobs, Listed(), "a") == {"expert-0": expected}
+    assert launch_jobs(run, jobs, Listed(), "a") == {"expert-0": expected, "router": f"started (number {other})"}
 
 
 def test_each_launcher_is_asked_for_its_own_jobs_alone(tmp_path, monkeypatch):

@@ -1,7 +1,6 @@
 """Members as processes of the real command line: killed, interrupted, resumed, started twice."""
 
 import contextlib
-import io
 import os
 import re
 import signal
@@ -16,11 +15,10 @@ from deadline import within
 from islands.watching import weights
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tiny_runs import LONG, MEMBERS, TINY, ended_on_failure, finish, read_status, settings
+from tiny_runs import LONG, MEMBERS, TINY, ended_on_failure, finish, read_status
 from tiny_runs import LONG_STEPS as STEPS
 from tiny_runs import start as start_shorter
 
-from ddm_lightning.cli.parser import main
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core import processes
 from ddm_lightning.islands import local
@@ -65,13 +63,6 @@ def wait_until_gone(pid):
             time.sleep(0.05)
 
 
-def call(command, run, *more):
-    """Exit code and output of the command line in this process."""
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
-        code = main([command, *settings(run), *LONG, *more])
-    return code, out.getvalue(), err.getvalue()
-
-
 def losses(run, member):
     events = EventAccumulator(str(run / "members" / member / "tensorboard"), size_guidance={"scalars": 0})
     events.Reload()
@@ -88,7 +79,7 @@ def sample_ids(run, member):
 def disturbed(tmp_path_factory):
     """One run, one disturbance after another, with what was seen at each.
 
-    kill -9 of a member, a second fit, Ctrl-C, kill -9 of what started the members, peace.
+    kill -9 of a member, Ctrl-C, kill -9 of what started the members, peace.
     """
     seen = SimpleNamespace(run=tmp_path_factory.mktemp("disturbed") / "run")
     members = seen.run / "members"
@@ -100,12 +91,10 @@ def disturbed(tmp_path_factory):
         seen.finished_by_others = [member for member in OTHERS if (members / member / "artifact").exists()]
         seen.log_killed = (members / KILLED / "log.txt").read_text(encoding="utf-8")
         seen.ids_killed = len(sample_ids(seen.run, KILLED))
-        _, seen.status_killed, _ = call("status", seen.run)
 
         parent = start("fit", seen.run)
         pid = wait_for_step(seen.run, KILLED, 120, parent)
-        os.kill(pid, signal.SIGSTOP)  # holds its lock for as long as the second one takes
-        seen.code_second, _, seen.err_second = call("fit", seen.run, f"member={KILLED}")
+        os.kill(pid, signal.SIGSTOP)
         parent.send_signal(signal.SIGINT)
         wait_until_pending(pid, signal.SIGTERM, parent)  # let go before that, it might be done before it is told
         os.kill(pid, signal.SIGCONT)
@@ -133,8 +122,7 @@ def test_the_parent_names_the_killed_member_and_the_signal(disturbed):
     lines = disturbed.err_killed.splitlines()
     assert f"{KILLED}: ended by SIGKILL; the same command resumes it" in lines
     assert not [line for line in lines if line.startswith(OTHERS)]
-    for table in (disturbed.out_killed, disturbed.status_killed):
-        assert re.search(rf"^ ?{KILLED} +killed ", table, re.MULTILINE), table
+    assert re.search(rf"^ ?{KILLED} +killed ", disturbed.out_killed, re.MULTILINE), disturbed.out_killed
 
 
 @pytest.mark.long
@@ -192,15 +180,6 @@ def test_members_stop_when_what_started_them_is_killed(disturbed):
     assert disturbed.status_interrupted["step"] + 5 <= status["step"] < STEPS[KILLED]
     assert f"{KILLED}: resumes at step {status['step']}" in disturbed.log
     assert "the fit that started this member is gone: stopping, as after SIGTERM" in disturbed.log
-
-
-@pytest.mark.long
-def test_a_member_is_trained_once_at_a_time(disturbed):
-    assert disturbed.code_second == 2
-    (line,) = disturbed.err_second.splitlines()
-    lock = re.escape(str(disturbed.run / "members" / KILLED / ".lock"))
-    words = r"is in use by another process( \(\d+\))?; wait for it or stop it, or remove this file if .*"
-    assert re.fullmatch(f"error: {lock}: {KILLED} {words}", line)
 
 
 @pytest.mark.long

@@ -169,15 +169,13 @@ def test_large_and_small_figures_are_written_out(tmp_path, capsys):
     ("arguments", "words"),
     [
         (["--device", "Abacus"], "unknown device 'Abacus'; known: GB200"),
-        (["--prices", "{prices}"], "key 'H100' = -1: give dollars per hour"),
+        (["--prices", "{prices}"], "key 'H100' = -1: must be at least 0"),
         (["--prices", "{unknown}"], "prices.yaml: unknown device 'Abacus'"),
         (["--prices", "nowhere.yaml"], "nowhere.yaml: no such file or folder; write lines such as 'H100: 2.50'"),
         (["--mfu", "1.5"], "--mfu 1.5: gives no share"),
         (["--mfu", "nowhere.json"], "nowhere.json: a result of benchmarks/mfu.py is missing"),
         (["--samples", "0"], "--samples 0: must be at least 1"),
         (["--only", "expert-9"], "--only=expert-9: unknown member"),
-        (["island.publish_every_n_minutes=-1"], "publish_every_n_minutes"),
-        (["islands={expert-9: {devices: 2}}"], "expert-9"),
         (
             [
                 "prepare.image_encoder={name: diffusers-vae, params: {path: nowhere}}",

@@ -146,8 +146,9 @@ def checkpoint(publisher, step, *names):
     return folder
 
 
-def finished_here(publisher):
-    put_artifact(publisher.run.folder.artifact("expert-0"), step=publisher.run.max_steps("expert-0"))
+def finished_here(publisher, **meta):
+    run = publisher.run
+    put_artifact(run.folder.artifact("expert-0"), step=run.max_steps("expert-0"), **meta)
 
 
 @pytest.mark.parametrize(("way", "act"), [("put", Publisher.publish), ("get", Publisher.pull)])
@@ -282,35 +283,40 @@ def test_only_curves_and_averages_are_sent_and_fetched(publisher):
     assert folder / snapshot in dict(again._changed())
 
 
-def test_the_newer_artifact_wins_whether_it_is_here_or_there(publisher, finished_run, tmp_path):
+def test_the_newer_artifact_wins_whether_it_is_here_or_there(publisher, tmp_path):
+    there = Path(publisher.url) / "artifact"
+
     def machine(name):
-        experiment = replace(publisher.run.experiment, run_dir=str(tmp_path / name))
-        shutil.copytree(finished_run, experiment.run_dir)
-        return Publisher("expert-0", Run(experiment), publisher.held)
+        return Publisher(
+            "expert-0", Run(replace(publisher.run.experiment, run_dir=str(tmp_path / name))), publisher.held
+        )
 
-    def change(one, figure):
-        file = one.run.folder.artifact("expert-0") / "member.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"metrics": {"figure": figure}}))
+    def make(one, figure):
+        finished_here(one, metrics={"figure": figure})
 
-    def figure_of(content):
-        return json.loads(content)["metrics"].get("figure")
+    def figure(folder):
+        return json.loads((folder / "member.json").read_text())["metrics"]["figure"]
 
     def here(one):
-        return figure_of((one.run.folder.artifact("expert-0") / "member.json").read_text())
+        return figure(one.run.folder.artifact("expert-0"))
 
     first, second = machine("first"), machine("second")
+    make(first, 1.0)
     first.publish()
-    change(second, 2)  # such as another average
+    make(second, 2.0)  # such as another average
     second.publish()
-    assert figure_of(remote.read(f"{publisher.url}/artifact/member.json")) == 2
+    assert figure(there) == 2
+
     first.pull()
     first.publish()
-    assert here(first) == 2 and figure_of(remote.read(f"{publisher.url}/artifact/member.json")) == 2
-    shutil.rmtree(Path(publisher.url) / "artifact")  # such as a damaged one
+    assert (here(first), figure(there)) == (2, 2)
+
+    shutil.rmtree(there)  # such as a damaged one
     first.pull()
     first.publish()
-    assert figure_of(remote.read(f"{publisher.url}/artifact/member.json")) == 2
-    change(first, 3)
+    assert figure(there) == 2
+
+    make(first, 3.0)
     pull_artifact("expert-0", first.run)  # as ``sample`` does; the change could not be sent
     assert here(first) == 3
 

@@ -9,6 +9,7 @@ import venv
 
 import pytest
 import yaml
+from islands.watching import launch
 from shards.mds import WARNINGS
 from tiny_runs import TINY, prepared
 
@@ -40,12 +41,6 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setenv("STORE_KEY", "s3cr3t")
     own = ["-c", str(TINY), f"run_dir={tmp_path / 'run'}", f"remote={tmp_path / 'store'}"]
     return [*own, "--on", "sky", f"launch.sky={json.dumps(SETTINGS)}", "islands.expert-1.devices=8"]
-
-
-def launch(capsys, run, *more):
-    capsys.readouterr()
-    assert main(["launch", *run, *more]) == 0
-    return [line.partition(" (")[0] for line in capsys.readouterr().out.splitlines()[:-1]]
 
 
 def handles(tmp_path):

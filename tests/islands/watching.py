@@ -22,6 +22,14 @@ def steps_of(run):
     return [int(line.partition(":")[0]) for line in lines]
 
 
+def launch(capsys, run, *more):
+    """What ``launch`` says of each member, without handles."""
+    capsys.readouterr()
+    assert main(["launch", *run, *more]) == 0
+    lines = capsys.readouterr().out.splitlines()[:-1]
+    return [line.partition(" (")[0] for line in lines]
+
+
 def refused(capsys, *arguments):
     """The error line of a command."""
     capsys.readouterr()
