@@ -104,6 +104,17 @@ def _guard(app: FastAPI, host: str) -> None:
         return await go_on(request)
 
 
+class _Page(gr.Blocks):  # type: ignore[misc]  # gradio is not checked
+    """Blocks that refuse a value out of range without a traceback."""
+
+    async def preprocess_data(self, *args: Any, **more: Any) -> list[Any]:
+        try:
+            return await super().preprocess_data(*args, **more)
+        except gr.Error as error:
+            error.print_exception = False
+            raise
+
+
 def page(ensemble: DecentralizedEnsemble, captions: Sequence[str] = ()) -> gr.Blocks:
     """Build the page of ``ensemble``.
 
@@ -162,7 +173,7 @@ def page(ensemble: DecentralizedEnsemble, captions: Sequence[str] = ()) -> gr.Bl
         return larger, cost, _weights(trace, field.cluster_names)
 
     title = ensemble.about.name
-    with gr.Blocks(title=title, analytics_enabled=False, delete_cache=(600, 3600), fill_width=True) as blocks:
+    with _Page(title=title, analytics_enabled=False, delete_cache=(600, 3600), fill_width=True) as blocks:
         # Not Markdown, which may load images from elsewhere.
         gr.HTML(f"<h1>{escape(title)}</h1><p>{escape(ensemble.credit_line)}</p>")
         with gr.Row():

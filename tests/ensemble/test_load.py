@@ -97,22 +97,4 @@ def test_a_single_member_is_an_ensemble_of_itself(run_dir, member):
     assert torch.equal(loaded.velocity(x_t, t, condition), expected)
     assert torch.equal(load_network(run_dir / member)[1](x_t, t, condition), expected)
     assert manifest.meta.member == member and loaded.names == [member]
-
-
-def test_bad_folders_are_named(run_dir):
     refused(lambda: single(run_dir / "router"), run_dir / "router" / "member.json", "give an expert")
-    refused(lambda: load_network(run_dir / "expert-7"), run_dir / "expert-7" / "member.json", "is missing", "fetch")
-    refused(
-        lambda: read_ensemble(run_dir.parent / "ensemble.json"), run_dir.parent / "ensemble.json", "is missing", "fit"
-    )
-    weights = run_dir / "expert-1" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-8])
-    refused(
-        lambda: load_ensemble(read_ensemble(run_dir / "ensemble.json")),
-        weights,
-        "not a whole safetensors file",
-        "fetch this artifact again",
-    )
-    put(run_dir / "expert-1", "expert-1", network="dit")
-    edit(run_dir / "expert-1" / "member.json", network="unheard-of")
-    refused(lambda: load_network(run_dir / "expert-1"), run_dir / "expert-1" / "member.json", "unheard-of", "install")

@@ -163,9 +163,3 @@ def test_ensemble_missing_or_not_json(run_dir):
     refused(lambda: read_ensemble(manifest), manifest, "cannot be read", "fetch it again")
     manifest.unlink()
     refused(lambda: read_ensemble(manifest), manifest, "is missing", "fit the missing members")
-
-
-def test_member_json_that_the_ensemble_does_not_know(run_dir):
-    path = run_dir / "members" / "expert-1" / "artifact" / "member.json"
-    edit(path, step=8)
-    refused(lambda: read_ensemble(run_dir / "ensemble.json"), path, "is not the expert-1", "fetch this artifact again")

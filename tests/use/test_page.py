@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import re
 import shutil
 import signal
@@ -138,46 +137,33 @@ def test_a_prompt_gives_images_and_heat_maps(browser: Browser, address: str, tmp
     expect(page.get_by_text("every expert is switched off; leave one on")).to_be_visible()
     expect(page.locator("img")).to_have_count(0)  # none of the earlier prompt
     assert page.get_by_text("Error", exact=True).count() == 1
-    put(page, "Prompt", "x" * 100_000)
+    put(page, "Seed", "-1")
     generate(page)
-    expect(page.get_by_text("the prompt has 100,000 characters; describe an image in 1 to 2,000")).to_be_visible()
-    put(page, "Prompt", "red disc")
-    for seed, words in (("-1", r"'seed' = -1: must be from 0"), ("1.5", "is 1.5"), ("", "a number is empty")):
-        put(page, "Seed", seed)
-        generate(page)
-        expect(page.get_by_text(re.compile(words))).to_be_visible()
+    expect(page.get_by_text(re.compile(r"'seed' = -1: must be from 0"))).to_be_visible()
     assert page.get_by_text("Traceback").count() == 0
     expect(page.get_by_text(CREDIT)).to_be_visible()
     assert hosts == {address.removeprefix("http://")}, "everything comes from the page itself"
 
 
-def test_an_empty_prompt_leaves_the_images(browser: Browser, address: str) -> None:
+def test_an_empty_prompt_leaves_the_images_and_a_click_on_a_caption_fills_it_in(browser: Browser, address: str) -> None:
     page = browser.new_page()
     page.goto(address)
     put(page, "Prompt", "a cross")
     put(page, "number input for Images", "1")
     generate(page)
     expect(page.locator("img")).to_have_count(4)
+
     put(page, "Prompt", " ")
     generate(page)
     expect(page.get_by_text("the prompt has 0 characters; describe an image in 1 to 2,000")).to_be_visible()
     page.wait_for_timeout(1000)
     expect(page.locator("img")).to_have_count(4)
 
-
-def test_a_click_on_a_caption_of_the_training_images_fills_it_in(browser: Browser, address: str) -> None:
-    page = browser.new_page()
-    page.goto(address)
     expect(page.get_by_text("Captions of the training images work best", exact=True)).to_be_visible()
     caption = page.locator("button.gallery-item").nth(1)
     expect(caption).to_have_text(re.compile(r"^\w+ (disc|square|cross|ring)$"))
-    prompt, wanted = page.get_by_label("Prompt", exact=True), caption.inner_text().strip()
-    for _ in range(60):  # Gradio may still be loading
-        caption.click()
-        page.wait_for_timeout(500)
-        if prompt.input_value() == wanted:
-            break
-    expect(prompt).to_have_value(wanted)
+    caption.click()
+    expect(page.get_by_label("Prompt", exact=True)).to_have_value(caption.inner_text().strip())
 
 
 def test_a_run_without_the_parts_of_its_data_has_no_captions(finished_run: Path, tmp_path: Path) -> None:
@@ -189,35 +175,25 @@ def test_a_run_without_the_parts_of_its_data_has_no_captions(finished_run: Path,
 
 
 @pytest.mark.parametrize(
-    ("path", "headers", "content", "status"),
+    ("method", "path", "host", "status"),
     [
-        ("config", {"Host": "evil.example"}, None, 421),
-        ("config", {"Host": "127.0.0.1.evil.example"}, None, 421),
-        ("config", {"Host": "localhost:1"}, None, 200),
-        ("config", {"Host": "192.168.3.4"}, None, 200),
-        ("config", {"Host": "[::1]:1"}, None, 200),
-        ("monitoring", {}, None, 404),
-        ("docs", {}, None, 404),
-        ("gradio_api/file=http://127.0.0.1/", {}, None, 404),
-        ("gradio_api/file=/etc/hostname", {}, None, 403),
-        ("gradio_api/upload", {}, b"x", 404),
-        ("gradio_api/run/generate", {}, b'{"data": []}', 404),
+        ("GET", "config", "evil.example", 421),
+        ("GET", "config", "127.0.0.1.evil.example", 421),
+        ("GET", "config", "localhost:1", 200),
+        ("GET", "config", "192.168.3.4", 200),
+        ("GET", "config", "[::1]:1", 200),
+        ("GET", "monitoring", "localhost", 404),
+        ("GET", "docs", "localhost", 404),
+        ("GET", "gradio_api/file=http://127.0.0.1/", "localhost", 404),
+        ("GET", "gradio_api/file=/etc/hostname", "localhost", 403),
+        ("POST", "gradio_api/upload", "localhost", 404),
+        ("POST", "gradio_api/run/generate", "localhost", 404),
     ],
 )
-def test_what_the_page_does_not_need_is_closed(
-    address: str, path: str, headers: dict[str, str], content: bytes | None, status: int
-) -> None:
-    with contextlib.closing(http.client.HTTPConnection(address.removeprefix("http://"), timeout=120)) as connection:
-        connection.putrequest("GET" if content is None else "POST", f"/{path}", skip_host="Host" in headers)
-        if content is not None:
-            headers = {**headers, "Content-Length": str(len(content)), "Content-Type": "application/json"}
-        for name, value in headers.items():
-            connection.putheader(name, value)
-        connection.endheaders(content)
-        answer = connection.getresponse()
-        told = answer.read().decode()
-    assert answer.status == status
-    assert status == 200 or (len(told.strip().splitlines()) == 1 and "input" not in told)
+def test_what_the_page_does_not_need_is_closed(address: str, method: str, path: str, host: str, status: int) -> None:
+    answer = httpx.request(method, f"{address}/{path}", headers={"Host": host}, timeout=120)
+    assert answer.status_code == status
+    assert status == 200 or len(answer.text.strip().splitlines()) == 1
 
 
 def ask(client: Client, **changes: Any) -> tuple[list[np.ndarray], str, np.ndarray]:
@@ -242,12 +218,10 @@ def test_the_page_shows_the_images_of_the_python_api(client: Client, finished_ru
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"prompt": " "}, "the prompt has 0 characters; describe an image in 1 to 2,000"),
         ({"prompt": "x" * 2001}, "the prompt has 2,001 characters; describe an image in 1 to 2,000"),
         ({"num_steps": 5000}, "5000 is greater than maximum"),
         ({"seed": None}, "a number is empty"),
         ({"strategy": "best"}, "best is not in the list"),
-        ({"seed": 1e30}, "'seed': must be a whole number"),
         ({"seed": 1.5}, "'seed': must be a whole number, is 1.5"),
         ({"num": 1.5}, "must be a whole number, is 1.5"),
         ({"factors": (0, 0)}, "every expert is switched off"),
@@ -279,18 +253,17 @@ def test_what_demo_refuses(
         assert main(["demo", *arguments]) == 2
         return capsys.readouterr().err
 
+    run = settings(finished_run)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         line = refused(*settings(tmp_path / "no-run"), "--port", port)  # told before anything is loaded
-        assert line.startswith(f"error: --host 127.0.0.1 --port {port}: ") and "give another --port or --host" in line
-    assert "--port 99999: must be from 0 to 65535" in refused(*settings(finished_run), "--port", "99999")
-    assert "give another --port or --host" in refused(*settings(finished_run), "--host", "192.0.2.1")  # nobody's
-    assert "ensemble.json" in refused("-c", str(tmp_path))
+
+    assert line.startswith(f"error: --host 127.0.0.1 --port {port}: ") and "give another --port or --host" in line
+    assert "--port 99999: must be from 0 to 65535" in refused(*run, "--port", "99999")
+    assert "give another --port or --host" in refused(*run, "--host", "192.0.2.1")  # nobody's
 
     def missing(name: str) -> None:
         raise PackageNotFoundError(name)
 
     monkeypatch.setattr(registry, "distribution", missing)
-    assert refused(*settings(finished_run)) == (
-        "error: demo needs the package 'gradio'; install it with: pip install -e '.[page]'\n"
-    )
+    assert refused(*run) == "error: demo needs the package 'gradio'; install it with: pip install -e '.[page]'\n"

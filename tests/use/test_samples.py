@@ -8,10 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from artifact_files import make_meta
+from artifact_files import make_meta, refused
 from PIL import Image
 from saved_ensembles import ABOUT, saved
 from tiny_runs import TINY, settings
@@ -22,7 +21,6 @@ from ddm_lightning.cli.commands import _sample_command
 from ddm_lightning.cli.parser import main
 from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.config.load import load_experiment
-from ddm_lightning.core.errors import UserError
 from ddm_lightning.ensemble.manifest import EnsembleManifest
 from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.use import ensemble, samples
@@ -39,25 +37,45 @@ def opened(kind: str, names: Sequence[str] | None = None) -> DecentralizedEnsemb
     return DecentralizedEnsemble(EnsembleManifest((1.0,), "", {}, {"expert-0": meta}, about=about))
 
 
-def test_rows_of_classes_are_named() -> None:
-    def shown(*classes: str, names: Sequence[str] | None = ("cat", "2", "dog")) -> list[tuple[str, str, int]]:
-        rows = opened("class", names).rows(classes=classes)
-        return [(row.label, row.noise, int(row.condition.values)) for row in rows]  # type: ignore[union-attr]
+@pytest.mark.parametrize(
+    ("names", "classes", "expected"),
+    [
+        (["cat", "2", "dog"], (), [("cat", 0), ("2", 1), ("dog", 2)]),
+        (["cat", "2", "dog"], ("dog", "0", "2"), [("dog", 2), ("cat", 0), ("2", 1)]),
+        (None, ("2",), [("class 2", 2)]),
+        (["crane", "dog", "crane"], ("0", "2", "dog"), [("crane", 0), ("crane", 2), ("dog", 1)]),
+        (["1", "10", "2"], (2, "2", 1, "10", "1", 0), [("2", 2), ("2", 2), ("10", 1), ("10", 1), ("1", 0), ("1", 0)]),
+    ],
+)
+def test_rows_of_classes_are_named(
+    names: list[str] | None, classes: Sequence[str | int], expected: list[tuple[str, int]]
+) -> None:
+    """A number is no name of a class, but text that is no name may be a number."""
+    rows = opened("class", names).rows(classes=classes)
 
-    cat, two, dog = ("cat", "class 0", 0), ("2", "class 1", 1), ("dog", "class 2", 2)
-    assert shown() == [cat, two, dog]
-    assert shown("dog", "0", "2") == [dog, cat, two]
-    assert shown("2", names=None) == [("class 2", "class 2", 2)]
-    for wrong in ("3", "-1", "bird", "²"):
-        with pytest.raises(
-            UserError, match=rf"class '{wrong}': .* a number from 0 to 2, or a name such as cat, 2, dog"
-        ):
-            shown(wrong)
+    found = [(row.label, int(row.condition.values)) for row in rows if row.condition is not None]
+    assert found == expected
+    assert [row.noise for row in rows] == [f"class {number}" for _, number in expected]
+    assert len({row.key(0, 8) for row in rows}) == len(rows)
 
-    twice = ("crane", "dog", "crane")
-    assert [number for _, _, number in shown("0", "2", "dog", names=twice)] == [0, 2, 1]
-    with pytest.raises(UserError, match="class 'crane': several classes have this name; give a number"):
-        shown("crane", names=twice)
+
+KNOWN = "a number from 0 to 2, or a name such as cat, 2, cat"
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "words"),
+    [
+        *(
+            ("class", {"classes": [wrong]}, f"class {wrong!r}: no such class; give {KNOWN}")
+            for wrong in ("3", "-1", "²")
+        ),
+        ("class", {"classes": [10]}, f"class 10: no such class; give {KNOWN}"),
+        ("class", {"classes": ["cat"]}, "class 'cat': several classes have this name; give a number"),
+        ("none", {"prompts": ["red disc"]}, "is conditioned on 'none', not on text; leave prompts out"),
+    ],
+)
+def test_rows_that_cannot_be(kind: str, given: dict[str, list[Any]], words: str) -> None:
+    refused(lambda: opened(kind, ["cat", "2", "cat"]).rows(**given), words)
 
 
 @pytest.mark.parametrize(("kind", "end"), [("text", " --prompt …"), ("class", " --class …"), ("none", "sample -c f")])
@@ -75,21 +93,26 @@ def test_memory_does_not_grow_with_the_number_of_images(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(ensemble, "sample", sample)
     one = DecentralizedEnsemble.from_pretrained(saved(tmp_path, (100,)), "cpu")
-    settings, grid, singles = one.about.sample, tmp_path / "grid.png", tmp_path / "singles"
-    settings.num_per_prompt = 200
-    samples.write_samples(one, grid, "ab", singles=singles)
+    grid, singles = tmp_path / "grid.png", tmp_path / "singles"
+
+    def write(num: int, singles: Path | None) -> int:
+        one.about.sample.num_per_prompt = num
+        nums.clear()
+        samples.write_samples(one, grid, "ab", singles=singles)
+        return Image.open(grid).width
+
+    width = write(200, singles)
     assert max(nums) == ensemble.BATCH_SIZE and sum(nums) == 400 == len(list(singles.iterdir()))
-    assert np.asarray(Image.open(singles / "001-b-0199.png")).shape == (4, 4, 3)
-    width = np.asarray(Image.open(grid)).shape[1]
-    old, own = ("000-a-9999", "999-b-10000", "1000-c-0001", "1000-c-12345"), ("me.png", "10-me-0001.png", "000-a.txt")
-    for name in (*(f"{name}.png" for name in old), *own):
+    assert Image.open(singles / "001-b-0199.png").size == (4, 4)
+
+    own = ("me.png", "10-me-0001.png", "000-a.txt")
+    for name in ("000-a-9999.png", "999-b-10000.png", "1000-c-0001.png", "1000-c-12345.png", *own):
         (singles / name).write_bytes(b"")
-    settings.num_per_prompt = 1
-    samples.write_samples(one, grid, "ab", singles=singles)
+
+    write(1, singles)
     assert {path.name for path in singles.iterdir()} == {"000-a-0000.png", "001-b-0000.png", *own}
-    settings.num_per_prompt, nums[:] = 10**9, []
-    samples.write_samples(one, grid, "ab")
-    assert sum(nums) == 2 * samples.MAX_COLUMNS and np.asarray(Image.open(grid)).shape[1] == width
+
+    assert write(10**9, None) == width and sum(nums) == 2 * samples.MAX_COLUMNS
 
 
 def test_it_samples_on_the_islands_device(monkeypatch: pytest.MonkeyPatch, finished_run: Path) -> None:
@@ -100,47 +123,19 @@ def test_it_samples_on_the_islands_device(monkeypatch: pytest.MonkeyPatch, finis
         assert DecentralizedEnsemble.open(experiment).device.type == device
 
 
-def test_a_repeated_prompt_gives_the_images_of_one_row_of_as_many(finished_run: Path, tmp_path: Path) -> None:
-    def written(name: str, *options: str) -> list[bytes]:
-        run = [*settings(finished_run), "sample.num_steps=3", "--out", str(tmp_path / f"{name}.png")]
-        assert main(["sample", *run, *options]) == 0
-        return [path.read_bytes() for path in sorted((tmp_path / name).iterdir())]
-
-    one = written("one", "--prompt", "red disc", "--num", "4")
-    repeated = written("repeated", *["--prompt", "red disc"] * 2, "--prompt", "a cross", "--num", "2")
-    assert repeated[:4] == one and len(set(repeated)) == 6
-
-
 @pytest.mark.parametrize("strategy", ["top-1", "bayes"])
 def test_the_python_api_gives_the_images_of_the_command(finished_run: Path, tmp_path: Path, strategy: str) -> None:
-    prompts, grid = ["red disc", "a cross"], tmp_path / "grid.png"
-    options = ["--prompt", prompts[0], "--prompt", prompts[1], "--num", "2", "--seed", "3", "--strategy", strategy]
-    assert main(["sample", *settings(finished_run), *options, "--out", str(grid)]) == 0
-    images = DecentralizedEnsemble.from_pretrained(finished_run).sample(prompts, strategy=strategy, num=2, seed=3)
-    files = [Image.open(path) for path in sorted(grid.with_suffix("").iterdir())]
-    assert [image.tobytes() for image in images] == [image.tobytes() for image in files]
+    prompts, grid = ["red disc", "a cross", "red disc"], tmp_path / "grid.png"
+    options = ["--num", "2", "--seed", "3", "--strategy", strategy, "sample.num_steps=3", "--out", str(grid)]
+    for prompt in prompts:
+        options += ["--prompt", prompt]
 
+    assert main(["sample", *settings(finished_run), *options]) == 0
+    of_run = DecentralizedEnsemble.from_pretrained(finished_run)
+    images = of_run.sample(prompts, strategy=strategy, num=2, seed=3, num_steps=3)
 
-def test_the_python_api_refuses_what_the_command_refuses(finished_run: Path, tmp_path: Path) -> None:
-    of_run = DecentralizedEnsemble.from_pretrained(finished_run, device="cpu")
-    assert len(of_run.sample("red disc", num=1, num_steps=1, solver="heun")) == 1
-    for problem, wrong in {
-        "'best': is unknown; known: bayes, ": {"strategy": "best"},
-        "needs sample.solver=ancestral": {"strategy": "bayes", "solver": "euler"},
-        "top_k": {"strategy": "top-k", "strategy_params": {"top_k": 0}},
-        "num_per_prompt": {"num": 0},
-        "'seed' = -1": {"seed": -1},
-        "not on class": {"classes": [1]},
-    }.items():
-        with pytest.raises(UserError, match=problem):
-            of_run.sample(["red disc"], **wrong)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match=r"ensemble\.json"):
-        DecentralizedEnsemble.from_pretrained(tmp_path)
-
-
-def test_an_unconditional_experiment_takes_no_prompt() -> None:
-    with pytest.raises(UserError, match=r"is conditioned on 'none', not on text; leave prompts out"):
-        opened("none").rows(["red disc"])
+    files = [Image.open(path).tobytes() for path in sorted(grid.with_suffix("").iterdir())]
+    assert [image.tobytes() for image in images] == files and len({*files}) == 6
 
 
 def test_the_package_offers_the_ensemble_and_nothing_else() -> None:
