@@ -116,27 +116,34 @@ def test_eight_adapters_are_sampled_in_the_memory_of_one_expert(tmp_path):
 def test_adapters_need_no_turns_on_a_small_device(tmp_path):
     manifest = read_ensemble(write_adapters(tmp_path, 3) / "ensemble.json")
     assert not isinstance(load_ensemble(manifest, resident_experts=2).experts, ResidentExperts)
+
     full = replace(manifest.metas["expert-1"], lora=None)
     write_artifact(manifest.folders["expert-1"], make_network("expert", 3).state_dict(), full)
     write_ensemble(tmp_path, list(manifest.folders.values()), manifest.priors)
     mixed = read_ensemble(tmp_path / "ensemble.json")
-    settings = SampleConfig(strategy="bayes", solver="ancestral", num_steps=3)
-    images = [
-        sample(load_ensemble(mixed, resident_experts=n), None, 4, SHAPE, settings, batch_size=4) for n in (None, 2)
-    ]
+    way = {"strategy": "bayes", "solver": "ancestral", "num_steps": 3, "batch_size": 4}
+    images = [sample(load_ensemble(mixed, resident_experts=n), None, 4, SHAPE, **way) for n in (None, 2)]
     assert torch.equal(*images)
 
 
-def test_a_saved_copy_has_the_base_once(tmp_path):
-    write_adapters(tmp_path / "run", 2)
-    manifest = replace(read_ensemble(tmp_path / "run" / "ensemble.json"), about=ABOUT)
-    save_ensemble(manifest, tmp_path / "saved")
-    assert len([*(tmp_path / "saved").rglob("*.safetensors")]) == 3
+def test_a_saved_copy_has_each_base_once(tmp_path):
+    """A stranger's adapter, of other data, comes without its base; one on another base brings it along."""
+    run = write_adapters(tmp_path / "run", 2)
+    stranger = tmp_path / "mail" / "expert-0"
+    shutil.copytree(run / "members" / "expert-0" / "artifact", stranger)
+    edit(stranger / "member.json", partition_sha256="cd" * 32)
+    others = write_adapters(tmp_path / "other", 1, base_seed=1) / "members" / "expert-0" / "artifact"
+    edit(others / "member.json", partition_sha256="ef" * 32)
+    manifest = replace(read_ensemble(run / "ensemble.json"), about=ABOUT)
+
+    save_ensemble(added(added(manifest, stranger, 40), others, 40), tmp_path / "saved")
+
+    assert len([*(tmp_path / "saved").rglob("*.safetensors")]) == 4 + 2
+    assert "initial/" in (tmp_path / "saved" / "README.md").read_text()
     moved = shutil.move(tmp_path / "saved", tmp_path / "elsewhere")
-    first, second = load_ensemble(read_ensemble(Path(moved) / "ensemble.json")).experts
-    base, one = (held_bytes(networks) for networks in ([first, second], [first]))
-    assert base < 1.5 * one
-    assert "initial/" in (tmp_path / "elsewhere" / "README.md").read_text()
+    experts = list(load_ensemble(read_ensemble(Path(moved) / "ensemble.json")).experts)
+    one, three, four = (held_bytes(experts[:num]) for num in (1, 3, 4))
+    assert three < 1.7 * one and four - three > 0.8 * one
 
 
 def test_adapters_on_a_model_of_diffusers(tmp_path):
@@ -204,17 +211,6 @@ def test_a_link_out_of_an_artifact_is_not_copied(tmp_path):
     link.symlink_to("/etc/hostname")
     refused(lambda: save_ensemble(manifest, tmp_path / "saved"), link, "a link that leads out of its folder")
     assert not (tmp_path / "saved").exists()
-
-
-def test_a_strangers_adapter_comes_without_the_base(tmp_path):
-    write_adapters(tmp_path / "run", 2)
-    stranger = tmp_path / "mail" / "expert-0"
-    shutil.copytree(tmp_path / "run" / "members" / "expert-0" / "artifact", stranger)
-    edit(stranger / "member.json", partition_sha256="cd" * 32)
-    manifest = replace(read_ensemble(tmp_path / "run" / "ensemble.json"), about=ABOUT)
-    changed = added(manifest, stranger, 40)
-    save_ensemble(changed, tmp_path / "three")
-    assert len(load_ensemble(read_ensemble(tmp_path / "three" / "ensemble.json")).experts) == 3
 
 
 def test_an_adapter_for_another_base_is_refused(tmp_path):

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from filelock import FileLock, Timeout
+from filelock import FileLock
 from safetensors.torch import load_file
 from shards.mds import WARNINGS
 from tiny_runs import TINY
@@ -67,33 +67,26 @@ def test_snapshots_lie_at_equal_distances_up_to_the_last_step(trained):
     assert snapshot_steps(TrainConfig(2, 4, ema_snapshots=16)) == [1, 2]
 
 
-def test_a_resumed_training_writes_the_same_snapshots(trained, run):
+@pytest.mark.parametrize("last_step", [15, 30])
+def test_a_resumed_training_writes_the_same_snapshots_and_a_width_can_be_chosen(trained, run, last_step):
+    """After a kill that leaves checkpoints up to ``last_step``, and snapshots of up to 10 steps or all."""
     member = run / "members/expert-0"
     shutil.rmtree(member / "artifact")
-    for path in (*member.glob("ema/*.safetensors"), *member.glob("checkpoints/*")):
-        if int(path.stem.rpartition("-")[2]) > 15:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-    assert len(snapshots(run)) == 2
+    for path in member.glob("checkpoints/*"):
+        if int(path.stem.rpartition("-")[2]) > last_step:
+            shutil.rmtree(path)
+
+    if last_step == 15:
+        for path in member.glob("ema/width-*-step-000000[234]0.safetensors"):
+            path.unlink()
+
     assert command("fit", run) == 0
+
     assert snapshots(run) == snapshots(trained)
     for name in snapshots(run):
         assert sha256_file(member / "ema" / name) == sha256_file(trained / "members/expert-0/ema" / name)
 
-
-def size(folder):
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-def interrupted(run):
-    """As a kill between steps 30 and 40 leaves it."""
-    shutil.rmtree(run / "members/expert-0/artifact")
-    shutil.rmtree(run / "members/expert-0/checkpoints/step-00000040.ckpt")
-
-
-def test_after_a_resume_a_width_can_be_chosen(run):
-    interrupted(run)
-    assert command("fit", run) == 0
-    assert command("ema", run) == 0
+    assert command("ema", run, "--width", "0.15") == 0
 
 
 def losses_of(lines):
@@ -102,10 +95,14 @@ def losses_of(lines):
     return [float(row[-1]) for row in rows]
 
 
-def test_the_row_of_the_lowest_loss_is_marked_and_one_without_a_loss_never():
-    losses = {"width 0.1": {"held_out/loss": 0.3}, "width 0.2": {"held_out/loss": 0.25}, "width 0.25": {}}
-    *columns, marks = [[*map(str, column.cells)] for column in ema_choice.widths_table(losses).columns]
-    assert columns == [list(losses), ["0.30000", "0.25000", "inf"]] and marks == ["", "lowest", ""]
+def test_the_table_marks_the_lowest_loss_and_has_a_routers_accuracy():
+    figures = {"width 0.1": {"held_out/loss": 0.3}, "width 0.2": {"held_out/loss": 0.25}, "width 0.25": {}}
+    of_router = {"width 0.1": {"held_out/cross_entropy": 0.5, "held_out/accuracy": 0.75}}
+
+    found = [[*map(str, column.cells)] for column in ema_choice.widths_table(figures).columns]
+    assert found == [list(figures), ["0.30000", "0.25000", "inf"], ["", "lowest", ""]]
+    found = [[*map(str, column.cells)] for column in ema_choice.widths_table(of_router).columns]
+    assert found == [["width 0.1"], ["0.50000"], ["0.7500"], ["lowest"]]
 
 
 def test_widths_are_compared_by_held_out_loss_and_change_nothing(run, capsys):
@@ -213,21 +210,6 @@ def test_the_choice_is_published(run, tmp_path):
     assert sha256_file(there) == sha256_file(run / "members/expert-0/artifact/model.safetensors")
 
 
-def test_no_other_process_has_the_member_while_its_artifact_changes(run, monkeypatch):
-    write, found = ema_choice.write_artifact, []
-
-    def watched(*arguments):
-        with pytest.raises(Timeout):
-            FileLock(run / "members/expert-0/.lock").acquire(timeout=0)
-        found.append(arguments[0].name)
-        return write(*arguments)
-
-    monkeypatch.setattr(ema_choice, "write_artifact", watched)
-    for width in ("0.2", "original"):
-        assert command("ema", run, "--use", width) == 0
-    assert found == ["artifact", "artifact"]
-
-
 def test_an_ensemble_takes_the_new_weights_and_fit_and_status_follow(run, capsys):
     assert command("fit", run, member="expert-1") == 0
     assert command("fit", run, member=None) == 0
@@ -247,11 +229,6 @@ def test_an_ensemble_takes_the_new_weights_and_fit_and_status_follow(run, capsys
     assert (run / "ensemble.json").read_bytes() == before
 
 
-def test_a_router_has_its_accuracy_beside_the_loss(run, capsys):
-    assert command("ema", run, "--width", "0.15", member="router") == 0
-    assert "accuracy" in capsys.readouterr().out
-
-
 def damage_first(run):
     path = run / "members/expert-0/ema/width-0.1-step-00000010.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
@@ -269,35 +246,42 @@ def partition_anew(run):
     path.write_text(json.dumps({**json.loads(path.read_text()), "partition_sha256": "0" * 64}))
 
 
-def leave(run):
-    pass
+def unfinish(run):
+    shutil.rmtree(run / "members/expert-0/artifact")
+
+
+def name_elsewhere(run):
+    (run / "members/expert-0/ema/snapshots.json").write_text('{"../x": "0"}')
+
+
+FIRST = "width-0.1-step-00000010.safetensors"
 
 
 @pytest.mark.parametrize(
     ("arguments", "change", "words"),
     [
-        (["--use", "0.3"], leave, ["width 0.3", "at most 0.2887"]),
-        (["--width", "-1"], leave, ["width -1", "above 0"]),
-        (["--use", "wide"], leave, ["--use wide", "0.08"]),
+        ("--use 0.3", None, ["width 0.3", "at most 0.2887"]),
+        ("--width -1", None, ["width -1", "above 0"]),
+        ("--use wide", None, ["--use wide", "0.08"]),
         # Nearly the last step's weights alone, far from the profile of any snapshot.
-        (["--width", "0.15", "--width", "0.001"], leave, ["width 0.001", "miss its profile by 9", "ema_snapshots"]),
-        (["--use", "0.1"], damage_first, ["width-0.1-step-00000010.safetensors", "not a whole"]),
-        (["--use", "0.1"], forget_first, ["width-0.1-step-00000010.safetensors", "damaged", "remove"]),
-        (["--use", "0.1"], partition_anew, ["expert-0/artifact", "clusters that have changed since"]),
-        (
-            ["--use", "0.1"],
-            lambda run: (run / "members/expert-0/ema/snapshots.json").write_text('{"../x": "0"}'),
-            ["ema/width-0.1-step-00000010.safetensors", "damaged"],
-        ),
-        (["--use", "0.1"], lambda run: shutil.rmtree(run / "members/expert-0/artifact"), ["not finished"]),
+        ("--width 0.15 --width 0.001", None, ["width 0.001", "miss its profile by 9", "ema_snapshots"]),
+        ("--use 0.1", damage_first, [FIRST, "not a whole"]),
+        ("--use 0.1", forget_first, [FIRST, "damaged", "remove"]),
+        ("--use 0.1", partition_anew, ["expert-0/artifact", "clusters that have changed since"]),
+        ("--use 0.1", name_elsewhere, [f"ema/{FIRST}", "damaged"]),
+        ("--use 0.1", unfinish, ["not finished"]),
     ],
 )
 def test_bad_input_is_one_line_and_changes_nothing(run, capsys, arguments, change, words):
-    change(run)
+    if change is not None:
+        change(run)
+
     artifact = run / "members/expert-0/artifact/model.safetensors"
     before = sha256_file(artifact) if artifact.exists() else None
     capsys.readouterr()
-    assert command("ema", run, *arguments) == 2
+
+    assert command("ema", run, *arguments.split()) == 2
+
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("error: ")
     assert all(word in error for word in words), error

@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from artifact_files import edit
