@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,19 +23,19 @@ LOOSE = {"rtol": 0.1, "atol": 0.1}
 
 
 @pytest.fixture
-def three(tmp_path: Path) -> Path:
+def three(tmp_path):
     return saved(tmp_path)
 
 
-def change(*arguments: object) -> int:
+def change(*arguments):
     return main(["ensemble", *map(str, arguments)])
 
 
-def tree(folder: Path) -> dict[str, bytes]:
+def tree(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_without_a_cluster_the_velocity_is_that_of_the_other_data() -> None:
+def test_without_a_cluster_the_velocity_is_that_of_the_other_data():
     points, labels = finite_set([4, 7, 5, 9], 3, seed=0)
     whole, rest = FiniteSetOracle(points, labels, 4), labels != 1
     others = FiniteSetOracle(points[rest], labels[rest] - (labels[rest] > 1).long(), 3)
@@ -57,9 +55,7 @@ def test_without_a_cluster_the_velocity_is_that_of_the_other_data() -> None:
     assert torch.allclose(twice.priors, all_four.reweighted([3, 0.5, 0.2, 4]).priors)
 
 
-def test_an_expert_opts_out_and_the_images_of_the_others_stay(
-    three: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_expert_opts_out_and_the_images_of_the_others_stay(three, tmp_path, capsys):
     out = tmp_path / "out"
     assert change("remove", three, "expert-1", "--out", out) == 0
     assert capsys.readouterr().out == f"ensemble: {out}\npriors: expert-0 0.2857, expert-2 0.7143\n"
@@ -72,7 +68,7 @@ def test_an_expert_opts_out_and_the_images_of_the_others_stay(
         of_one = {"strategy": "oracle", "strategy_params": {"cluster": cluster}}
         assert images(before, **of_one) == images(after, **of_one)
 
-    calls: list[int] = []
+    calls = []
     before.field.experts[1].register_forward_hook(lambda *_: calls.append(1))
     touched = set()
     for prompt in PROMPTS:
@@ -84,7 +80,7 @@ def test_an_expert_opts_out_and_the_images_of_the_others_stay(
     assert touched == {True, False}
 
 
-def test_an_expert_that_comes_back_restores_every_image(three: Path, tmp_path: Path) -> None:
+def test_an_expert_that_comes_back_restores_every_image(three, tmp_path):
     less, again = tmp_path / "less", tmp_path / "again"
     assert change("remove", three, "expert-1", "--out", less) == 0
     assert change("add", less, three / "expert-1", "--images", 30, "--out", again) == 0
@@ -94,7 +90,7 @@ def test_an_expert_that_comes_back_restores_every_image(three: Path, tmp_path: P
         assert images(load(less), strategy=strategy) != images(load(three), strategy=strategy)
 
 
-def test_an_expert_of_other_data_needs_bayes(three: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_expert_of_other_data_needs_bayes(three, tmp_path, capsys):
     stranger = put_member(tmp_path / "stranger", "expert-0", 5, 8, partition_sha256="cd" * 32)
     out, more = tmp_path / "out", tmp_path / "more"
     assert change("add", three, stranger, "--images", 100, "--out", out) == 0
@@ -103,7 +99,7 @@ def test_an_expert_of_other_data_needs_bayes(three: Path, tmp_path: Path, capsys
     assert printed.count("\n") == 3 and "use the strategy bayes, or train a router anew" in printed
     ensemble = load(out)
     assert ensemble.field.router is None and ensemble.about.sample.strategy == "bayes"
-    used: list[int] = []
+    used = []
     for k, expert in enumerate(ensemble.field.experts):
         expert.register_forward_hook(lambda *_, k=k: used.append(k))
     assert len({*images(ensemble)}) == len(PROMPTS) and {*used} == {0, 1, 2, 3}
@@ -113,7 +109,7 @@ def test_an_expert_of_other_data_needs_bayes(three: Path, tmp_path: Path, capsys
     assert load(more).manifest.experts == ["expert-0", "expert-1", "expert-2", "expert-3", "expert-8"]
 
 
-def test_a_newer_expert_keeps_the_router_and_another_one_costs_it(three: Path, tmp_path: Path) -> None:
+def test_a_newer_expert_keeps_the_router_and_another_one_costs_it(three, tmp_path):
     newer = put_member(tmp_path / "newer", "expert-1", 6)
     assert change("replace", three, "expert-1", newer, "--out", tmp_path / "out") == 0
     before, after = load(three), load(tmp_path / "out")
@@ -125,7 +121,7 @@ def test_a_newer_expert_keeps_the_router_and_another_one_costs_it(three: Path, t
     assert len(images(other)) == len(PROMPTS)
 
 
-def test_a_lost_expert_is_left_out_and_said_so(three: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_lost_expert_is_left_out_and_said_so(three, tmp_path, capsys):
     assert change("remove", three, "expert-1", "--out", tmp_path / "removed") == 0
     shutil.rmtree(three / "expert-1")
     capsys.readouterr()
@@ -149,9 +145,7 @@ def test_a_lost_expert_is_left_out_and_said_so(three: Path, tmp_path: Path, caps
 
 
 @pytest.mark.parametrize("strategy", ["full", "top-1"])
-def test_rows_that_an_expert_breaks_are_made_without_it(
-    three: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], strategy: str
-) -> None:
+def test_rows_that_an_expert_breaks_are_made_without_it(three, tmp_path, capsys, strategy):
     assert change("remove", three, "expert-1", "--out", tmp_path / "removed") == 0
     whole, removed, broken = (load(folder) for folder in (three, tmp_path / "removed", three))
     next(broken.field.experts[1].parameters()).data.fill_(torch.nan)
@@ -173,19 +167,19 @@ def test_rows_that_an_expert_breaks_are_made_without_it(
 
 
 @pytest.mark.parametrize("strategy", ["full", "bayes", "sample-1", "sample-each-step"])
-def test_a_broken_router_is_not_blamed_on_an_expert(three: Path, strategy: str) -> None:
+def test_a_broken_router_is_not_blamed_on_an_expert(three, strategy):
     ensemble = load(three)
     next(ensemble.field.networks[-1].parameters()).data.fill_(torch.nan)
     refused(lambda: images(ensemble, strategy=strategy), "router: returns NaN", "bayes")
 
 
-def test_an_adaptive_solver_survives_a_broken_expert(three: Path) -> None:
+def test_an_adaptive_solver_survives_a_broken_expert(three):
     ensemble = load(three)
     next(ensemble.field.experts[1].parameters()).data.fill_(torch.nan)
     assert len(ensemble.sample(PROMPTS[:2], strategy="full", solver="dormand-prince", solver_params=LOOSE)) == 2
 
 
-def test_one_expert_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_expert_alone(tmp_path, capsys):
     one, out = saved(tmp_path, (7,)), tmp_path / "out"
     assert images(load(one), strategy="full") == images(load(one), strategy="top-1", factors=[2])
     assert change("remove", one, "expert-0", "--out", out) == 2 and "only expert" in capsys.readouterr().err
@@ -197,21 +191,21 @@ def test_one_expert_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert load(tmp_path / "b2").manifest.priors == (1.0,) and len(images(load(tmp_path / "b2"))) == len(PROMPTS)
 
 
-def tamper(expert: Path) -> None:
+def tamper(expert):
     content = (expert / "model.safetensors").read_bytes()
     (expert / "model.safetensors").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
 
 
-def truncate(expert: Path) -> None:
+def truncate(expert):
     content = (expert / "model.safetensors").read_bytes()
     (expert / "model.safetensors").write_bytes(content[:-8])
 
 
-def describe_otherwise(expert: Path) -> None:
+def describe_otherwise(expert):
     edit(expert / "member.json", step=8)
 
 
-def put_huge(artifact: Path) -> None:
+def put_huge(artifact):
     """A well-formed file of a terabyte that takes no room, and would take an hour to hash."""
     header = json.dumps({"w": {"dtype": "F32", "shape": [1 << 38], "data_offsets": [0, 1 << 40]}}).encode()
     with (artifact / "model.safetensors").open("wb") as stream:
@@ -227,9 +221,7 @@ def put_huge(artifact: Path) -> None:
         (describe_otherwise, "is not the expert-1"),
     ],
 )
-def test_damage_is_refused_in_one_line(
-    three: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], None], words: str
-) -> None:
+def test_damage_is_refused_in_one_line(three, tmp_path, capsys, damage, words):
     damage(three / "expert-1")
 
     assert change("remove", three, "expert-0", "--out", tmp_path / "out") == 2
@@ -259,9 +251,7 @@ def test_damage_is_refused_in_one_line(
         ("add THREE HUGE --images 5", "HUGE/member.json: needs 1.1 TB of memory"),
     ],
 )
-def test_a_change_that_cannot_be(
-    three: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: str, words: str
-) -> None:
+def test_a_change_that_cannot_be(three, tmp_path, capsys, arguments, words):
     put_member(tmp_path / "SMALL", "expert-0", 1, timestep_shift=3.0)
     put_member(tmp_path / "UNKNOWN", "expert-1", 1, network="pixel-net")
     put_member(tmp_path / "WIDER", "expert-1", 1, params={**PARAMS, "width": 12})
@@ -277,12 +267,12 @@ def test_a_change_that_cannot_be(
     assert words in err.replace(f"{tmp_path}/", "")
 
 
-def test_a_change_needs_a_new_folder(three: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_change_needs_a_new_folder(three, capsys):
     assert change("remove", three, "expert-0", "--out", three) == 2
     assert "exists already; give a new folder" in capsys.readouterr().err
 
 
-def test_a_manifest_may_not_mix_partitions_unless_it_says_so(three: Path, tmp_path: Path) -> None:
+def test_a_manifest_may_not_mix_partitions_unless_it_says_so(three, tmp_path):
     stranger = put_member(tmp_path / "stranger", "expert-0", 5, partition_sha256="cd" * 32)
     assert change("replace", three, "expert-0", stranger, "--out", tmp_path / "out") == 0
     edit(tmp_path / "out" / "ensemble.json", changed=False)

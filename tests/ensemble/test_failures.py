@@ -20,17 +20,17 @@ class Breaks(nn.Module):
 
     prediction = "velocity"
 
-    def __init__(self, number: float, time: float) -> None:
+    def __init__(self, number, time):
         super().__init__()
         self.number, self.time = number, time
 
-    def forward(self, x_t: torch.Tensor, t: torch.Tensor, condition: Condition) -> torch.Tensor:
+    def forward(self, x_t, t, condition):
         found = x_t.clone()
         found[(t <= self.time) & (condition.values[:, 0] == 1), 0, 0, 1] = self.number
         return found
 
 
-def generate(experts: list[nn.Module], **way: str) -> tuple[torch.Tensor, Ensemble]:
+def generate(experts, **way):
     ensemble = Ensemble(experts, FixedRouter([0.0] * len(experts)), [1 / len(experts)] * len(experts))
     condition = Condition.of(torch.tensor([[0.5], [1.0], [0.0]]))
     options = {"strategy": "full", "num_steps": 4, "shift": 1.0, "seed": 1, "batch_size": 3, **way}
@@ -44,7 +44,7 @@ BAYES = {"strategy": "bayes", "solver": "ancestral"}  # drops an expert that ret
     ("way", "number"), [({}, math.nan), ({}, math.inf), ({}, -math.inf), (BAYES, math.nan)], ids=str
 )
 @pytest.mark.parametrize("time", [1.0, 0.5])
-def test_an_expert_that_breaks_is_left_out_of_its_rows(way: dict[str, str], number: float, time: float) -> None:
+def test_an_expert_that_breaks_is_left_out_of_its_rows(way, number, time):
     """Those rows become what the other expert alone makes of the same noise."""
     found, ensemble = generate([Aimed(), Breaks(number, time)], **way)
     alone, both = generate([Aimed()], **way)[0], generate([Aimed(), Breaks(number, -1.0)], **way)[0]
@@ -53,7 +53,7 @@ def test_an_expert_that_breaks_is_left_out_of_its_rows(way: dict[str, str], numb
     assert torch.allclose(found[[0, 2]], both[[0, 2]], atol=1e-6)
 
 
-def test_if_all_experts_break_the_last_one_is_named() -> None:
+def test_if_all_experts_break_the_last_one_is_named():
     with pytest.raises(
         UserError, match=r"expert-[01]: returns NaN, and the strategy has no other expert; fit it again"
     ):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from ensemble_networks import finite_set
 from finite_set import FiniteSetOracle
-from torch import Tensor, nn
+from torch import nn
 from toy_ensemble import sample
 
 from ddm_lightning.config.experiment import SampleConfig
@@ -26,11 +24,11 @@ class ByClass(nn.Module):
 
     prediction = "velocity"
 
-    def __init__(self, oracles: list[FiniteSetOracle], k: int | None) -> None:
+    def __init__(self, oracles, k):
         super().__init__()
         self.oracles, self.k, self.num_rows = oracles, k, 0
 
-    def forward(self, x_t: Tensor, t: Tensor, condition: Condition) -> Tensor:
+    def forward(self, x_t, t, condition):
         self.num_rows += len(x_t)
         answers = [
             one.cluster_posterior(x_t, t).log() if self.k is None else one.velocity(x_t, t, self.k)
@@ -41,21 +39,21 @@ class ByClass(nn.Module):
 
 
 @pytest.fixture
-def data() -> tuple[Tensor, Tensor, Tensor]:
+def data():
     """Points, clusters, and classes of different shares in each cluster; float64."""
     points, clusters = finite_set(SIZES, 3, seed=1)
     classes = (torch.arange(len(points)) % (2 + clusters) == 0).long()
     return points.reshape(-1, *SHAPE), clusters, classes
 
 
-def exact(data: tuple[Tensor, Tensor, Tensor]) -> Ensemble:
+def exact(data):
     points, clusters, classes = data
     kept = [classes == 0, classes == 1, classes >= 0]
     oracles = [FiniteSetOracle(points[own], clusters[own], K) for own in kept]
     return Ensemble([ByClass(oracles, k) for k in range(K)], ByClass(oracles, None), [n / 80 for n in SIZES])
 
 
-def mean_velocity(points: Tensor, weights: Tensor, x_t: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+def mean_velocity(points, weights, x_t, t):
     """Closed form of a set whose points have weights: its velocity and the log of its density, up to a constant."""
     squares = (x_t[:, None] - (1 - t)[:, None, None, None, None] * points).flatten(2).square().sum(2)
     logits = weights.log() - squares / (2 * t[:, None] ** 2)
@@ -63,7 +61,7 @@ def mean_velocity(points: Tensor, weights: Tensor, x_t: Tensor, t: Tensor) -> tu
     return (x_t - mean) / t[:, None, None, None], logits.logsumexp(1)
 
 
-def closed_form(data: tuple[Tensor, Tensor, Tensor], guidance: str, x_t: Tensor, t: Tensor, own: Tensor) -> Tensor:
+def closed_form(data, guidance, x_t, t, own):
     """Velocity guided by 3, written out from the points, of rows of the class ``own``."""
     points, clusters, classes = data
     found = []
@@ -84,7 +82,7 @@ def closed_form(data: tuple[Tensor, Tensor, Tensor], guidance: str, x_t: Tensor,
     return torch.cat(found)
 
 
-def batch_of(ensemble: Ensemble, num: int, **settings: Any) -> tuple[Batch, Tensor, Tensor, Tensor]:
+def batch_of(ensemble, num, **settings):
     classes = torch.arange(num) % 2
     options = SampleConfig(guidance_scale=3.0, **settings)
     keys = [(i,) for i in range(num)]
@@ -95,7 +93,7 @@ def batch_of(ensemble: Ensemble, num: int, **settings: Any) -> tuple[Batch, Tens
 
 
 @pytest.mark.parametrize("guidance", ["expert", "mixture"])
-def test_guided_velocity_is_the_closed_form(data: tuple[Tensor, Tensor, Tensor], guidance: str) -> None:
+def test_guided_velocity_is_the_closed_form(data, guidance):
     """The mixture's is that of one guided model of all points, which a router with a condition left on misses."""
     batch, x_t, t, classes = batch_of(exact(data), 16, guidance=guidance)
     error = Full().field(batch)(x_t, t) - closed_form(data, guidance, x_t, t, classes)
@@ -106,9 +104,7 @@ def test_guided_velocity_is_the_closed_form(data: tuple[Tensor, Tensor, Tensor],
 
 
 @pytest.mark.parametrize("guidance", ["expert", "mixture"])
-def test_outside_its_interval_guidance_neither_acts_nor_costs(
-    data: tuple[Tensor, Tensor, Tensor], guidance: str
-) -> None:
+def test_outside_its_interval_guidance_neither_acts_nor_costs(data, guidance):
     ensemble = exact(data)
     ends = torch.linspace(0.2, 1, 16, dtype=torch.float64)[[4, 9]].tolist()  # two of the times: both are inside
     batch, x_t, t, classes = batch_of(ensemble, 16, guidance=guidance, guidance_interval=ends)
@@ -124,14 +120,14 @@ def test_outside_its_interval_guidance_neither_acts_nor_costs(
         assert sum(ensemble.work.expert_rows) == K * (16 + 6 + 16 + 16 + 6)
 
 
-def test_bayes_guides_the_mixture(data: tuple[Tensor, Tensor, Tensor]) -> None:
+def test_bayes_guides_the_mixture(data):
     """It starts from the router and then tracks p(k | x_t, c) and p(k | x_t): as many samples of each class's point."""
     points = data[0]
     settings = SampleConfig(guidance_scale=2.0, guidance="mixture", guidance_interval=[0.1, 0.9])
     condition = Condition.of(torch.arange(NUM) % 2)
 
-    def shares(strategy: str, solver: str) -> Tensor:
-        options: dict[str, Any] = {"num_steps": 30, "shift": 1.0, "seed": 0, "batch_size": NUM, "settings": settings}
+    def shares(strategy, solver):
+        options = {"num_steps": 30, "shift": 1.0, "seed": 0, "batch_size": NUM, "settings": settings}
         x_0 = sample(exact(data), condition, NUM, SHAPE, strategy=strategy, solver=solver, **options)
         nearest = torch.cdist(x_0.flatten(1).double(), points.flatten(1)).argmin(1)
         return data[1][nearest].bincount(minlength=K) / NUM

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -28,28 +27,28 @@ CLUSTERS = [0, 0, 1, 1]
 class Within(ExactExpert):
     """Exact at the times of its interval, NaN elsewhere."""
 
-    def __init__(self, oracle: FiniteSetOracle, k: int, low: float, high: float) -> None:
+    def __init__(self, oracle, k, low, high):
         super().__init__(oracle, k)
         self.low, self.high = low, high
 
-    def forward(self, x_t: torch.Tensor, t: torch.Tensor, condition: Condition | None) -> torch.Tensor:
+    def forward(self, x_t, t, condition):
         held = (t >= self.low) & ((t < self.high) | (t == 1)) & ((t < 1) | (self.high == 1))
         return super().forward(x_t, t, condition).where(held.reshape(-1, *(1 for _ in x_t.shape[1:])), torch.nan)
 
 
 @pytest.fixture
-def oracle() -> FiniteSetOracle:
+def oracle():
     return FiniteSetOracle(*finite_set([30, 10], 3, seed=0), 2)
 
 
-def by_noise(oracle: FiniteSetOracle) -> Ensemble:
+def by_noise(oracle):
     experts = [Within(oracle, k, *edges) for k, edges in zip(CLUSTERS, EDGES.values(), strict=True)]
     return Ensemble(
         experts, ExactRouter(oracle), [0.75, 0.25], expert_clusters=CLUSTERS, intervals=list(EDGES.values())
     )
 
 
-def test_exact_experts_of_intervals_are_the_exact_mixture_at_every_t(oracle: FiniteSetOracle) -> None:
+def test_exact_experts_of_intervals_are_the_exact_mixture_at_every_t(oracle):
     t = torch.cat([torch.linspace(0.05, 1, 39, dtype=torch.float64), torch.tensor([0.3, 0.7]).double()])
     x_t = torch.randn(len(t), 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     ensemble = by_noise(oracle)
@@ -69,9 +68,7 @@ OWN_SOLVERS = {"bayes": "ancestral", "sample-each-step": "euler"}
 
 
 @pytest.mark.parametrize("strategy", ["full", "top-1", "top-p", "sample-1", "sample-each-step", "oracle", "bayes"])
-def test_every_strategy_makes_the_images_of_experts_for_all_noise_levels(
-    oracle: FiniteSetOracle, strategy: str
-) -> None:
+def test_every_strategy_makes_the_images_of_experts_for_all_noise_levels(oracle, strategy):
     plain = Ensemble([ExactExpert(oracle, k) for k in range(2)], ExactRouter(oracle), [0.75, 0.25])
     condition = Condition.of(torch.zeros(6, 1))
     for guidance in ("expert", "mixture"):
@@ -85,7 +82,7 @@ def test_every_strategy_makes_the_images_of_experts_for_all_noise_levels(
 
 
 @pytest.fixture
-def run_dir(tmp_path: Path) -> Path:
+def run_dir(tmp_path):
     """A run of two clusters with two experts each, and a router."""
     for number, (name, edges) in enumerate(EDGES.items()):
         put(tmp_path / name, name, cluster=CLUSTERS[number], interval=list(edges))
@@ -94,7 +91,7 @@ def run_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_run_round_trips_and_experts_take_turns(run_dir: Path) -> None:
+def test_a_run_round_trips_and_experts_take_turns(run_dir):
     manifest = read_ensemble(run_dir / "ensemble.json")
     assert manifest.experts == [*EDGES] and [*manifest.places.values()] == [0, 0, 1, 1] and manifest.logits == [0, 1]
     assert manifest.shares == {"expert-0": 0.25, "expert-1": 0.25, "expert-2": 0.75, "expert-3": 0.75}
@@ -111,7 +108,7 @@ def test_a_run_round_trips_and_experts_take_turns(run_dir: Path) -> None:
     )
 
 
-def test_a_cluster_leaves_with_any_of_its_experts(run_dir: Path) -> None:
+def test_a_cluster_leaves_with_any_of_its_experts(run_dir):
     (run_dir / "expert-1" / "member.json").unlink()
     refused(lambda: read_ensemble(run_dir / "ensemble.json"), "expert-1", "is missing")
     rest = read_ensemble(run_dir / "ensemble.json", partial=True)
@@ -123,7 +120,7 @@ def test_a_cluster_leaves_with_any_of_its_experts(run_dir: Path) -> None:
     assert both.priors == (1.0,) and both.lost == ("expert-0", "expert-1") and both.share == 0.75
 
 
-def test_an_expert_is_removed_with_all_others_of_its_cluster(run_dir: Path) -> None:
+def test_an_expert_is_removed_with_all_others_of_its_cluster(run_dir):
     manifest = replace(read_ensemble(run_dir / "ensemble.json"), about=replace(ABOUT, num_images=400))
     changed = removed(manifest, "expert-1")
     assert changed.shares == {"expert-2": 1.0, "expert-3": 1.0} and changed.description.num_images == 300
@@ -131,13 +128,13 @@ def test_an_expert_is_removed_with_all_others_of_its_cluster(run_dir: Path) -> N
     assert removed(uneven, "expert-1").description.num_images == 29  # 0.29 · 100 is a little less
 
 
-def test_a_new_number_of_images_counts_for_all_experts_of_the_cluster(run_dir: Path) -> None:
+def test_a_new_number_of_images_counts_for_all_experts_of_the_cluster(run_dir):
     manifest = replace(read_ensemble(run_dir / "ensemble.json"), about=replace(ABOUT, num_images=400))
     changed = replaced(manifest, "expert-0", run_dir / "expert-0", 300)
     assert changed.shares == dict.fromkeys(EDGES, 0.5)
 
 
-def test_experts_of_one_cluster_are_not_replaced_by_those_of_another(run_dir: Path) -> None:
+def test_experts_of_one_cluster_are_not_replaced_by_those_of_another(run_dir):
     manifest = replace(read_ensemble(run_dir / "ensemble.json"), about=ABOUT)
     edit(run_dir / "expert-3" / "member.json", interval=[0.7, 1.0])
     stranger = run_dir / "expert-3"
@@ -146,10 +143,10 @@ def test_experts_of_one_cluster_are_not_replaced_by_those_of_another(run_dir: Pa
     )
 
 
-def test_intervals_of_strangers_that_do_not_cover_all_noise_levels_are_refused(run_dir: Path) -> None:
+def test_intervals_of_strangers_that_do_not_cover_all_noise_levels_are_refused(run_dir):
     folders = [run_dir / name for name in [*EDGES, "router"]]
 
-    def written() -> object:
+    def written():
         return write_ensemble(run_dir, folders, [0.25, 0.75], expert_clusters=CLUSTERS)
 
     edit(run_dir / "expert-1" / "member.json", interval=[0.6, 1.0])

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from ensemble_networks import NETWORKS, SHAPE, conditions, three
-from torch import Tensor, nn
+from torch import nn
 from toy_ensemble import sample
 
 from ddm_lightning.config.experiment import SampleConfig
@@ -18,12 +16,12 @@ DIT, MMDIT = NETWORKS[0], NETWORKS[2]
 FULL, HALF = torch.float32, torch.bfloat16
 
 
-def draw(ensemble: Ensemble, spec: Any, settings: SampleConfig | None) -> Tensor:
-    options: dict[str, Any] = {"strategy": "full", "num_steps": 6, "shift": 1.0, "seed": 0, "batch_size": 4}
+def draw(ensemble, spec, settings):
+    options = {"strategy": "full", "num_steps": 6, "shift": 1.0, "seed": 0, "batch_size": 4}
     return sample(ensemble, conditions(spec, 6), 6, SHAPE, settings=settings, **options)
 
 
-def test_only_the_networks_compute_in_half_precision() -> None:
+def test_only_the_networks_compute_in_half_precision():
     ensemble, seen = three(*DIT), list[tuple[str, torch.dtype]]()
     for network in (*ensemble.experts, ensemble.router):
         assert isinstance(network, nn.Module)
@@ -47,11 +45,11 @@ class Product(nn.Linear):
 
     prediction = "velocity"
 
-    def forward(self, x_t: Tensor, *_: object) -> Tensor:
+    def forward(self, x_t, *_):
         return super().forward(x_t)
 
 
-def test_what_a_network_returns_in_half_precision_goes_on_in_float32() -> None:
+def test_what_a_network_returns_in_half_precision_goes_on_in_float32():
     ensemble = Ensemble([Product(8, 8), Product(8, 8)], Product(8, 2), [0.5, 0.5])
     ensemble.precision = "bf16-mixed"
     x_t, t = torch.randn(3, 8), torch.full((3,), 0.5)
@@ -60,7 +58,7 @@ def test_what_a_network_returns_in_half_precision_goes_on_in_float32() -> None:
 
 @pytest.mark.parametrize("network", [DIT, MMDIT])
 @pytest.mark.parametrize("way", ["one by one", "in turns"])
-def test_samples_in_half_precision_are_close_to_those_in_float32(network: Any, way: str) -> None:
+def test_samples_in_half_precision_are_close_to_those_in_float32(network, way):
     ensemble, spec = three(*network), network[2]
     exact = draw(ensemble, spec, SampleConfig(precision="32-true"))
     if way == "in turns":
@@ -70,7 +68,7 @@ def test_samples_in_half_precision_are_close_to_those_in_float32(network: Any, w
     assert 1e-5 < (half - exact).norm() / exact.norm() < 0.02
 
 
-def test_a_cpu_computes_in_float32_unless_told_otherwise() -> None:
+def test_a_cpu_computes_in_float32_unless_told_otherwise():
     ensemble = three(*DIT)
     ways = [None, SampleConfig(), SampleConfig(precision="32-true")]
     first, *others = (draw(ensemble, DIT[2], settings) for settings in ways)

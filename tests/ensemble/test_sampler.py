@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from ensemble_networks import Aimed, FixedRouter
-from torch import Tensor
 from toy_ensemble import SHAPE, WAYS, ByBrightness, Linear, draw, two
 
 from ddm_lightning.config.experiment import SampleConfig
@@ -15,7 +14,7 @@ from ddm_lightning.flow.condition import Condition
 
 
 @pytest.mark.parametrize(("strategy", "solver"), WAYS)
-def test_a_sample_belongs_to_its_key_whatever_its_neighbours(strategy: str, solver: str) -> None:
+def test_a_sample_belongs_to_its_key_whatever_its_neighbours(strategy, solver):
     keys = [("red", 0), ("red", 1), ("blue", 0), ("blue", 1), ("blue", 2)]
     way = {"strategy": strategy, "solver": solver}
 
@@ -29,8 +28,8 @@ def test_a_sample_belongs_to_its_key_whatever_its_neighbours(strategy: str, solv
         assert torch.allclose(part, whole[chosen], atol=1e-4)
 
 
-def test_every_way_starts_from_the_same_noise() -> None:
-    starts: list[Tensor] = []
+def test_every_way_starts_from_the_same_noise():
+    starts = []
     for strategy, solver in WAYS:
         expert = Aimed()
         draw(Ensemble([expert], None, [1.0]), strategy=strategy, solver=solver)
@@ -39,7 +38,7 @@ def test_every_way_starts_from_the_same_noise() -> None:
     assert all(torch.equal(start, starts[0]) for start in starts)
 
 
-def test_the_ode_of_a_gaussian_is_solved() -> None:
+def test_the_ode_of_a_gaussian_is_solved():
     # The flow keeps each sample's quantile: x_0 = mean + std·x_1, and x_1 is what an expert sees first.
     expert = Aimed()
     draw(Ensemble([expert], None, [1.0]))
@@ -48,7 +47,7 @@ def test_the_ode_of_a_gaussian_is_solved() -> None:
     assert torch.allclose(got, 1.0 + 0.3 * expert.first, atol=2e-3)
 
 
-def test_the_ancestral_chain_of_a_gaussian_has_its_mean_and_spread() -> None:
+def test_the_ancestral_chain_of_a_gaussian_has_its_mean_and_spread():
     # Each step's noise must be new: repeated noise would widen the samples several times. The chain itself leaves
     # them a little narrow, the less the more steps it takes.
     got = draw(Ensemble([Linear(1.0, 0.3)], None, [1.0]), 200, solver="ancestral", num_steps=100)
@@ -57,7 +56,7 @@ def test_the_ancestral_chain_of_a_gaussian_has_its_mean_and_spread() -> None:
 
 @pytest.mark.parametrize(("strategy", "solver"), WAYS)
 @pytest.mark.parametrize(("scale", "guidance"), [(1.0, "expert"), (2.0, "expert"), (2.0, "mixture")])
-def test_conditions_stay_with_their_rows(strategy: str, solver: str, scale: float, guidance: str) -> None:
+def test_conditions_stay_with_their_rows(strategy, solver, scale, guidance):
     values = torch.tensor([3.0, -1.0, 0.5, 7.0, 2.0])
     condition = Condition(values[:, None], torch.tensor([True, True, True, False, True]))
     ensemble = Ensemble([Aimed(1.0), Aimed(1.0)], ByBrightness(), [0.5, 0.5])
@@ -67,7 +66,7 @@ def test_conditions_stay_with_their_rows(strategy: str, solver: str, scale: floa
     assert torch.allclose(got, ends.reshape(-1, 1, 1, 1).expand(-1, *SHAPE), atol=1e-4)
 
 
-def test_a_solver_has_params_and_rows_have_steps_of_their_own() -> None:
+def test_a_solver_has_params_and_rows_have_steps_of_their_own():
     few, many = two(), two()
     loose = draw(few, solver="dormand-prince", solver_params={"rtol": 0.1, "atol": 0.1})
     tight = draw(many, solver="dormand-prince", solver_params={"rtol": 1e-5, "atol": 1e-5})
@@ -78,7 +77,7 @@ def test_a_solver_has_params_and_rows_have_steps_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(("router_prior", "shares"), [(True, (0.9, 0.1)), (False, (0.25, 0.75))])
-def test_bayes_starts_from_the_router_or_the_priors(router_prior: bool, shares: tuple[float, float]) -> None:
+def test_bayes_starts_from_the_router_or_the_priors(router_prior, shares):
     router = FixedRouter([0.9, 0.1])
     router.logits = router.logits.log()
     condition = Condition.of(torch.ones(600, 1))
@@ -98,9 +97,9 @@ def test_bayes_starts_from_the_router_or_the_priors(router_prior: bool, shares: 
 
 
 @pytest.mark.parametrize(("strategy", "solver"), WAYS)
-def test_progress_rises_to_the_number_of_samples(strategy: str, solver: str) -> None:
+def test_progress_rises_to_the_number_of_samples(strategy, solver):
     if solver == "dormand-prince":
         pytest.skip("chooses its own steps")
-    seen: list[float] = []
+    seen = []
     draw(two(), 5, strategy=strategy, solver=solver, batch_size=2, progress=seen.append)
     assert seen[0] == 0 and seen[-1] == 5 and seen == sorted(seen) and len(set(seen)) == 3 * 8 + 1

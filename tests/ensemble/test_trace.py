@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from toy_ensemble import SHAPE, WAYS, Linear, draw, two
 
@@ -19,13 +17,13 @@ from ddm_lightning.flow.condition import Condition
 KEYS = [("red", 0), ("red", 1), ("blue", 0)]
 
 
-def traced(ensemble: Ensemble | None = None, num: int = 3, **options: Any) -> tuple[Trace, Tensor]:
+def traced(ensemble=None, num=3, **options):
     trace = Trace(KEYS, KEYS[1:])
     return trace, draw(ensemble or two(), num, keys=KEYS[:num], trace=trace, **options)
 
 
 @pytest.mark.parametrize(("strategy", "solver"), WAYS)
-def test_every_strategy_and_solver_tells_its_way(strategy: str, solver: str) -> None:
+def test_every_strategy_and_solver_tells_its_way(strategy, solver):
     trace, samples = traced(strategy=strategy, solver=solver, batch_size=2)
     assert torch.equal(samples, draw(two(), 3, keys=KEYS, strategy=strategy, solver=solver, batch_size=2))
     assert list(trace.weights) == KEYS and list(trace.x_t) == list(trace.x_0) == KEYS[1:]
@@ -41,7 +39,7 @@ def test_every_strategy_and_solver_tells_its_way(strategy: str, solver: str) -> 
             assert torch.allclose(trace.x_0[key][0], first[KEYS.index(key)], atol=1e-5)
 
 
-def test_eulers_steps_lead_from_one_recorded_state_to_the_next() -> None:
+def test_eulers_steps_lead_from_one_recorded_state_to_the_next():
     trace, _ = traced(solver="euler")
     for key in KEYS[1:]:
         x_t, x_0, times = trace.x_t[key], trace.x_0[key], trace.times
@@ -51,7 +49,7 @@ def test_eulers_steps_lead_from_one_recorded_state_to_the_next() -> None:
         assert torch.allclose(trace.weights[key][:, 0], bright.sigmoid(), atol=1e-5)
 
 
-def test_the_weights_of_bayes_begin_with_the_priors() -> None:
+def test_the_weights_of_bayes_begin_with_the_priors():
     alone = two()
     alone.router = None
     trace, _ = traced(alone, strategy="bayes", solver="ancestral")
@@ -60,7 +58,7 @@ def test_the_weights_of_bayes_begin_with_the_priors() -> None:
 
 
 @pytest.mark.parametrize(("strategy", "solver"), [("full", "euler"), ("bayes", "ancestral")])
-def test_guidance_is_part_of_the_estimate(strategy: str, solver: str) -> None:
+def test_guidance_is_part_of_the_estimate(strategy, solver):
     settings = SampleConfig(guidance="mixture", guidance_scale=2.0)
     condition = Condition.of(torch.zeros(3, dtype=torch.long))
     trace, _ = traced(condition=condition, strategy=strategy, solver=solver, settings=settings)
@@ -71,7 +69,7 @@ def test_guidance_is_part_of_the_estimate(strategy: str, solver: str) -> None:
         assert trace.weights[key].shape == (8, 2)
 
 
-def test_an_expert_that_fails_has_no_weight_on_the_way() -> None:
+def test_an_expert_that_fails_has_no_weight_on_the_way():
     ensemble = Ensemble([Linear(1.0, 0.3), Linear(float("nan"), 0.2)], two().router, [0.5, 0.5])
     trace, samples = traced(ensemble)
     assert samples.isfinite().all()
@@ -84,17 +82,17 @@ class Waits(TorchFunctionMode):
 
     WAITING = ("cpu", "item", "tolist", "numpy", "nonzero", "__bool__", "__int__", "__float__")
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.num = 0
 
-    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), more: Any = None) -> Any:
+    def __torch_function__(self, function, types, arguments=(), more=None):
         self.num += getattr(function, "__name__", "") in self.WAITING
         return function(*arguments, **(more or {}))
 
 
 @pytest.mark.parametrize(("strategy", "solver"), [("top-1", "euler"), ("bayes", "ancestral")])
-def test_recording_waits_for_nothing_at_any_step(strategy: str, solver: str) -> None:
+def test_recording_waits_for_nothing_at_any_step(strategy, solver):
     nums = []
     for trace in (None, Trace(KEYS, KEYS)):
         for num_steps in (4, 12):

@@ -1,6 +1,7 @@
 """Diagnosis of exact experts and routers of a finite set, and of a finished tiny run."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from ddm_lightning.evaluation.diagnosis_report import diagnosis_lines
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.members.member import Member
-from ddm_lightning.shards.manifest import HELD_OUT, Manifest, shard_name
+from ddm_lightning.shards.manifest import HELD_OUT, shard_name
 from ddm_lightning.shards.mds import open_shards
 from ddm_lightning.training.objective import Objective
 from ddm_lightning.use import ensemble as sampling
@@ -119,6 +120,11 @@ def test_draws_of_one_sample_share_the_number_that_judges_chance(monkeypatch):
     assert not torch.equal(seen[0], seen[1])
 
 
+def is_judged(sample_ids):
+    """The half of the samples that did not fit the router's temperatures."""
+    return (sample_ids * 2654435761 >> 16) % 2 == 1
+
+
 def at_time(points, index):
     """Noisy samples at one of the eight times, as the diagnosis makes them."""
     noise = torch.randn(points.x_0.shape, generator=keyed_generator(0, "diagnosis", index))
@@ -134,8 +140,7 @@ def test_losses_and_likelihoods_are_those_by_hand():
     expected = [[float(loss[points.clusters == cluster].mean()) for cluster in range(3)] for loss in squares]
     found = expert_figures(ensemble(points), points, seed=0)["loss_by_time"][3]
     assert [row == pytest.approx(other, rel=1e-4) for row, other in zip(found, expected, strict=True)] == [True] * 3
-    # The router is judged by the half of the samples that did not fit its temperatures.
-    judged = (points.sample_ids * 2654435761 >> 16) % 2 == 1
+    judged = is_judged(points.sample_ids)
     own = oracle.cluster_posterior(x_t, t)[torch.arange(180), points.clusters]
     found = router_figures(ensemble(points), points, seed=0)["unconditional"]["nll"][3]
     assert found == pytest.approx(-float(own[judged].log().mean()), rel=1e-4)
@@ -158,7 +163,7 @@ def test_calibration_is_judged_before_and_after():
 def test_a_router_that_answers_the_priors_at_high_noise_is_named(above, times):
     points = samples()
     scores = router_figures(ensemble(points, blind_above=above), repeated(points), seed=0)
-    judged = points.clusters[(points.sample_ids * 2654435761 >> 16) % 2 == 1]
+    judged = points.clusters[is_judged(points.sample_ids)]
     expected = -np.log(np.array(PRIORS)[judged]).mean()
     assert scores["unconditional"]["nll_of_priors"] == pytest.approx([expected] * 8)
     shares = {"expected": [], "by_chance": 0.1, "by_chance_95": 0.2, "classifier_accuracy": 1.0, "strategies": {}}
@@ -190,40 +195,39 @@ def test_the_command_writes_figures_and_charts(capsys, finished_run, tmp_path, m
     monkeypatch.setattr(sampling, "sample", sampled)
     monkeypatch.setattr(Member, "build_network", lambda _: pytest.fail("needs no random network"))
     run = copy_run(finished_run, tmp_path / "run")
+
     assert main(["diagnose", *settings(run), "--num", "12", "sample.num_steps=2"]) == 0
+
     out = capsys.readouterr().out
     figures = json.loads((run / "diagnosis" / "diagnosis.json").read_text())
-    assert max(sizes) <= 64 and sum(sizes) == figures["num_held_out"], "captions of training images are not encoded"
-    held_out = np.repeat([0, 1], [cluster.held_out for cluster in Manifest.read(run).clusters])
-    given = held_out[np.arange(12) * len(held_out) // 12]  # evenly spaced, so of all clusters
+    num = figures["num_held_out"]
+    assert max(sizes) <= 64 and sum(sizes) == num, "captions of training images are not encoded"
+
+    shards = open_shards([run / "prepared" / "shards" / shard_name(k, HELD_OUT) for k in range(2)])
+    held_out = shards.take(np.arange(len(shards)), ("cluster", "sample_id"))
+    given = held_out["cluster"][np.arange(12) * num // 12].tolist()  # evenly spaced, so of all clusters
     assert figures["shares"]["expected"] == pytest.approx(np.bincount(given) / 12)
-    assert clusters == [given.tolist()] * 4  # which the strategy oracle follows
-    shards = [run / "prepared" / "shards" / shard_name(k, HELD_OUT) for k in range(2)]
-    ids = np.concatenate(
-        [
-            open_shards([shard]).take(np.arange(len(open_shards([shard]))), ("sample_id",))["sample_id"]
-            for shard in shards
-        ]
-    )
-    assert figures["num_judged"] == ((ids * 2654435761 >> 16) % 2 == 1).sum()
-    assert set(figures["shares"]["strategies"]) == {"full", "top-1", "sample-1", "bayes"}
-    for found in figures["shares"]["strategies"].values():
-        assert sum(found["shares"]) == pytest.approx(1, abs=1e-5) and "total variation" in out
-    assert set(figures["router"]) and len(figures["experts"]["loss"]) == 2
-    assert 0 < figures["shares"]["by_chance"] < figures["shares"]["by_chance_95"]
-    for name, found in figures["shares"]["strategies"].items():
-        line = next(line for line in out.splitlines() if line.startswith(f"{name} ("))
-        assert line.endswith("chance")
-        assert ("more than" in line) == (found["total_variation"] > figures["shares"]["by_chance_95"])
+    assert clusters == [given] * 4  # which the strategy oracle follows
+    assert figures["num_judged"] == is_judged(held_out["sample_id"]).sum()
+    assert figures["router"] and len(figures["experts"]["loss"]) == 2
+
+    strategies = figures["shares"]["strategies"]
+    assert set(strategies) == {"full", "top-1", "sample-1", "bayes"}
+    for name, found in strategies.items():
+        assert sum(found["shares"]) == pytest.approx(1, abs=1e-5)
+        assert re.search(rf"^{name} \(.*; total variation .* chance$", out, re.MULTILINE)
+
     for name in ("experts", "router", "shares"):
         with Image.open(run / "diagnosis" / f"{name}.png") as chart:
             assert chart.width > 500
+
     assert main(["diagnose", *settings(run), "--strategy", "top-1", "--num", "2", "sample.precision=bf16-mixed"]) == 0
     half = json.loads((run / "diagnosis" / "diagnosis.json").read_text())
     assert half["shares"]["by_chance"] > 1.5 * figures["shares"]["by_chance"], "of 2 images instead of 12"
-    for part in ("experts", "router"):  # nearly the same
-        assert half[part] != figures[part]
+    assert half["router"] != figures["router"] and half["experts"] != figures["experts"]  # nearly the same
     assert half["experts"]["in_cluster"] == pytest.approx(figures["experts"]["in_cluster"], rel=0.01)
-    for words in (["unheard-of"], ["top-k", "sample.strategy_params.top_k=0"]):
-        assert main(["diagnose", *settings(run), "--strategy", *words]) == 2
-        assert words[-1].replace("sample.strategy_params.top_k=", "top_k = ") in capsys.readouterr().err
+
+    assert main(["diagnose", *settings(run), "--strategy", "unheard-of"]) == 2
+    assert "unheard-of" in capsys.readouterr().err
+    assert main(["diagnose", *settings(run), "--strategy", "top-k", "sample.strategy_params.top_k=0"]) == 2
+    assert "top_k = 0" in capsys.readouterr().err

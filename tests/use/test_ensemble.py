@@ -11,11 +11,9 @@ import sys
 import tempfile
 import textwrap
 import uuid
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import fsspec
 import nbclient
@@ -40,28 +38,28 @@ from ddm_lightning.use.export import export_diffusers
 
 
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def kept(tmp_path_factory):
     """A saved ensemble that no test changes."""
     return saved(tmp_path_factory.mktemp("three"))
 
 
 @pytest.fixture(scope="module")
-def ensemble(kept: Path) -> DecentralizedEnsemble:
+def ensemble(kept):
     return load(kept)
 
 
 @pytest.fixture
-def three(kept: Path, tmp_path: Path) -> Path:
+def three(kept, tmp_path):
     return Path(shutil.copytree(kept, tmp_path / "saved"))
 
 
-def at_url(folder: Path) -> str:
+def at_url(folder):
     url = f"memory://{uuid.uuid4()}"
     fsspec.filesystem("memory").put(str(folder), url, recursive=True)
     return url
 
 
-def test_it_sets_up_torch_on_a_gpu(kept: Path, torch_settings: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_sets_up_torch_on_a_gpu(kept, torch_settings, monkeypatch):
     ensemble = load(kept)
     assert torch.get_float32_matmul_precision() == "highest"
 
@@ -73,7 +71,7 @@ def test_it_sets_up_torch_on_a_gpu(kept: Path, torch_settings: None, monkeypatch
 
 
 @contextlib.contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+def default_dtype(dtype):
     torch.set_default_dtype(dtype)
     try:
         yield
@@ -94,7 +92,7 @@ DEFAULTS = {
 
 @pytest.mark.filterwarnings("ignore:.*for .*copying from a non-meta parameter:UserWarning")
 @pytest.mark.parametrize("kind", DEFAULTS)
-def test_defaults_of_the_caller_change_no_image(kept: Path, ensemble: DecentralizedEnsemble, kind: str) -> None:
+def test_defaults_of_the_caller_change_no_image(kept, ensemble, kind):
     expected = images(ensemble)
     state = torch.manual_seed(7).get_state()
 
@@ -106,9 +104,7 @@ def test_defaults_of_the_caller_change_no_image(kept: Path, ensemble: Decentrali
     assert torch.equal(torch.get_rng_state(), state), "the caller's random numbers stay"
 
 
-def test_a_saved_ensemble_moves_and_keeps_its_images(
-    three: Path, ensemble: DecentralizedEnsemble, tmp_path: Path
-) -> None:
+def test_a_saved_ensemble_moves_and_keeps_its_images(three, ensemble, tmp_path):
     load(three).save_pretrained(tmp_path / "copy", licence="MIT")
     three.rename(tmp_path / "gone")
     copy = load(tmp_path / "copy")
@@ -125,26 +121,26 @@ def test_a_saved_ensemble_moves_and_keeps_its_images(
     assert front["pipeline_tag"] == "text-to-image" and front["library_name"] == "ddm_lightning"
 
 
-def test_the_card_names_the_weights_that_members_started_from(tmp_path: Path) -> None:
+def test_the_card_names_the_weights_that_members_started_from(tmp_path):
     card = (saved(tmp_path, init_from="runs/seed", init_sha256="cd" * 32) / "README.md").read_text()
     assert card.count(f"| `runs/seed`, SHA-256 `{'cd' * 32}` |") == 3
     assert card.count("| random weights |") == 1, "the router"
 
 
 def test_a_url_is_downloaded_and_checked(
-    three: Path,
-    ensemble: DecentralizedEnsemble,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    three,
+    ensemble,
+    tmp_path,
+    monkeypatch,
+    capsys,
+):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     url = f"memory://me:secret@{uuid.uuid4()}"
     told = url.replace("secret", "***")
     memory = fsspec.filesystem("memory")
     memory.put(str(three), url, recursive=True)
 
-    def opened(url: str = url) -> DecentralizedEnsemble:
+    def opened(url=url):
         return DecentralizedEnsemble.from_pretrained(url, "cpu")
 
     assert images(opened(f"{url}/")) == images(ensemble)
@@ -178,7 +174,7 @@ def test_a_url_is_downloaded_and_checked(
         ({"code": "import os"}, "unknown key 'about.code'"),
     ],
 )
-def test_bad_settings_in_a_manifest(three: Path, changes: dict, words: str) -> None:
+def test_bad_settings_in_a_manifest(three, changes, words):
     about = json.loads((three / "ensemble.json").read_text())["about"]
     edit(three / "ensemble.json", about={**about, **changes})
     refused(lambda: load(three), three / "ensemble.json", words)
@@ -209,18 +205,16 @@ NO_PROMPTS = "give prompts (strings) or classes"
     ],
     ids=str,
 )
-def test_what_sampling_cannot_take_is_refused_in_one_line(
-    ensemble: DecentralizedEnsemble, arguments: dict[str, Any], words: str
-) -> None:
+def test_what_sampling_cannot_take_is_refused_in_one_line(ensemble, arguments, words):
     refused(lambda: ensemble.sample(**arguments), words)
 
 
 @pytest.mark.parametrize("num", [0, 1])
-def test_fewer_than_two_resident_experts_are_refused(kept: Path, num: int) -> None:
+def test_fewer_than_two_resident_experts_are_refused(kept, num):
     refused(lambda: DecentralizedEnsemble.from_pretrained(kept, "cpu", resident_experts=num), "must be at least 2")
 
 
-def test_numbers_of_numpy_are_numbers(ensemble: DecentralizedEnsemble) -> None:
+def test_numbers_of_numpy_are_numbers(ensemble):
     expected = images(ensemble, num=2, seed=3, num_steps=2, guidance_scale=2.0)
     numbers = {"num": np.int64(2), "seed": np.int64(3), "num_steps": np.int32(2), "guidance_scale": np.float32(2)}
 
@@ -228,7 +222,7 @@ def test_numbers_of_numpy_are_numbers(ensemble: DecentralizedEnsemble) -> None:
     assert images(ensemble, num_per_prompt=2, seed=3, num_steps=2, guidance_scale=2.0) == expected
 
 
-def test_repeated_prompts_give_other_images(ensemble: DecentralizedEnsemble) -> None:
+def test_repeated_prompts_give_other_images(ensemble):
     trace = Trace()
     made = [image.tobytes() for image in ensemble.sample(["cat", "dog", "cat", "cat "], num=2, trace=trace)]
     of_cat = [image.tobytes() for image in ensemble.sample("cat", num=4)]
@@ -237,7 +231,7 @@ def test_repeated_prompts_give_other_images(ensemble: DecentralizedEnsemble) -> 
     assert set(trace.weights) == {*[("cat", i) for i in range(4)], ("dog", 0), ("dog", 1), ("cat ", 0), ("cat ", 1)}
 
 
-def test_a_device_that_torch_cannot_use_changes_nothing(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_torch_cannot_use_changes_nothing(kept, monkeypatch):
     ensemble = load(kept)
     before = images(ensemble)
     for place in ("cuda:99", "xpu", "no-such", torch.bfloat16):
@@ -245,7 +239,7 @@ def test_a_device_that_torch_cannot_use_changes_nothing(kept: Path, monkeypatch:
 
     refused(lambda: DecentralizedEnsemble.from_pretrained(kept, "no-such"), "device no-such: torch cannot use it (")
 
-    def to(*_: object) -> None:
+    def to(*_):
         raise torch.OutOfMemoryError("full")
 
     with monkeypatch.context() as full, pytest.raises(torch.OutOfMemoryError):
@@ -255,13 +249,13 @@ def test_a_device_that_torch_cannot_use_changes_nothing(kept: Path, monkeypatch:
     assert ensemble.device.type == "cpu" and images(ensemble) == before
 
 
-def test_an_ensemble_tells_what_it_is(ensemble: DecentralizedEnsemble) -> None:
+def test_an_ensemble_tells_what_it_is(ensemble):
     members = "members=['expert-0', 'expert-1', 'expert-2', 'router']"
     assert repr(ensemble) == f"DecentralizedEnsemble('three', {members}, condition='text', x_shape=(3, 4, 4))"
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # huggingface_hub leaves the file of a failed download open
-def test_the_hub_takes_and_gives_an_ensemble(three: Path, hub: dict[str, dict[str, bytes]]) -> None:
+def test_the_hub_takes_and_gives_an_ensemble(three, hub):
     before = load(three)
     url = before.push_to_hub("owner/three", licence="MIT", token="hf_good")
     assert url.endswith("/owner/three") and b"weights: MIT" in hub["owner/three"]["README.md"]
@@ -285,9 +279,7 @@ def test_the_hub_takes_and_gives_an_ensemble(three: Path, hub: dict[str, dict[st
         ("caption_encoder", "hashed-words", {"size": 5, "vocabulary": "owner/name"}, "owner/name"),  # of any key
     ],
 )
-def test_an_encoder_that_a_stranger_names_reads_nothing(
-    tmp_path: Path, kind: str, name: str, params: dict[str, Any], path: str
-) -> None:
+def test_an_encoder_that_a_stranger_names_reads_nothing(tmp_path, kind, name, params, path):
     folder = saved(tmp_path, (100,), **{kind: {"name": name, "params": params}})
 
     line = refused(lambda: load(folder), folder / "expert-0" / "member.json", repr(name), path, "allow_paths=True")
@@ -298,7 +290,7 @@ def test_an_encoder_that_a_stranger_names_reads_nothing(
 
 
 @pytest.mark.slow
-def test_the_encoders_of_ones_own_run_may_read_paths(finished_run: Path, tmp_path: Path) -> None:
+def test_the_encoders_of_ones_own_run_may_read_paths(finished_run, tmp_path):
     run = copy_run(finished_run, tmp_path / "run")
     encoder = {"name": "clip-text", "params": {"path": str(tmp_path / "clip")}}
     edit_members(run, caption_encoder=encoder)
@@ -310,7 +302,7 @@ def test_the_encoders_of_ones_own_run_may_read_paths(finished_run: Path, tmp_pat
     refused(lambda: DecentralizedEnsemble.from_pretrained(at_url(run), "cpu"), "'clip-text' would load")
 
 
-def edit_members(folder: Path, **changes: Any) -> None:
+def edit_members(folder, **changes):
     """Edit all members as a stranger would, with a manifest whose hashes agree."""
     members = json.loads((folder / "ensemble.json").read_text())["members"]
     for entry in members:
@@ -321,22 +313,20 @@ def edit_members(folder: Path, **changes: Any) -> None:
     edit(folder / "ensemble.json", members=members)
 
 
-def test_names_of_other_classes_than_the_experts_know(three: Path) -> None:
+def test_names_of_other_classes_than_the_experts_know(three):
     about = json.loads((three / "ensemble.json").read_text())["about"]
     edit_members(three, condition={"kind": "class", "size": 3})
     edit(three / "ensemble.json", about={**about, "class_names": ["cat", "dog"]})
     refused(lambda: load(three), three / "ensemble.json", "2 class_names for 3 classes")
 
 
-def test_text_experts_without_an_encoder_are_refused_when_they_need_it(three: Path) -> None:
+def test_text_experts_without_an_encoder_are_refused_when_they_need_it(three):
     edit_members(three, caption_encoder=None)
     refused(lambda: load(three).sample("cat"), "expert-0: key 'caption_encoder' is null", "fetch this artifact again")
 
 
 @pytest.mark.slow
-def test_export_loads_in_diffusers_with_the_same_images(
-    finished_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_export_loads_in_diffusers_with_the_same_images(finished_run, tmp_path, capsys):
     out = tmp_path / "exported"
     export = ["export", *settings(finished_run), "sample.num_steps=3", "--out", str(out)]
     assert main([*export, "--to", "diffusers", "--licence", "CC0"]) == 0
@@ -358,31 +348,31 @@ def test_export_loads_in_diffusers_with_the_same_images(
     assert "the network of expert-0 is 'dit', for which diffusers has no class" in capsys.readouterr().err
 
 
-def seeded(seed: int) -> torch.Generator:
+def seeded(seed):
     return torch.Generator().manual_seed(seed)
 
 
-def opened(out: Path) -> DiffusionPipeline:
+def opened(out):
     return DiffusionPipeline.from_pretrained(out, custom_pipeline=str(out), trust_remote_code=True, allow_paths=True)
 
 
 @pytest.fixture(scope="module")
-def exported(kept: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def exported(kept, tmp_path_factory):
     out = tmp_path_factory.mktemp("diffusers") / "emoji"
     export_diffusers(load(kept).manifest, out)
     return out
 
 
 @pytest.fixture
-def pipeline(exported: Path) -> DiffusionPipeline:
+def pipeline(exported):
     return opened(exported)
 
 
-def made(pipeline: DiffusionPipeline, *prompts: str, **given: Any) -> list[bytes]:
+def made(pipeline, *prompts, **given):
     return [image.tobytes() for image in pipeline(prompts, **given).images]
 
 
-def test_the_pipeline_takes_what_those_of_diffusers_take(pipeline: DiffusionPipeline) -> None:
+def test_the_pipeline_takes_what_those_of_diffusers_take(pipeline):
     (image,) = pipeline("cat", generator=seeded(1)).images  # one image, unless told otherwise
     pixels = np.asarray(image, np.float32) / 255
 
@@ -393,13 +383,11 @@ def test_the_pipeline_takes_what_those_of_diffusers_take(pipeline: DiffusionPipe
     assert made(pipeline, "cat", generator=seeded(1), negative_prompt=[""]) == [image.tobytes()]
 
 
-def test_the_pipeline_moves_to_a_device_and_a_dtype(
-    pipeline: DiffusionPipeline, ensemble: DecentralizedEnsemble
-) -> None:
-    def found(**given: Any) -> list[bytes]:
+def test_the_pipeline_moves_to_a_device_and_a_dtype(pipeline, ensemble):
+    def found(**given):
         return made(pipeline, "cat", num_images_per_prompt=4, seed=3, **given)
 
-    def of_api(precision: str) -> list[bytes]:
+    def of_api(precision):
         return [image.tobytes() for image in ensemble.sample("cat", num=4, seed=3, precision=precision)]
 
     whole, reduced = of_api("32-true"), of_api("bf16-mixed")
@@ -420,7 +408,7 @@ def test_the_pipeline_moves_to_a_device_and_a_dtype(
     assert found() == whole
 
 
-def test_generators_of_the_pipeline(pipeline: DiffusionPipeline) -> None:
+def test_generators_of_the_pipeline(pipeline):
     moving = seeded(1)
     first, second = made(pipeline, "cat", generator=moving), made(pipeline, "cat", generator=moving)
     assert first == made(pipeline, "cat", generator=seeded(1)) != second
@@ -440,7 +428,7 @@ def test_generators_of_the_pipeline(pipeline: DiffusionPipeline) -> None:
 
 
 @pytest.mark.parametrize(("kind", "size", "more"), [("none", 0, {}), ("class", 3, {"class_labels": 2})])
-def test_the_pipeline_of_ensembles_without_prompts(tmp_path: Path, kind: str, size: int, more: dict[str, int]) -> None:
+def test_the_pipeline_of_ensembles_without_prompts(tmp_path, kind, size, more):
     folder = saved(tmp_path, (100,), condition=ConditionSpec(kind, size), caption_encoder=None)
     export_diffusers(load(folder).manifest, tmp_path / "out")
     pipeline = opened(tmp_path / "out")
@@ -465,12 +453,12 @@ def test_the_pipeline_of_ensembles_without_prompts(tmp_path: Path, kind: str, si
         ({"height": 512}, "no setting 'height'"),
     ],
 )
-def test_what_the_pipeline_refuses(pipeline: DiffusionPipeline, given: dict[str, Any], words: str) -> None:
+def test_what_the_pipeline_refuses(pipeline, given, words):
     refused(lambda: pipeline("cat", **given), words)
 
 
 @pytest.mark.slow
-def test_the_snippet_for_diffusers_runs_in_a_fresh_process_without_a_trainer(exported: Path) -> None:
+def test_the_snippet_for_diffusers_runs_in_a_fresh_process_without_a_trainer(exported):
     """Which has not yet imported torchvision; the one that pip installs beside a CPU torch may not fit it."""
     text = (ROOT / "docs" / "sampling.md").read_text(encoding="utf-8")
     (snippet,) = re.findall(r"\n\n((?:    .*\n|\n)+?)\n(?=You call it)", text)
@@ -486,7 +474,7 @@ def test_the_snippet_for_diffusers_runs_in_a_fresh_process_without_a_trainer(exp
 
 
 @pytest.mark.long
-def test_the_notebook_runs_as_documented(three: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_notebook_runs_as_documented(three, tmp_path, monkeypatch):
     """In a kernel of its own that works in ``examples``, which is where ``jupyter notebook`` starts it."""
     notebook = nbformat.read(ROOT / "examples" / "sample.ipynb", as_version=4)
     assert all(cell.outputs == [] for cell in notebook.cells if cell.cell_type == "code")
@@ -501,7 +489,7 @@ def test_the_notebook_runs_as_documented(three: Path, tmp_path: Path, monkeypatc
     assert (tmp_path / "examples" / "without_expert_1" / "README.md").exists()
 
 
-def test_steps_are_shifted_as_in_the_experts_training(tmp_path: Path) -> None:
+def test_steps_are_shifted_as_in_the_experts_training(tmp_path):
     """By 3, so that the middle of two steps is at 3 · 0.5 / (1 + 2 · 0.5)."""
     trace = Trace()
     load(saved(tmp_path, timestep_shift=3.0)).sample("apple", strategy="full", num=1, num_steps=2, trace=trace)
@@ -522,9 +510,7 @@ OWN = {"solver": "dormand-prince", "solver_params": {"rtol": 0.1}, "strategy": "
     ],
     ids=str,
 )
-def test_params_stay_with_their_solver_and_strategy(
-    ensemble: DecentralizedEnsemble, arguments: dict[str, Any], solver: dict[str, Any], strategy: dict[str, Any]
-) -> None:
+def test_params_stay_with_their_solver_and_strategy(ensemble, arguments, solver, strategy):
     found = ensemble.with_settings(**OWN).with_settings(**arguments).about.sample
     assert (found.solver_params, found.strategy_params) == (solver, strategy)
     assert asdict(ensemble.about.sample)["strategy"] == "top-1", "a copy"

@@ -9,10 +9,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
-from typing import Any
 
 import httpx
 import numpy as np
@@ -21,7 +19,7 @@ from artifact_files import edit
 from gradio_client import Client
 from gradio_client.exceptions import AppError
 from PIL import Image
-from playwright.sync_api import Browser, Error, Page, expect, sync_playwright
+from playwright.sync_api import Error, expect, sync_playwright
 from saved_ensembles import saved
 from tiny_runs import ROOT, copy_run, settings, start
 
@@ -37,7 +35,7 @@ STEPS = 3
 
 
 @contextlib.contextmanager
-def served(process: subprocess.Popen[str]) -> Iterator[str]:
+def served(process):
     """Address of the page that ``process`` serves until the block ends."""
     try:
         assert process.stdout is not None
@@ -55,7 +53,7 @@ CREDIT = 'Some ![](http://192.0.2.1/a.png) <img src="http://192.0.2.2/b.png"> pa
 
 
 @pytest.fixture(scope="module")
-def address(finished_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def address(finished_run, tmp_path_factory):
     """The page of an ensemble whose credit names images of other servers."""
     run = copy_run(finished_run, tmp_path_factory.mktemp("page") / "run")
     edit(run / "prepared" / "manifest.json", attribution=CREDIT)
@@ -63,18 +61,18 @@ def address(finished_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
         yield address
 
 
-def connected(address: str) -> contextlib.closing[Client]:
+def connected(address):
     return contextlib.closing(Client(address, verbose=False, analytics_enabled=False))
 
 
 @pytest.fixture(scope="module")
-def client(address: str) -> Iterator[Client]:
+def client(address):
     with connected(address) as client:
         yield client
 
 
 @pytest.fixture
-def browser() -> Iterator[Browser]:
+def browser():
     of_npm = Path(sys.prefix) / "browser" / "chromium"
     with sync_playwright() as playwright:
         try:
@@ -85,7 +83,7 @@ def browser() -> Iterator[Browser]:
             yield chromium
 
 
-def put(page: Page, label: str, value: str) -> None:
+def put(page, label, value):
     """Fill in a field; again if Gradio, which is still loading, puts its own value back."""
     field, kept = page.get_by_label(label, exact=True), 0
     for _ in range(30):
@@ -100,11 +98,11 @@ def put(page: Page, label: str, value: str) -> None:
     raise AssertionError(f"{label} does not keep {value[:50]!r}")
 
 
-def generate(page: Page) -> None:
+def generate(page):
     page.get_by_role("button", name="Generate").click()
 
 
-def pixels(page: Page, which: int, folder: Path) -> np.ndarray:
+def pixels(page, which, folder):
     """What the browser shows of an image of the page."""
     shown = page.locator("img").nth(which)
     expect(shown).to_be_visible()
@@ -112,14 +110,14 @@ def pixels(page: Page, which: int, folder: Path) -> np.ndarray:
     return opened(folder / "shown.png")
 
 
-def opened(path: str | Path) -> np.ndarray:
+def opened(path):
     with Image.open(path) as image:
         return np.asarray(image.convert("RGB")).astype(int)
 
 
-def test_a_prompt_gives_images_and_heat_maps(browser: Browser, address: str, tmp_path: Path) -> None:
+def test_a_prompt_gives_images_and_heat_maps(browser, address, tmp_path):
     page = browser.new_page(viewport={"width": 1400, "height": 1000})
-    hosts: set[str] = set()
+    hosts = set()
     page.on("request", lambda request: hosts.add(request.url.split("/")[2]) if request.url[:4] == "http" else None)
     page.goto(address)
     put(page, "Prompt", "a cross")
@@ -146,7 +144,7 @@ def test_a_prompt_gives_images_and_heat_maps(browser: Browser, address: str, tmp
     assert hosts == {address.removeprefix("http://")}, "everything comes from the page itself"
 
 
-def test_an_empty_prompt_leaves_the_images_and_a_click_on_a_caption_fills_it_in(browser: Browser, address: str) -> None:
+def test_an_empty_prompt_leaves_the_images_and_a_click_on_a_caption_fills_it_in(browser, address):
     page = browser.new_page()
     page.goto(address)
     put(page, "Prompt", "a cross")
@@ -167,7 +165,7 @@ def test_an_empty_prompt_leaves_the_images_and_a_click_on_a_caption_fills_it_in(
     expect(page.get_by_label("Prompt", exact=True)).to_have_value(caption.inner_text().strip())
 
 
-def test_a_run_without_the_parts_of_its_data_has_no_captions(finished_run: Path, tmp_path: Path) -> None:
+def test_a_run_without_the_parts_of_its_data_has_no_captions(finished_run, tmp_path):
     shutil.copytree(finished_run / "prepared", tmp_path / "prepared")
     assert 1 < len(example_captions(tmp_path / "prepared", 24)) <= 12  # colours and shapes
     for gone in ("groups", "."):
@@ -191,22 +189,22 @@ def test_a_run_without_the_parts_of_its_data_has_no_captions(finished_run: Path,
         ("POST", "gradio_api/run/generate", "localhost", 404),
     ],
 )
-def test_what_the_page_does_not_need_is_closed(address: str, method: str, path: str, host: str, status: int) -> None:
+def test_what_the_page_does_not_need_is_closed(address, method, path, host, status):
     answer = httpx.request(method, f"{address}/{path}", headers={"Host": host}, timeout=120)
     assert answer.status_code == status
     assert status == 200 or len(answer.text.strip().splitlines()) == 1
 
 
-def ask(client: Client, **changes: Any) -> tuple[list[np.ndarray], str, np.ndarray]:
+def ask(client, **changes):
     asked = {"prompt": "red disc", "strategy": "full", "num": 2, "num_steps": STEPS, "guidance": 1.5, "seed": 3}
     factors = changes.pop("factors", (1, 1))
     images, cost, weights = client.predict(*(asked | changes).values(), *factors, api_name="/generate")
     return [opened(one["image"]) for one in images], cost, opened(weights)
 
 
-def test_the_page_shows_the_images_of_the_python_api(client: Client, finished_run: Path) -> None:
+def test_the_page_shows_the_images_of_the_python_api(client, finished_run):
     ensemble = DecentralizedEnsemble.from_pretrained(finished_run, "cpu")
-    options: dict[str, Any] = {"num": 2, "seed": 3, "num_steps": STEPS, "guidance_scale": 1.5}
+    options = {"num": 2, "seed": 3, "num_steps": STEPS, "guidance_scale": 1.5}
     for strategy, factors in (("full", (1, 1)), ("bayes", (1, 1)), ("full", (0, 1))):
         shown, cost, _ = ask(client, strategy=strategy, factors=factors)
         expected = ensemble.sample("red disc", strategy=strategy, factors=factors, **options)
@@ -228,16 +226,16 @@ def test_the_page_shows_the_images_of_the_python_api(client: Client, finished_ru
         ({"factors": (0, 0)}, "every expert is switched off"),
     ],
 )
-def test_bad_input_is_told_in_one_line(client: Client, changes: dict[str, Any], words: str) -> None:
+def test_bad_input_is_told_in_one_line(client, changes, words):
     with pytest.raises(AppError, match=words) as told:
         ask(client, **changes)
     assert "\n" not in str(told.value)
 
 
-def test_one_unconditional_expert_has_neither_a_prompt_nor_switches(tmp_path: Path) -> None:
+def test_one_unconditional_expert_has_neither_a_prompt_nor_switches(tmp_path):
     folder = saved(tmp_path, (100,), condition=ConditionSpec("none", 0), caption_encoder=None)
     command = [sys.executable, "-m", "ddm_lightning", "demo", "-c", str(folder), "--port", "0"]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with served(subprocess.Popen(command, cwd=ROOT, **pipes)) as address, connected(address) as client:
         labels = [part["props"].get("label") for part in client.config["components"]]
         assert [label for label in labels if label] == ["Images", "Steps", "Seed", "Strategy A", "Strategy B"]
@@ -247,10 +245,8 @@ def test_one_unconditional_expert_has_neither_a_prompt_nor_switches(tmp_path: Pa
         assert len(images) == 1 and "1.00 active experts" in cost and len(opened(weights)) < 200
 
 
-def test_what_demo_refuses(
-    finished_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refused(*arguments: str) -> str:
+def test_what_demo_refuses(finished_run, tmp_path, capsys, monkeypatch):
+    def refused(*arguments):
         assert main(["demo", *arguments]) == 2
         return capsys.readouterr().err
 
@@ -263,7 +259,7 @@ def test_what_demo_refuses(
     assert "--port 99999: must be from 0 to 65535" in refused(*run, "--port", "99999")
     assert "give another --port or --host" in refused(*run, "--host", "192.0.2.1")  # nobody's
 
-    def missing(name: str) -> None:
+    def missing(name):
         raise PackageNotFoundError(name)
 
     monkeypatch.setattr(registry, "distribution", missing)

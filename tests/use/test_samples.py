@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,18 +16,17 @@ import ddm_lightning
 from ddm_lightning import DecentralizedEnsemble
 from ddm_lightning.cli.commands import _sample_command
 from ddm_lightning.cli.parser import main
-from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.ensemble.manifest import EnsembleManifest
 from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.use import ensemble, samples
 
 
-def by_class(kind: str = "class") -> Experiment:
+def by_class(kind="class"):
     return load_experiment(TINY, [f"condition.kind={kind}", "sample.prompts=[]"])
 
 
-def opened(kind: str, names: Sequence[str] | None = None) -> DecentralizedEnsemble:
+def opened(kind, names=None):
     """An ensemble of three classes, without members."""
     meta = make_meta(condition=ConditionSpec(kind, 3 if kind == "class" else 0))
     about = replace(ABOUT, class_names=None if names is None else [*names])
@@ -47,9 +43,7 @@ def opened(kind: str, names: Sequence[str] | None = None) -> DecentralizedEnsemb
         (["1", "10", "2"], (2, "2", 1, "10", "1", 0), [("2", 2), ("2", 2), ("10", 1), ("10", 1), ("1", 0), ("1", 0)]),
     ],
 )
-def test_rows_of_classes_are_named(
-    names: list[str] | None, classes: Sequence[str | int], expected: list[tuple[str, int]]
-) -> None:
+def test_rows_of_classes_are_named(names, classes, expected):
     """A number is no name of a class, but text that is no name may be a number."""
     rows = opened("class", names).rows(classes=classes)
 
@@ -74,20 +68,20 @@ KNOWN = "a number from 0 to 2, or a name such as cat, 2, cat"
         ("none", {"prompts": ["red disc"]}, "is conditioned on 'none', not on text; leave prompts out"),
     ],
 )
-def test_rows_that_cannot_be(kind: str, given: dict[str, list[Any]], words: str) -> None:
+def test_rows_that_cannot_be(kind, given, words):
     refused(lambda: opened(kind, ["cat", "2", "cat"]).rows(**given), words)
 
 
 @pytest.mark.parametrize(("kind", "end"), [("text", " --prompt …"), ("class", " --class …"), ("none", "sample -c f")])
-def test_the_next_command_fits_the_kind_of_condition(kind: str, end: str) -> None:
+def test_the_next_command_fits_the_kind_of_condition(kind, end):
     options = argparse.Namespace(config="f", overrides=[])
     assert _sample_command(by_class(kind), options).endswith(end)
 
 
-def test_memory_does_not_grow_with_the_number_of_images(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    nums: list[int] = []
+def test_memory_does_not_grow_with_the_number_of_images(monkeypatch, tmp_path):
+    nums = []
 
-    def sample(*arguments: Any, **_: Any) -> torch.Tensor:
+    def sample(*arguments, **_):
         nums.append(arguments[2])
         return torch.zeros(arguments[2], 3, 4, 4)
 
@@ -95,7 +89,7 @@ def test_memory_does_not_grow_with_the_number_of_images(monkeypatch: pytest.Monk
     one = DecentralizedEnsemble.from_pretrained(saved(tmp_path, (100,)), "cpu")
     grid, singles = tmp_path / "grid.png", tmp_path / "singles"
 
-    def write(num: int, singles: Path | None) -> int:
+    def write(num, singles):
         one.about.sample.num_per_prompt = num
         nums.clear()
         samples.write_samples(one, grid, "ab", singles=singles)
@@ -115,7 +109,7 @@ def test_memory_does_not_grow_with_the_number_of_images(monkeypatch: pytest.Monk
     assert write(10**9, None) == width and sum(nums) == 2 * samples.MAX_COLUMNS
 
 
-def test_it_samples_on_the_islands_device(monkeypatch: pytest.MonkeyPatch, finished_run: Path) -> None:
+def test_it_samples_on_the_islands_device(monkeypatch, finished_run):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     for there, accelerator, device in ((True, "auto", "cuda"), (False, "auto", "cpu"), (True, "cpu", "cpu")):
         monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
@@ -124,7 +118,7 @@ def test_it_samples_on_the_islands_device(monkeypatch: pytest.MonkeyPatch, finis
 
 
 @pytest.mark.parametrize("strategy", ["top-1", "bayes"])
-def test_the_python_api_gives_the_images_of_the_command(finished_run: Path, tmp_path: Path, strategy: str) -> None:
+def test_the_python_api_gives_the_images_of_the_command(finished_run, tmp_path, strategy):
     prompts, grid = ["red disc", "a cross", "red disc"], tmp_path / "grid.png"
     options = ["--num", "2", "--seed", "3", "--strategy", strategy, "sample.num_steps=3", "--out", str(grid)]
     for prompt in prompts:
@@ -138,7 +132,7 @@ def test_the_python_api_gives_the_images_of_the_command(finished_run: Path, tmp_
     assert [image.tobytes() for image in images] == files and len({*files}) == 6
 
 
-def test_the_package_offers_the_ensemble_and_nothing_else() -> None:
+def test_the_package_offers_the_ensemble_and_nothing_else():
     assert ddm_lightning.DecentralizedEnsemble is ensemble.DecentralizedEnsemble
     with pytest.raises(ImportError, match="cannot import name 'nothing'"):
         from ddm_lightning import nothing  # noqa: F401

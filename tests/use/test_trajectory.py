@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -18,7 +16,7 @@ ALL, NONE = (253, 231, 36), (68, 1, 84)  # ends of viridis
 KEYS = [("a", 0), ("b", 0)]
 
 
-def trace_of(num_steps: int, size: int = 8) -> Trace:
+def trace_of(num_steps, size=8):
     """Images that are black at first and grow brighter; their estimates are white all along."""
     trace = Trace(KEYS, KEYS)
     trace.times = torch.linspace(1, 0, num_steps + 1)
@@ -29,22 +27,22 @@ def trace_of(num_steps: int, size: int = 8) -> Trace:
     return trace
 
 
-def decode(x_0: torch.Tensor) -> np.ndarray:
+def decode(x_0):
     return (255 * x_0).byte().permute(0, 2, 3, 1).numpy()
 
 
-def drawn(path: Path, size: int = 8, **options: bool) -> dict[str, Path]:
+def drawn(path, size=8, **options):
     return write_trajectory(
         path, trace_of(50, size), ["expert-0", "expert-1"], dict.fromkeys(KEYS, "a"), decode, **options
     )
 
 
-def cells(image: Image.Image, colour: tuple[int, ...]) -> np.ndarray:
+def cells(image, colour):
     return (np.abs(np.asarray(image.convert("RGB")).astype(int) - colour) <= 2).all(2)
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 50])
-def test_time_runs_to_the_right_and_the_first_expert_is_on_top(num_steps: int) -> None:
+def test_time_runs_to_the_right_and_the_first_expert_is_on_top(num_steps):
     late = (torch.arange(num_steps) >= num_steps // 2).float()
     image = weights_chart(torch.linspace(1, 0, num_steps + 1), {"mean": torch.stack([1 - late, late], 1)}, ["a", "b"])
     bright, dark = (np.argwhere(cells(image, colour)[:, :-160]) for colour in (ALL, NONE))  # without the colour bar
@@ -54,7 +52,7 @@ def test_time_runs_to_the_right_and_the_first_expert_is_on_top(num_steps: int) -
         assert rising > 0.5 and np.corrcoef(dark.T)[0, 1] < -0.5
 
 
-def test_a_panel_for_each_title_and_room_for_every_expert() -> None:
+def test_a_panel_for_each_title_and_room_for_every_expert():
     times, weights = torch.linspace(1, 0, 11), torch.full((10, 8), 1 / 8)
     names = [f"expert-{k}" for k in range(8)]
     one, three = (weights_chart(times, {f"{i}": weights for i in range(num)}, names) for num in (1, 3))
@@ -63,9 +61,7 @@ def test_a_panel_for_each_title_and_room_for_every_expert() -> None:
 
 
 @pytest.mark.parametrize("size", [8, 40, 64])
-def test_the_strip_leads_from_noise_to_the_image_with_a_heading_of_its_own_for_each_column(
-    tmp_path: Path, size: int
-) -> None:
+def test_the_strip_leads_from_noise_to_the_image_with_a_heading_of_its_own_for_each_column(tmp_path, size):
     files = drawn(tmp_path / "grid.png", size)
 
     assert {kind: path.name for kind, path in files.items()} == {
@@ -84,16 +80,14 @@ def test_the_strip_leads_from_noise_to_the_image_with_a_heading_of_its_own_for_e
     assert len({heading.tobytes() for heading in headings}) == 10 and all((one < 200).any() for one in headings)
 
 
-def test_the_gif_holds_the_finished_image(tmp_path: Path) -> None:
+def test_the_gif_holds_the_finished_image(tmp_path):
     with Image.open(drawn(tmp_path / "grid.png", gif=True)["animation"]) as gif:
         dark = [(np.asarray(frame.convert("L")) < 5).sum() for frame in ImageSequence.Iterator(gif)]
         assert len(dark) == 30 and gif.info["loop"] == 0
     assert dark[0] - dark[-1] >= 2 * 72 * 72
 
 
-def test_sample_writes_them_beside_the_grid(
-    finished_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sample_writes_them_beside_the_grid(finished_run, tmp_path, capsys):
     run = [*settings(finished_run), "--prompt", "red disc", "--num", "2", "sample.num_steps=3"]
     for options, num_frames in ((["--strategy", "bayes", "--gif"], 4), ([], 0)):
         assert main(["sample", *run, "--out", str(tmp_path / "a.png"), *options]) == 0
@@ -111,6 +105,6 @@ def test_sample_writes_them_beside_the_grid(
         (tmp_path / "a.gif").unlink(missing_ok=True)
 
 
-def test_nothing_is_drawn_of_a_strategy_that_tells_nothing(tmp_path: Path) -> None:
+def test_nothing_is_drawn_of_a_strategy_that_tells_nothing(tmp_path):
     assert write_trajectory(tmp_path / "grid.png", Trace(KEYS, KEYS), ["a"], {}, decode) == {}
     assert list(tmp_path.iterdir()) == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import uuid
-from pathlib import Path
 
 import fsspec
 import pytest
@@ -16,13 +15,13 @@ from ddm_lightning.cli.parser import main
 
 
 @pytest.fixture
-def lab(tmp_path: Path) -> Path:
+def lab(tmp_path):
     make_key(tmp_path / "stranger")
     return make_key(tmp_path / "lab")
 
 
 @pytest.fixture(params=["saved", pytest.param("run", marks=pytest.mark.slow)])
-def signed(request: pytest.FixtureRequest, tmp_path: Path, lab: Path) -> Path:
+def signed(request, tmp_path, lab):
     """A saved ensemble or a run that the lab has signed, by the library alone."""
     config = signing.Config().use_elliptic_key_signer(private_key=lab)
     config.set_hashing_config(hashing.Config().set_ignored_paths(paths=["model.sig"]))
@@ -36,7 +35,7 @@ def signed(request: pytest.FixtureRequest, tmp_path: Path, lab: Path) -> Path:
     return folder
 
 
-def outcome(capsys: pytest.CaptureFixture[str], command: str, place: object, *more: str) -> str:
+def outcome(capsys, command, place, *more):
     """The last line of a command that fails; empty for one that does not."""
     code = main([command, "-c", str(place), *more])
     assert code in (0, 2)
@@ -44,13 +43,11 @@ def outcome(capsys: pytest.CaptureFixture[str], command: str, place: object, *mo
     return err.splitlines()[-1] if code else ""
 
 
-def test_sampling_checks_the_signatures(
-    signed: Path, lab: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sampling_checks_the_signatures(signed, lab, tmp_path, capsys):
     memory, url = fsspec.filesystem("memory"), f"memory://{uuid.uuid4()}"
     options = ["sample.num_steps=1", "sample.num_per_prompt=1", "--out", str(tmp_path / "grid.png")]
 
-    def sample(place: object, *keys: str) -> str:
+    def sample(place, *keys):
         trust = [f"island.trusted_keys.all={tmp_path / key}.pub" for key in keys]
         return outcome(capsys, "sample", place, *options, *trust)
 
@@ -67,7 +64,7 @@ def test_sampling_checks_the_signatures(
         assert sample(place) == "", "nobody asks"
 
 
-def test_other_uses_check_them_too(signed: Path, lab: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_uses_check_them_too(signed, lab, tmp_path, capsys):
     next(signed.glob("**/expert-1/**/model.sig")).with_name("more.txt").write_text("unsigned")
     out = tmp_path / "copy"
     for command, more in {"evaluate": [], "export": ["--to", "ensemble", "--out", str(out)]}.items():
