@@ -68,7 +68,7 @@ def test_the_routers_temperatures_are_applied(run_dir):
 
 def test_a_router_without_a_condition_is_given_none(run_dir):
     router = ROUTERS.build("router-dit", PARAMS, x_shape=SHAPE, condition=ConditionSpec("none", 0), num_clusters=2)
-    meta = replace(make_meta("router"), condition=ConditionSpec("none", 0))
+    meta = replace(make_meta("router"), condition=ConditionSpec("none", 0), timestep_shift=1.0)
     write_artifact(run_dir / "router", router.state_dict(), meta)
     write_ensemble(run_dir, [run_dir / member for member in ("expert-0", "expert-1", "router")], PRIORS)
     assert load_ensemble(read_ensemble(run_dir / "ensemble.json")).velocity(*inputs()).shape == (6, *SHAPE)

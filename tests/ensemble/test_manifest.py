@@ -8,7 +8,6 @@ from artifact_files import edit, put, refused
 
 from ddm_lightning.core.files import sha256_file
 from ddm_lightning.ensemble.manifest import read_ensemble, write_ensemble
-from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.members.artifact import read_meta
 
 
@@ -62,22 +61,6 @@ def test_members_may_be_on_another_disk(run_dir, tmp_path, link):
     refused(lambda: read_ensemble(run_dir / "ensemble.json"), run_dir / "ensemble.json", "path", "leaves its folder")
 
 
-def test_ensemble_of_different_partitions(run_dir):
-    put(run_dir / "members" / "expert-1" / "artifact", "expert-1", partition_sha256="cd" * 32)
-    folders = list(read_folders(run_dir))
-    stranger = run_dir / "members" / "expert-1" / "artifact" / "member.json"
-    words = (stranger, "another partition", "take members of one run, or fit one of the two again")
-    refused(lambda: write_ensemble(run_dir, folders, [0.25, 0.75]), *words)
-    # As a stranger would hand it over: with a manifest whose hashes agree.
-    manifest = run_dir / "ensemble.json"
-    entries = json.loads(manifest.read_text())["members"]
-    edit(
-        manifest,
-        members=[{**e, "member_json_sha256": sha256_file(run_dir / e["path"] / "member.json")} for e in entries],
-    )
-    refused(lambda: read_ensemble(manifest), *words)
-
-
 def read_folders(run_dir):
     return [run_dir / "members" / name / "artifact" for name in ("expert-0", "expert-1", "router")]
 
@@ -90,19 +73,22 @@ def read_folders(run_dir):
         ("router", {"num_clusters": 3}, "num_clusters"),
         ("expert-1", {"timestep_shift": 3.0}, "timestep_shift"),
         ("expert-1", {"caption_encoder": None}, "caption_encoder"),
+        ("expert-1", {"partition_sha256": "cd" * 32}, "partition_sha256"),
     ],
 )
 def test_ensemble_of_members_that_differ(run_dir, member, changes, word):
     folder = put(run_dir / "members" / member / "artifact", member, **changes)
-    refused(lambda: write_ensemble(run_dir, read_folders(run_dir), [0.25, 0.75]), folder, f"another {word}", member)
+    words = (folder, f"another {word}", member, "take members of one run, or fit one of the two again")
+    refused(lambda: write_ensemble(run_dir, read_folders(run_dir), [0.25, 0.75]), *words)
 
+    # As a stranger would hand it over: with a manifest whose hashes agree.
+    manifest = run_dir / "ensemble.json"
+    entries = json.loads(manifest.read_text())["members"]
+    for entry in entries:
+        entry["member_json_sha256"] = sha256_file(run_dir / entry["path"] / "member.json")
 
-def test_a_router_without_a_condition_joins_an_ensemble_with_one(run_dir):
-    put(run_dir / "members" / "router" / "artifact", "router", condition=ConditionSpec("none", 0), timestep_shift=1.0)
-    write_ensemble(run_dir, read_folders(run_dir), [0.25, 0.75])
-    metas = read_ensemble(run_dir / "ensemble.json").metas
-    assert [metas[name].condition.kind for name in ("expert-0", "expert-1", "router")] == ["text", "text", "none"]
-    assert [metas[name].timestep_shift for name in ("expert-0", "expert-1", "router")] == [1.5, 1.5, 1.0]
+    edit(manifest, members=entries)
+    refused(lambda: read_ensemble(manifest), *words)
 
 
 def test_ensemble_with_a_missing_expert(run_dir):
@@ -113,6 +99,10 @@ def test_ensemble_with_a_missing_expert(run_dir):
     original = manifest.read_text()
     edit(manifest, members=[e for e in json.loads(original)["members"] if e["member"] != "expert-1"])
     refused(lambda: read_ensemble(manifest), manifest, *words)
+    manifest.write_text("{")
+    refused(lambda: read_ensemble(manifest), manifest, "cannot be read", "fetch it again")
+    manifest.unlink()
+    refused(lambda: read_ensemble(manifest), manifest, "is missing", "fit the missing members")
     manifest.write_text(original)
     shutil.rmtree(folders[1])
     refused(lambda: read_ensemble(manifest), folders[1] / "member.json", "is missing", "fit the member again")
@@ -155,11 +145,3 @@ def test_bad_ensemble_files(run_dir, changes, words):
     manifest = run_dir / "ensemble.json"
     edit(manifest, **changes)
     refused(lambda: read_ensemble(manifest), manifest, *words)
-
-
-def test_ensemble_missing_or_not_json(run_dir):
-    manifest = run_dir / "ensemble.json"
-    manifest.write_text("{")
-    refused(lambda: read_ensemble(manifest), manifest, "cannot be read", "fetch it again")
-    manifest.unlink()
-    refused(lambda: read_ensemble(manifest), manifest, "is missing", "fit the missing members")
