@@ -45,6 +45,7 @@ def write_adapters(root, num, params=PARAMS, base_seed=0):
     base = EXPERTS.build("dit", params, x_shape=SHAPE, condition=TEXT)
     for parameter in base.parameters():
         nn.init.normal_(parameter, std=0.05)
+
     sha256 = save_weights(root / "new.safetensors", base.state_dict(), "base")
     (root / "initial" / sha256).mkdir(parents=True)
     (root / "new.safetensors").rename(root / "initial" / sha256 / "model.safetensors")
@@ -54,9 +55,11 @@ def write_adapters(root, num, params=PARAMS, base_seed=0):
         adapt(network, LORA, base.state_dict())
         for parameter in network.parameters():
             nn.init.normal_(parameter, std=0.2)
+
         meta = replace(make_meta(f"expert-{k}"), num_clusters=num, params=params, **of_base)
         folders.append(root / "members" / meta.member / "artifact")
         write_artifact(folders[-1], network.state_dict(), meta)
+
     write_ensemble(root, folders, [1 / num] * num)
     return root
 
@@ -68,6 +71,7 @@ def of_full_experts(manifest):
         meta, network = load_network(folder)
         networks.append(EXPERTS.build("dit", meta.params, x_shape=SHAPE, condition=TEXT))
         networks[-1].load_state_dict(merged(network))
+
     return Ensemble(networks, None, manifest.priors)
 
 
@@ -87,8 +91,10 @@ def test_adapters_give_the_images_of_full_experts(tmp_path, strategy, solver, gu
         if strategy == "full":
             ensemble.router = nn.Module()
             ensemble.router.forward = lambda *given: torch.cat([router(*given), -router(*given)[:, :1]], 1)
+
         settings = SampleConfig(strategy=strategy, solver=solver, num_steps=5, guidance_scale=guidance)
         found.append(sample(ensemble, condition, 6, SHAPE, settings, batch_size=6))
+
     assert torch.allclose(*found, rtol=0, atol=1e-4)
     assert (found[0][0] - found[0][1]).abs().max() > 0.1
 
@@ -100,14 +106,17 @@ def memory(manifest):
     settings = SampleConfig(strategy="bayes", solver="ancestral", num_steps=2)
     with _Held([one for net in ensemble.experts for one in (*net.parameters(), *net.buffers())]) as made:
         sample(ensemble, None, 4, SHAPE, settings, batch_size=4)
+
     return weights, weights + made.most
 
 
 def test_eight_adapters_are_sampled_in_the_memory_of_one_expert(tmp_path):
-    eight, full = read_ensemble(write_adapters(tmp_path, 8, WIDE) / "ensemble.json"), tmp_path / "full"
+    eight = read_ensemble(write_adapters(tmp_path, 8, WIDE) / "ensemble.json")
+    full = tmp_path / "full"
     weights = merged(load_network(eight.folders["expert-0"])[1])
     write_artifact(full, weights, replace(eight.meta, lora=None))
-    one, of_eight = memory(single(full)), memory(eight)
+    one = memory(single(full))
+    of_eight = memory(eight)
     base = sum(value.nbytes for value in weights.values())
     assert base < one[0] < one[1] and of_eight[0] < 1.3 * one[0] and of_eight[1] < 1.3 * one[1]
     assert all((folder / "model.safetensors").stat().st_size < 0.02 * base for folder in eight.folders.values())
@@ -148,7 +157,8 @@ def test_a_saved_copy_has_each_base_once(tmp_path):
 
 def test_adapters_on_a_model_of_diffusers(tmp_path):
     model = save_diffusers(PIXART, tmp_path / "pretrained")
-    file, base = tmp_path / "pretrained" / "diffusion_pytorch_model.safetensors", tmp_path / "run" / "initial"
+    file = tmp_path / "pretrained" / "diffusion_pytorch_model.safetensors"
+    base = tmp_path / "run" / "initial"
     sha256 = sha256_file(file)
     (base / sha256).mkdir(parents=True)
     shutil.copyfile(file, base / sha256 / "model.safetensors")
@@ -158,6 +168,7 @@ def test_adapters_on_a_model_of_diffusers(tmp_path):
     adapt(network, lora, prefixed(load_file(file), network))
     for parameter in network.parameters():
         nn.init.normal_(parameter, std=0.2)
+
     assert {name for name in network.state_dict() if ".lora_" not in name} == {"null"}  # which the base lacks
     of_base = {"lora": asdict(lora), "init_from": "base", "init_sha256": sha256}
     meta = replace(make_meta(), network="diffusers", params=params, x_shape=DIFFUSERS_SHAPE, path="vp", **of_base)
@@ -165,11 +176,9 @@ def test_adapters_on_a_model_of_diffusers(tmp_path):
     write_artifact(tmp_path / "run" / "expert-0", network.state_dict(), meta)
     manifest = single(tmp_path / "run" / "expert-0")
     (loaded,) = load_ensemble(manifest).experts
-    x_t, t, condition = (
-        torch.randn(3, *DIFFUSERS_SHAPE),
-        torch.full((3,), vp_time(500)),
-        Condition.of(torch.randn(3, 3, 6)),
-    )
+    x_t = torch.randn(3, *DIFFUSERS_SHAPE)
+    t = torch.full((3,), vp_time(500))
+    condition = Condition.of(torch.randn(3, 3, 6))
     with torch.no_grad():
         expected = network.eval()(x_t, t, condition)
         assert torch.equal(loaded(x_t, t, condition), expected)
@@ -181,13 +190,15 @@ def test_adapters_on_a_model_of_diffusers(tmp_path):
         for theirs in (with_adapter, type(model).from_pretrained(tmp_path / "merged")):
             got = theirs(x_t, timestep=torch.full((3,), 500), encoder_hidden_states=condition.values).sample[:, :4]
             torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
+
     assert expected.std() > 0.1
 
 
 def test_an_adapted_layer_that_the_base_has_in_another_shape_is_loaded(tmp_path):
     run = write_adapters(tmp_path, 1)
     (path,) = run.glob("initial/*/model.safetensors")
-    base, name = load_file(path), "blocks.0.mlp.0.weight"
+    base = load_file(path)
+    name = "blocks.0.mlp.0.weight"
     network = EXPERTS.build("dit", PARAMS, x_shape=SHAPE, condition=TEXT)
     adapt(network, LORA, {key: value for key, value in base.items() if key != name})
     sha256 = save_weights(tmp_path / "new.safetensors", base | {name: torch.zeros(2, 2)}, "base")

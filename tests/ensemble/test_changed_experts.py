@@ -37,11 +37,13 @@ def tree(folder):
 
 def test_without_a_cluster_the_velocity_is_that_of_the_other_data():
     points, labels = finite_set([4, 7, 5, 9], 3, seed=0)
-    whole, rest = FiniteSetOracle(points, labels, 4), labels != 1
+    whole = FiniteSetOracle(points, labels, 4)
+    rest = labels != 1
     others = FiniteSetOracle(points[rest], labels[rest] - (labels[rest] > 1).long(), 3)
     kept = [0, 2, 3]
     ensemble = Ensemble([ExactExpert(whole, k) for k in kept], ExactRouter(whole), [0.2, 0.3, 0.5], clusters=kept)
-    x_t, t = torch.randn(32, 3, dtype=torch.float64), torch.linspace(0.05, 1, 32, dtype=torch.float64)
+    x_t = torch.randn(32, 3, dtype=torch.float64)
+    t = torch.linspace(0.05, 1, 32, dtype=torch.float64)
     assert torch.allclose(ensemble.velocity(x_t, t), others.velocity(x_t, t), atol=1e-10)
     all_four = Ensemble([ExactExpert(whole, k) for k in range(4)], ExactRouter(whole), [0.2, 0.3, 0.25, 0.25])
     off = all_four.reweighted([1, 0, 1, 1])
@@ -62,7 +64,9 @@ def test_an_expert_opts_out_and_the_images_of_the_others_stay(three, tmp_path, c
     assert not (out / "expert-1").exists() and "added, removed or replaced" in (out / "README.md").read_text()
     for name in ("expert-0", "expert-2", "router"):
         assert tree(out / name) == tree(three / name)
-    before, after = load(three), load(out)
+
+    before = load(three)
+    after = load(out)
     assert after.field.paths == ["linear", "cosine"] and after.about.num_images == 70
     for cluster in (0, 2):
         of_one = {"strategy": "oracle", "strategy_params": {"cluster": cluster}}
@@ -81,7 +85,8 @@ def test_an_expert_opts_out_and_the_images_of_the_others_stay(three, tmp_path, c
 
 
 def test_an_expert_that_comes_back_restores_every_image(three, tmp_path):
-    less, again = tmp_path / "less", tmp_path / "again"
+    less = tmp_path / "less"
+    again = tmp_path / "again"
     assert change("remove", three, "expert-1", "--out", less) == 0
     assert change("add", less, three / "expert-1", "--images", 30, "--out", again) == 0
     assert load(again).manifest.priors == pytest.approx((0.2, 0.3, 0.5), abs=1e-15)
@@ -92,7 +97,8 @@ def test_an_expert_that_comes_back_restores_every_image(three, tmp_path):
 
 def test_an_expert_of_other_data_needs_bayes(three, tmp_path, capsys):
     stranger = put_member(tmp_path / "stranger", "expert-0", 5, 8, partition_sha256="cd" * 32)
-    out, more = tmp_path / "out", tmp_path / "more"
+    out = tmp_path / "out"
+    more = tmp_path / "more"
     assert change("add", three, stranger, "--images", 100, "--out", out) == 0
     printed = capsys.readouterr().out
     assert "expert-0 0.1000, expert-1 0.1500, expert-2 0.2500, expert-3 0.5000\n" in printed
@@ -102,6 +108,7 @@ def test_an_expert_of_other_data_needs_bayes(three, tmp_path, capsys):
     used = []
     for k, expert in enumerate(ensemble.field.experts):
         expert.register_forward_hook(lambda *_, k=k: used.append(k))
+
     assert len({*images(ensemble)}) == len(PROMPTS) and {*used} == {0, 1, 2, 3}
     refused(lambda: ensemble.sample(PROMPTS, strategy="full", solver="euler"), "no router", "bayes")
     another = put_member(tmp_path / "another", "expert-0", 6, 8, partition_sha256="cd" * 32)
@@ -112,7 +119,8 @@ def test_an_expert_of_other_data_needs_bayes(three, tmp_path, capsys):
 def test_a_newer_expert_keeps_the_router_and_another_one_costs_it(three, tmp_path):
     newer = put_member(tmp_path / "newer", "expert-1", 6)
     assert change("replace", three, "expert-1", newer, "--out", tmp_path / "out") == 0
-    before, after = load(three), load(tmp_path / "out")
+    before = load(three)
+    after = load(tmp_path / "out")
     assert after.field.router is not None and after.manifest.priors == before.manifest.priors
     assert tree(tmp_path / "out" / "expert-1") == tree(newer)
     assert change("replace", three, "expert-0", newer, "--images", 80, "--out", tmp_path / "other") == 0
@@ -130,6 +138,7 @@ def test_a_lost_expert_is_left_out_and_said_so(three, tmp_path, capsys):
     assert err.count("\n") == 1 and "artifact of expert-1 is missing" in err and "renormalised" in err
     for strategy in STRATEGIES:
         assert images(lost, strategy=strategy) == images(load(tmp_path / "removed"), strategy=strategy)
+
     assert change("remove", three, "expert-1", "--out", tmp_path / "again") == 0  # for good
     removed, again = (tmp_path / name / "ensemble.json" for name in ("removed", "again"))
     assert again.read_bytes() == removed.read_bytes()
@@ -141,6 +150,7 @@ def test_a_lost_expert_is_left_out_and_said_so(three, tmp_path, capsys):
 
     for name in ("expert-0", "expert-2"):
         shutil.rmtree(three / name)
+
     refused(lambda: load(three), three / "ensemble.json", "every expert is missing")
 
 
@@ -180,7 +190,8 @@ def test_an_adaptive_solver_survives_a_broken_expert(three):
 
 
 def test_one_expert_alone(tmp_path, capsys):
-    one, out = saved(tmp_path, (7,)), tmp_path / "out"
+    one = saved(tmp_path, (7,))
+    out = tmp_path / "out"
     assert images(load(one), strategy="full") == images(load(one), strategy="top-1", factors=[2])
     assert change("remove", one, "expert-0", "--out", out) == 2 and "only expert" in capsys.readouterr().err
 

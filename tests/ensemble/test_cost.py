@@ -43,6 +43,7 @@ def test_cost_is_what_the_counter_sees(strategy, experts, more):
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         for num in (3, 2):
             sample(ensemble, Condition.of(torch.arange(num)), num, SHAPE, settings, batch_size=2)
+
     cost = ensemble.cost(SHAPE, SPEC)
     assert cost.gflop == pytest.approx(counter.get_total_flops() / 5 / 1e9, rel=1e-6)
     assert experts is None or cost.experts == experts

@@ -30,10 +30,12 @@ class Exact(nn.Module):
 
     def __init__(self, share: float, blind_above: float = 1.0) -> None:
         super().__init__()
-        self.share, self.blind_above = share, blind_above
+        self.share = share
+        self.blind_above = blind_above
 
     def forward(self, x_t, t, _):
-        x, variance = x_t.flatten(), (1 - t) ** 2 * STD**2 + t**2
+        x = x_t.flatten()
+        variance = (1 - t) ** 2 * STD**2 + t**2
         told = 4 * (1 - t) * x / variance * (t <= self.blind_above)
         prior = torch.tensor((1 - self.share) / self.share).log()
         return torch.stack([torch.zeros_like(told), prior + told], 1)
@@ -69,14 +71,17 @@ def by_scipy(of, temperature=1.0, blind_above=1.0):
     def norm_share(logit):
         return 1 / (1 + torch.tensor(-logit).double().exp().item())
 
-    low, high = -4.0, 4.0
+    low = -4.0
+    high = 4.0
     for _ in range(16):
         middle = (low + high) / 2
         parts = [(1.0, blind_above), (blind_above, 1e-3)] if blind_above < 1 else [(1.0, 1e-3)]
         x = middle
         for start, end in parts:
             x = solve_ivp(velocity, (start, end), [x], rtol=1e-7, atol=1e-9).y[0, -1]
+
         low, high = (middle, high) if x < 0 else (low, middle)
+
     return norm.cdf(low)
 
 
@@ -125,4 +130,5 @@ def test_top_1_loses_shares_at_any_number_of_steps(steps):
     expected = norm.cdf(-2 * torch.tensor(2.0).log().sqrt().item())
     for solver in ("euler", DEFAULT.solver):
         assert share(0.2, solver, steps, "top-1") == pytest.approx(expected, abs=1e-3)
+
     assert f"{expected:.3f}" in ROUTING

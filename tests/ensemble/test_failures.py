@@ -22,7 +22,8 @@ class Breaks(nn.Module):
 
     def __init__(self, number, time):
         super().__init__()
-        self.number, self.time = number, time
+        self.number = number
+        self.time = time
 
     def forward(self, x_t, t, condition):
         found = x_t.clone()
@@ -47,7 +48,8 @@ BAYES = {"strategy": "bayes", "solver": "ancestral"}  # drops an expert that ret
 def test_an_expert_that_breaks_is_left_out_of_its_rows(way, number, time):
     """Those rows become what the other expert alone makes of the same noise."""
     found, ensemble = generate([Aimed(), Breaks(number, time)], **way)
-    alone, both = generate([Aimed()], **way)[0], generate([Aimed(), Breaks(number, -1.0)], **way)[0]
+    alone = generate([Aimed()], **way)[0]
+    both = generate([Aimed(), Breaks(number, -1.0)], **way)[0]
     assert ensemble.failed == {1}
     assert torch.allclose(found[1], alone[1], atol=1e-6)
     assert torch.allclose(found[[0, 2]], both[[0, 2]], atol=1e-6)

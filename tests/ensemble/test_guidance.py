@@ -16,7 +16,9 @@ from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.condition import Condition
 
 SIZES = [40, 8, 12, 20]
-K, SHAPE, NUM = len(SIZES), (1, 1, 3), 600
+K = len(SIZES)
+SHAPE = (1, 1, 3)
+NUM = 600
 
 
 class ByClass(nn.Module):
@@ -26,7 +28,9 @@ class ByClass(nn.Module):
 
     def __init__(self, oracles, k):
         super().__init__()
-        self.oracles, self.k, self.num_rows = oracles, k, 0
+        self.oracles = oracles
+        self.k = k
+        self.num_rows = 0
 
     def forward(self, x_t, t, condition):
         self.num_rows += len(x_t)
@@ -66,19 +70,25 @@ def closed_form(data, guidance, x_t, t, own):
     points, clusters, classes = data
     found = []
     for row in range(len(x_t)):
-        one, time, in_class = x_t[row : row + 1], t[row : row + 1], (classes == own[row]).double()
+        one = x_t[row : row + 1]
+        time = t[row : row + 1]
+        in_class = (classes == own[row]).double()
         if guidance == "mixture":
             conditional, null = (mean_velocity(points, w, one, time)[0] for w in (in_class, torch.ones_like(in_class)))
             found.append(null + 3 * (conditional - null))
             continue
-        total, evidence = [], []
+
+        total = []
+        evidence = []
         for k in range(K):
             conditional, log_density = mean_velocity(points, in_class * (clusters == k), one, time)
             null, _ = mean_velocity(points, (clusters == k).double(), one, time)
             total.append(null + 3 * (conditional - null))
             evidence.append(log_density)
+
         share = torch.stack(evidence).softmax(0)
         found.append((share[:, :, None, None, None] * torch.stack(total)).sum(0))
+
     return torch.cat(found)
 
 
@@ -132,6 +142,7 @@ def test_bayes_guides_the_mixture(data):
         nearest = torch.cdist(x_0.flatten(1).double(), points.flatten(1)).argmin(1)
         return data[1][nearest].bincount(minlength=K) / NUM
 
-    got, expected = shares("bayes", "ancestral"), shares("full", "ancestral")
+    got = shares("bayes", "ancestral")
+    expected = shares("full", "ancestral")
     print(f"bayes, guidance of the mixture: shares {got.tolist()}, of one guided model {expected.tolist()}")
     assert ((got - expected).abs() < 4 * (expected * (1 - expected) * 2 / NUM).sqrt() + 1e-9).all()

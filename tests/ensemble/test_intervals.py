@@ -29,7 +29,8 @@ class Within(ExactExpert):
 
     def __init__(self, oracle, k, low, high):
         super().__init__(oracle, k)
-        self.low, self.high = low, high
+        self.low = low
+        self.high = high
 
     def forward(self, x_t, t, condition):
         held = (t >= self.low) & ((t < self.high) | (t == 1)) & ((t < 1) | (self.high == 1))
@@ -86,6 +87,7 @@ def run_dir(tmp_path):
     """A run of two clusters with two experts each, and a router."""
     for number, (name, edges) in enumerate(EDGES.items()):
         put(tmp_path / name, name, cluster=CLUSTERS[number], interval=list(edges))
+
     put(tmp_path / "router", "router")
     write_ensemble(tmp_path, [tmp_path / name for name in [*EDGES, "router"]], [0.25, 0.75], expert_clusters=CLUSTERS)
     return tmp_path
@@ -95,7 +97,8 @@ def test_a_run_round_trips_and_experts_take_turns(run_dir):
     manifest = read_ensemble(run_dir / "ensemble.json")
     assert manifest.experts == [*EDGES] and [*manifest.places.values()] == [0, 0, 1, 1] and manifest.logits == [0, 1]
     assert manifest.shares == {"expert-0": 0.25, "expert-1": 0.25, "expert-2": 0.75, "expert-3": 0.75}
-    all_at_once, in_turns = load_ensemble(manifest), load_ensemble(manifest, resident_experts=2)
+    all_at_once = load_ensemble(manifest)
+    in_turns = load_ensemble(manifest, resident_experts=2)
     assert isinstance(in_turns.experts, ResidentExperts) and all_at_once.intervals == [*EDGES.values()]
     assert all_at_once.cluster_names == ["expert-0 + expert-1", "expert-2 + expert-3"]
     settings = SampleConfig(strategy="full", num_steps=6)

@@ -26,13 +26,15 @@ def run_dir(tmp_path):
         meta = make_meta(member)
         folders.append(tmp_path / "run" / member)
         write_artifact(folders[-1], make_network(meta.role, seed).state_dict(), meta)
+
     write_ensemble(tmp_path / "run", folders, PRIORS)
     return tmp_path / "run"
 
 
 def inputs():
     generator = torch.Generator().manual_seed(0)
-    x_t, text = torch.randn(6, *SHAPE, generator=generator), torch.randn(6, 5, generator=generator)
+    x_t = torch.randn(6, *SHAPE, generator=generator)
+    text = torch.randn(6, 5, generator=generator)
     return x_t, torch.linspace(0.1, 1, 6), Condition(text, torch.arange(6) % 3 > 0)
 
 
@@ -50,7 +52,8 @@ def test_the_loaded_ensemble_computes_what_was_trained(run_dir):
 
 def test_the_routers_temperatures_are_applied(run_dir):
     plain = load_ensemble(read_ensemble(run_dir / "ensemble.json"))
-    without, given = (2.0, 3.0), (0.5, 0.25)
+    without = (2.0, 3.0)
+    given = (0.5, 0.25)
     figures = {f"held_out/temperature_t{t}": one for t, one in zip((0.25, 0.75), without, strict=True)}
     figures |= {f"held_out/temperature_conditional_t{t}": one for t, one in zip((0.25, 0.75), given, strict=True)}
     put(run_dir / "router", "router", metrics=figures)
@@ -75,11 +78,13 @@ def test_a_router_without_a_condition_is_given_none(run_dir):
 
 
 def test_counts_of_classes_come_with_the_artifacts(tmp_path):
-    spec, folders = ConditionSpec("class", 2), []
+    spec = ConditionSpec("class", 2)
+    folders = []
     for k, counts in enumerate([[10, 0], [5, 15]]):
         meta = replace(make_meta(f"expert-{k}"), condition=spec, caption_encoder=None, class_counts=counts)
         folders.append(tmp_path / meta.member)
         write_artifact(folders[k], EXPERTS.build("dit", PARAMS, x_shape=SHAPE, condition=spec).state_dict(), meta)
+
     write_ensemble(tmp_path, folders, [1 / 3, 2 / 3])
     loaded = load_ensemble(read_ensemble(tmp_path / "ensemble.json", partial=True))
     weights = loaded.prior_weights(Condition.of(torch.tensor([0, 1])), 2)
@@ -90,6 +95,7 @@ def test_counts_of_classes_come_with_the_artifacts(tmp_path):
 def test_a_single_member_is_an_ensemble_of_itself(run_dir, member):
     if member == "monolith":
         write_artifact(run_dir / member, make_network("monolith", 1).state_dict(), make_meta("monolith"))
+
     manifest = single(run_dir / member)
     loaded = load_ensemble(manifest)
     x_t, t, condition = inputs()

@@ -12,8 +12,10 @@ from ddm_lightning.config.experiment import SampleConfig
 from ddm_lightning.ensemble.residency import ResidentExperts
 from ddm_lightning.ensemble.velocity import Ensemble
 
-DIT, MMDIT = NETWORKS[0], NETWORKS[2]
-FULL, HALF = torch.float32, torch.bfloat16
+DIT = NETWORKS[0]
+MMDIT = NETWORKS[2]
+FULL = torch.float32
+HALF = torch.bfloat16
 
 
 def draw(ensemble, spec, settings):
@@ -22,7 +24,8 @@ def draw(ensemble, spec, settings):
 
 
 def test_only_the_networks_compute_in_half_precision():
-    ensemble, seen = three(*DIT), list[tuple[str, torch.dtype]]()
+    ensemble = three(*DIT)
+    seen = list[tuple[str, torch.dtype]]()
     for network in (*ensemble.experts, ensemble.router):
         assert isinstance(network, nn.Module)
         attention = next(part for part in network.modules() if hasattr(part, "qkv"))
@@ -31,6 +34,7 @@ def test_only_the_networks_compute_in_half_precision():
         )
         network.time_embedding.register_forward_pre_hook(lambda _, given: seen.append(("embedded t", given[0].dtype)))
         attention.register_forward_hook(lambda *called: seen.append(("attention", called[-1].dtype)))
+
     ensemble.precision = "bf16-mixed"
     given = torch.randn(5, 3, 8, 8), torch.full((5,), 0.937), conditions(DIT[2], 5)
     assert ensemble.velocity(*given, weights=torch.full((5, 3), 1 / 3)).dtype == FULL
@@ -52,17 +56,20 @@ class Product(nn.Linear):
 def test_what_a_network_returns_in_half_precision_goes_on_in_float32():
     ensemble = Ensemble([Product(8, 8), Product(8, 8)], Product(8, 2), [0.5, 0.5])
     ensemble.precision = "bf16-mixed"
-    x_t, t = torch.randn(3, 8), torch.full((3,), 0.5)
+    x_t = torch.randn(3, 8)
+    t = torch.full((3,), 0.5)
     assert ensemble.velocity(x_t, t).dtype == ensemble.probabilities(x_t, t).dtype == FULL
 
 
 @pytest.mark.parametrize("network", [DIT, MMDIT])
 @pytest.mark.parametrize("way", ["one by one", "in turns"])
 def test_samples_in_half_precision_are_close_to_those_in_float32(network, way):
-    ensemble, spec = three(*network), network[2]
+    ensemble = three(*network)
+    spec = network[2]
     exact = draw(ensemble, spec, SampleConfig(precision="32-true"))
     if way == "in turns":
         ensemble.experts = ResidentExperts(list(ensemble.experts), torch.device("cpu"), 2)
+
     half = draw(ensemble, spec, SampleConfig(precision="bf16-mixed"))
     assert half.dtype == FULL
     assert 1e-5 < (half - exact).norm() / exact.norm() < 0.02

@@ -27,6 +27,7 @@ def run_dir(tmp_path):
         meta = replace(make_meta(name), num_clusters=4, prediction=prediction, params=params)
         folders.append(tmp_path / name)
         write_artifact(folders[-1], make_network("expert", k).state_dict(), meta)
+
     write_ensemble(tmp_path, folders, [0.1, 0.2, 0.3, 0.4])
     return tmp_path
 
@@ -34,7 +35,8 @@ def run_dir(tmp_path):
 def test_experts_that_take_turns_sample_the_same_images(run_dir):
     settings = SampleConfig(strategy="bayes", solver="ancestral", num_steps=6)
     manifest = read_ensemble(run_dir / "ensemble.json")
-    all_at_once, in_turns = load_ensemble(manifest), load_ensemble(manifest, resident_experts=2)
+    all_at_once = load_ensemble(manifest)
+    in_turns = load_ensemble(manifest, resident_experts=2)
     assert isinstance(in_turns.experts, ResidentExperts)
     images = [sample(loaded, None, 5, SHAPE, settings, batch_size=5) for loaded in (all_at_once, in_turns)]
     assert torch.equal(*images)
@@ -46,9 +48,11 @@ def test_experts_that_take_turns_sample_the_same_images(run_dir):
 def test_only_so_many_experts_have_memory():
     experts = [nn.Linear(3, 3) for _ in range(5)]
     resident = ResidentExperts(experts, torch.device("cpu"), 2)
-    x, places = torch.randn(2, 3), set()
+    x = torch.randn(2, 3)
+    places = set()
     for k in [0, 1, 2, 3, 4, 0, 3, 3, 1]:
         placed = resident[k]
         assert torch.equal(placed(x), experts[k](x))
         places.add(resident._resident[k].result()["weight"].data_ptr())
+
     assert len(places) == 2 and places.isdisjoint(expert.weight.data_ptr() for expert in experts)

@@ -35,6 +35,7 @@ def test_every_way_starts_from_the_same_noise():
         draw(Ensemble([expert], None, [1.0]), strategy=strategy, solver=solver)
         assert expert.first is not None
         starts.append(expert.first)
+
     assert all(torch.equal(start, starts[0]) for start in starts)
 
 
@@ -67,7 +68,8 @@ def test_conditions_stay_with_their_rows(strategy, solver, scale, guidance):
 
 
 def test_a_solver_has_params_and_rows_have_steps_of_their_own():
-    few, many = two(), two()
+    few = two()
+    many = two()
     loose = draw(few, solver="dormand-prince", solver_params={"rtol": 0.1, "atol": 0.1})
     tight = draw(many, solver="dormand-prince", solver_params={"rtol": 1e-5, "atol": 1e-5})
     assert sum(few.work.expert_rows) < sum(many.work.expert_rows) / 2
@@ -100,6 +102,7 @@ def test_bayes_starts_from_the_router_or_the_priors(router_prior, shares):
 def test_progress_rises_to_the_number_of_samples(strategy, solver):
     if solver == "dormand-prince":
         pytest.skip("chooses its own steps")
+
     seen = []
     draw(two(), 5, strategy=strategy, solver=solver, batch_size=2, progress=seen.append)
     assert seen[0] == 0 and seen[-1] == 5 and seen == sorted(seen) and len(set(seen)) == 3 * 8 + 1

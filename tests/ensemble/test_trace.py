@@ -30,6 +30,7 @@ def test_every_strategy_and_solver_tells_its_way(strategy, solver):
     assert len(trace.times) == 9 and trace.times[0] == 1 and trace.times[-1] == 0
     for weights in trace.weights.values():
         assert weights.shape == (8, 2) and torch.allclose(weights.sum(1), torch.ones(8))
+
     first = draw(two(), 3, keys=KEYS, num_steps=1)  # one step of Euler from t = 1 ends at the estimate of x_0
     for key, x_0 in zip(KEYS[1:], samples[1:], strict=True):
         assert trace.x_t[key].shape == trace.x_0[key].shape == (9, *SHAPE)
@@ -42,9 +43,12 @@ def test_every_strategy_and_solver_tells_its_way(strategy, solver):
 def test_eulers_steps_lead_from_one_recorded_state_to_the_next():
     trace, _ = traced(solver="euler")
     for key in KEYS[1:]:
-        x_t, x_0, times = trace.x_t[key], trace.x_0[key], trace.times
+        x_t = trace.x_t[key]
+        x_0 = trace.x_0[key]
+        times = trace.times
         for i, (t, s) in enumerate(pairwise(times)):
             assert torch.allclose(x_t[i + 1], x_0[i] + s / t * (x_t[i] - x_0[i]), atol=1e-5)
+
         bright = 8 * x_t[:-1].mean((1, 2, 3))  # the difference of the logits
         assert torch.allclose(trace.weights[key][:, 0], bright.sigmoid(), atol=1e-5)
 
@@ -98,5 +102,7 @@ def test_recording_waits_for_nothing_at_any_step(strategy, solver):
         for num_steps in (4, 12):
             with Waits() as waits:
                 draw(two(), 3, keys=KEYS, strategy=strategy, solver=solver, num_steps=num_steps, trace=trace)
+
             nums.append(waits.num)
+
     assert nums[3] - nums[2] == nums[1] - nums[0] >= 8

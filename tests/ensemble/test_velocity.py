@@ -61,7 +61,8 @@ def test_velocity_is_the_weighted_sum_of_the_routed_experts_and_evaluates_no_oth
 
 def test_guidance_without_a_condition_costs_nothing():
     ensemble = Ensemble([Aimed()], None, [1.0])
-    x_t, t = torch.randn(4, 2), torch.full((4,), 0.5)
+    x_t = torch.randn(4, 2)
+    t = torch.full((4,), 0.5)
     plain = ensemble.velocity(x_t, t)
     assert torch.equal(ensemble.velocity(x_t, t, guidance_scale=5.0), plain)
     assert sum(ensemble.work.expert_rows) == 8
@@ -83,13 +84,15 @@ def test_networks_are_evaluated_without_dropout_and_gradients():
 
         def __init__(self):
             super().__init__()
-            self.linear, self.dropout = nn.Linear(2, 2), nn.Dropout(0.5)
+            self.linear = nn.Linear(2, 2)
+            self.dropout = nn.Dropout(0.5)
 
         def forward(self, x_t, *_):
             return self.dropout(self.linear(x_t))
 
     ensemble = Ensemble([Noisy()], None, [1.0])
-    x_t, t = torch.randn(64, 2), torch.full((64,), 0.5)
+    x_t = torch.randn(64, 2)
+    t = torch.full((64,), 0.5)
     first = ensemble.velocity(x_t, t)
     assert torch.equal(first, ensemble.velocity(x_t, t)) and not first.requires_grad
     # A distilled student learns from it, so autograd must be able to save it.

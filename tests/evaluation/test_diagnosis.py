@@ -50,7 +50,8 @@ class Blind(nn.Module):
 
     def __init__(self, oracle, above):
         super().__init__()
-        self.exact, self.above = ExactRouter(oracle), above
+        self.exact = ExactRouter(oracle)
+        self.above = above
 
     def forward(self, x_t, t, condition):
         priors = torch.tensor(PRIORS).log().expand(len(x_t), -1)
@@ -111,12 +112,14 @@ class Sure(nn.Module):
 
 def test_draws_of_one_sample_share_the_number_that_judges_chance(monkeypatch):
     """Eight draws of each sample are not eight samples, whose calibration error by chance would be smaller."""
-    seen, choose = [], diagnosis.choose
+    seen = []
+    choose = diagnosis.choose
     monkeypatch.setattr(diagnosis, "choose", lambda weights, uniform: seen.append(uniform) or choose(weights, uniform))
     points = samples()
     router_figures(ensemble(points), points.rows(torch.arange(180).repeat(8)), seed=0)
     for uniform in seen:
         assert torch.equal(uniform, uniform.reshape(8, -1)[0].repeat(8)) and len(uniform.unique()) > 60
+
     assert not torch.equal(seen[0], seen[1])
 
 
@@ -181,7 +184,10 @@ def test_a_distance_is_within_chance_up_to_the_limit_of_19_in_20():
 
 
 def test_the_command_writes_figures_and_charts(capsys, finished_run, tmp_path, monkeypatch):
-    sizes, condition, clusters, sample = [], Objective.condition, [], sampling.sample
+    sizes = []
+    condition = Objective.condition
+    clusters = []
+    sample = sampling.sample
 
     def counted(self, batch):
         sizes.append(len(batch["sample_id"]))

@@ -45,6 +45,7 @@ def trained(tiny_prepared, tmp_path_factory):
     shutil.copytree(tiny_prepared, run / "prepared")
     for member in ("expert-0", "router"):
         assert command("fit", run, member=member) == 0
+
     return run
 
 
@@ -151,6 +152,7 @@ def test_widths_are_compared_in_the_islands_precision(run, capsys):
     for precision in ("32-true", "bf16-mixed"):
         assert command("ema", run, "--width", "0.15", f"island.precision={precision}") == 0
         tables.append(capsys.readouterr().out.partition("next:")[0])
+
     assert tables[0] != tables[1]
 
 
@@ -166,6 +168,7 @@ def test_a_width_is_used_and_undone(run, capsys):
     assert weights.keys() == stored.keys()
     for name, value in stored.items():
         torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-6)
+
     assert chosen.metrics["ema_width"] == 0.2
 
     capsys.readouterr()
@@ -196,6 +199,7 @@ def test_a_member_in_use_is_refused(run, capsys, how):
     before = sha256_file(run / "members/expert-0/artifact/member.json")
     with FileLock(lock):
         assert command("ema", run, *how) == 2
+
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert line.startswith(f"error: {lock}: expert-0 is in use by another process; wait for it or stop it")
     assert sha256_file(run / "members/expert-0/artifact/member.json") == before
@@ -213,7 +217,8 @@ def test_the_choice_is_published(run, tmp_path):
 def test_an_ensemble_takes_the_new_weights_and_fit_and_status_follow(run, capsys):
     assert command("fit", run, member="expert-1") == 0
     assert command("fit", run, member=None) == 0
-    before, grid = (run / "ensemble.json").read_bytes(), run / "samples" / "top-1.png"
+    before = (run / "ensemble.json").read_bytes()
+    grid = run / "samples" / "top-1.png"
     drawn = grid.read_bytes()
     capsys.readouterr()
     assert command("ema", run, "--use", "0.2") == 0

@@ -79,6 +79,7 @@ def test_the_oracle_takes_the_cluster_of_the_image_whose_caption_it_gets(run, tm
         images = generated(run, "sample.strategy=oracle", *own)
         images.folder = tmp_path / str(name)
         found[name] = np.concatenate([images.images(rows) for rows in image_sets.parts(images)])
+
     given = images.given(range(20), "cluster")
     assert sorted({*given}) == [0, 1]
     assert np.array_equal(found["own"], np.stack([found[k][row] for row, k in enumerate(given)]))
@@ -104,6 +105,7 @@ def test_an_image_is_the_same_in_parts_of_any_size(run, tmp_path, monkeypatch):
         images = generated(run)
         images.folder = tmp_path / str(size)
         found.append(np.concatenate([images.images(rows) for rows in image_sets.parts(images)]).astype(int))
+
     assert np.abs(found[0] - found[1]).max() <= 1
     assert len(np.unique(found[0], axis=0)) == 20
 
@@ -171,7 +173,8 @@ def decoded(run, side):
 
 
 def test_training_images_are_found_out_and_score_a_distance_of_zero(run, tmp_path, monkeypatch):
-    shown, draw = [], evaluation.labelled_grid
+    shown = []
+    draw = evaluation.labelled_grid
     monkeypatch.setattr(
         evaluation, "labelled_grid", lambda rows, *more, **named: shown.extend(rows) or draw(rows, *more, **named)
     )
@@ -184,11 +187,13 @@ def test_training_images_are_found_out_and_score_a_distance_of_zero(run, tmp_pat
     for label, (sample, nearest, *_) in shown:
         own = copied[int(label.removeprefix("sample ").partition(":")[0])]
         assert np.array_equal(sample, own) and np.array_equal(nearest, own)
+
     # A folder of the same images, as reference and as samples.
     folder = tmp_path / "folder"
     folder.mkdir()
     for number, image in enumerate(copied):
         Image.fromarray(image).save(folder / f"{number:02d}.png")
+
     more = ["--images", str(folder), "--out", str(tmp_path / "other"), f"evaluate.reference={tmp_path / 'copied.npz'}"]
     assert evaluate(run, *more) == 0
     assert result(tmp_path / "other")["scores"]["FD (pooled-pixels)"]["value"] == pytest.approx(0, abs=1e-6)
@@ -198,7 +203,8 @@ def test_features_of_other_parameters_are_computed_anew(run, tmp_path):
     """Both networks are called pooled-pixels, and read the same images; the second score names its params."""
     np.savez(tmp_path / "images.npz", images=decoded(run, TRAIN)[:30])
     every = [{"features": "pooled-pixels", "features_params": {"grid": grid}} for grid in (2, 4)]
-    metrics, out = json.dumps([{"name": "kid", "params": params} for params in every]), tmp_path / "out"
+    metrics = json.dumps([{"name": "kid", "params": params} for params in every])
+    out = tmp_path / "out"
     shown = ["--images", str(tmp_path / "images.npz"), "--out", str(out), f"evaluate.metrics={metrics}"]
     assert evaluate(run, *shown) == 0
     found = result(out)["scores"]
@@ -302,6 +308,7 @@ def test_a_broken_image_is_named(run, tmp_path, capsys):
     folder.mkdir()
     for number in range(5):
         Image.fromarray(np.full((8, 8, 3), 50 * number, np.uint8)).save(folder / f"{number}.png")
+
     whole = (folder / "3.png").read_bytes()
     huge = whole[:16] + struct.pack(">II", 60_000, 60_000) + whole[24:29]
     huge += struct.pack(">I", zlib.crc32(huge[12:])) + whole[33:]
@@ -309,6 +316,7 @@ def test_a_broken_image_is_named(run, tmp_path, capsys):
         (folder / "3.png").write_bytes(content)
         assert evaluate(run, "--images", str(folder), f"evaluate.metrics=[{PIXELS}]") == 2
         assert f"{folder / '3.png'}: {cause} (" in refused(capsys)
+
     (folder / "3.png").unlink()
     (folder / "3.png").symlink_to(tmp_path / "gone")
     assert evaluate(run, "--images", str(folder), f"evaluate.metrics=[{PIXELS}]") == 2
@@ -317,7 +325,9 @@ def test_a_broken_image_is_named(run, tmp_path, capsys):
 
 def test_a_folder_of_images_is_read_as_prepare_reads_it(tmp_path, monkeypatch):
     pixels = np.random.default_rng(0).integers(0, 256, (8, 8, 3), np.uint8)
-    image, grey, exif = Image.fromarray(pixels), pixels[..., :1].repeat(3, 2), Image.Exif()
+    image = Image.fromarray(pixels)
+    grey = pixels[..., :1].repeat(3, 2)
+    exif = Image.Exif()
     exif[0x0112] = 6
     (tmp_path / "deep").mkdir()
     image.rotate(90).save(tmp_path / "deep" / "a.png", exif=exif)
@@ -330,6 +340,7 @@ def test_a_folder_of_images_is_read_as_prepare_reads_it(tmp_path, monkeypatch):
     for hidden in (".f.png", "__MACOSX/g.png", ".cache/h.png", "notes.txt", "scores.json"):
         (tmp_path / hidden).parent.mkdir(exist_ok=True)
         (tmp_path / hidden).write_bytes(b"no image")
+
     images = FileImages(tmp_path)
     expected = [np.full_like(pixels, 255), grey, np.asarray(image.quantize(256).convert("RGB"))]
     expected = [*expected, expected[-1], pixels]

@@ -37,11 +37,13 @@ def test_chance_is_that_of_new_samples(distance, over_multinomial, monkeypatch):
         return features + (distance - 1) * clusters[:, None], clusters
 
     train = drawn(1000, 300)
-    errors, found = [], []
+    errors = []
+    found = []
     for seed in range(120):
         estimator = ClusterShares(*train, *drawn(2 * seed, 300), 2)
         errors.append(total_variation(estimator.shares(drawn(2 * seed + 1, 64)[0]), torch.tensor([0.5, 0.5])))
         found += estimator.by_chance(64, seed).tolist()
+
     assert np.mean(found) == pytest.approx(np.mean(errors), rel=0.15)
     assert np.quantile(found, 0.95) == pytest.approx(np.quantile(errors, 0.95), rel=0.25)
     low, high = over_multinomial
@@ -97,5 +99,6 @@ def test_the_weight_decay_of_the_lowest_held_out_loss_is_taken(monkeypatch):
 
 
 def test_total_variation_by_hand():
-    p, q = torch.tensor([[0.5, 0.5, 0.0], [1.0, 0.0, 0.0]]), torch.tensor([[0.25, 0.25, 0.5], [1.0, 0.0, 0.0]])
+    p = torch.tensor([[0.5, 0.5, 0.0], [1.0, 0.0, 0.0]])
+    q = torch.tensor([[0.25, 0.25, 0.5], [1.0, 0.0, 0.0]])
     assert total_variation(p, q) == pytest.approx(0.25)

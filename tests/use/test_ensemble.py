@@ -390,7 +390,8 @@ def test_the_pipeline_moves_to_a_device_and_a_dtype(pipeline, ensemble):
     def of_api(precision):
         return [image.tobytes() for image in ensemble.sample("cat", num=4, seed=3, precision=precision)]
 
-    whole, reduced = of_api("32-true"), of_api("bf16-mixed")
+    whole = of_api("32-true")
+    reduced = of_api("bf16-mixed")
     assert found() == whole != reduced
     for where in ((torch.bfloat16,), ("cpu", torch.bfloat16)):
         pipeline.to(*where)
@@ -410,7 +411,8 @@ def test_the_pipeline_moves_to_a_device_and_a_dtype(pipeline, ensemble):
 
 def test_generators_of_the_pipeline(pipeline):
     moving = seeded(1)
-    first, second = made(pipeline, "cat", generator=moving), made(pipeline, "cat", generator=moving)
+    first = made(pipeline, "cat", generator=moving)
+    second = made(pipeline, "cat", generator=moving)
     assert first == made(pipeline, "cat", generator=seeded(1)) != second
 
     assert made(pipeline, "cat") != made(pipeline, "cat")  # torch's own generator

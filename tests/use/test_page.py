@@ -46,6 +46,7 @@ def served(process):
     finally:
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
+
     assert process.returncode == 0 and "Traceback" not in err, err
 
 
@@ -79,22 +80,26 @@ def browser():
             chromium = playwright.chromium.launch(executable_path=of_npm if of_npm.exists() else None)
         except Error:
             pytest.skip("no Chromium: `make install` reached neither Playwright's host nor npm")
+
         with contextlib.closing(chromium):
             yield chromium
 
 
 def put(page, label, value):
     """Fill in a field; again if Gradio, which is still loading, puts its own value back."""
-    field, kept = page.get_by_label(label, exact=True), 0
+    field = page.get_by_label(label, exact=True)
+    kept = 0
     for _ in range(30):
         if field.input_value() != value:
             field.fill(value)
             field.blur()
             kept = 0
+
         page.wait_for_timeout(500)
         kept += 1
         if kept > 1 and field.input_value() == value:
             return
+
     raise AssertionError(f"{label} does not keep {value[:50]!r}")
 
 
@@ -132,6 +137,7 @@ def test_a_prompt_gives_images_and_heat_maps(browser, address, tmp_path):
 
     for k in range(2):
         put(page, f"number input for expert-{k}", "0")
+
     generate(page)
     expect(page.get_by_text("every expert is switched off; leave one on")).to_be_visible()
     expect(page.locator("img")).to_have_count(0)  # none of the earlier prompt
@@ -211,6 +217,7 @@ def test_the_page_shows_the_images_of_the_python_api(client, finished_run):
         for ours, theirs in zip(expected, shown, strict=True):
             larger = ours.resize(theirs.shape[1::-1], Image.Resampling.LANCZOS)
             assert len(theirs) >= 96 and np.abs(theirs - np.asarray(larger)).max() <= 2
+
         assert (", 1.00 active experts" in cost) == (factors == (0, 1)) or strategy == "bayes"
 
 
@@ -229,6 +236,7 @@ def test_the_page_shows_the_images_of_the_python_api(client, finished_run):
 def test_bad_input_is_told_in_one_line(client, changes, words):
     with pytest.raises(AppError, match=words) as told:
         ask(client, **changes)
+
     assert "\n" not in str(told.value)
 
 

@@ -87,7 +87,8 @@ def test_memory_does_not_grow_with_the_number_of_images(monkeypatch, tmp_path):
 
     monkeypatch.setattr(ensemble, "sample", sample)
     one = DecentralizedEnsemble.from_pretrained(saved(tmp_path, (100,)), "cpu")
-    grid, singles = tmp_path / "grid.png", tmp_path / "singles"
+    grid = tmp_path / "grid.png"
+    singles = tmp_path / "singles"
 
     def write(num, singles):
         one.about.sample.num_per_prompt = num
@@ -119,7 +120,8 @@ def test_it_samples_on_the_islands_device(monkeypatch, finished_run):
 
 @pytest.mark.parametrize("strategy", ["top-1", "bayes"])
 def test_the_python_api_gives_the_images_of_the_command(finished_run, tmp_path, strategy):
-    prompts, grid = ["red disc", "a cross", "red disc"], tmp_path / "grid.png"
+    prompts = ["red disc", "a cross", "red disc"]
+    grid = tmp_path / "grid.png"
     options = ["--num", "2", "--seed", "3", "--strategy", strategy, "sample.num_steps=3", "--out", str(grid)]
     for prompt in prompts:
         options += ["--prompt", prompt]

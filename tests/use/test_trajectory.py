@@ -12,7 +12,8 @@ from ddm_lightning.cli.parser import main
 from ddm_lightning.ensemble.routing import Trace
 from ddm_lightning.use.samples import weights_chart, write_trajectory
 
-ALL, NONE = (253, 231, 36), (68, 1, 84)  # ends of viridis
+ALL = (253, 231, 36)
+NONE = (68, 1, 84)  # ends of viridis
 KEYS = [("a", 0), ("b", 0)]
 
 
@@ -24,6 +25,7 @@ def trace_of(num_steps, size=8):
         trace.weights[key] = torch.eye(2)[k].expand(num_steps, 2)
         trace.x_t[key] = torch.linspace(0, 1, num_steps + 1).reshape(-1, 1, 1, 1).expand(-1, 3, size, size)
         trace.x_0[key] = torch.ones(num_steps + 1, 3, size, size)
+
     return trace
 
 
@@ -53,7 +55,8 @@ def test_time_runs_to_the_right_and_the_first_expert_is_on_top(num_steps):
 
 
 def test_a_panel_for_each_title_and_room_for_every_expert():
-    times, weights = torch.linspace(1, 0, 11), torch.full((10, 8), 1 / 8)
+    times = torch.linspace(1, 0, 11)
+    weights = torch.full((10, 8), 1 / 8)
     names = [f"expert-{k}" for k in range(8)]
     one, three = (weights_chart(times, {f"{i}": weights for i in range(num)}, names) for num in (1, 3))
     assert three.height == pytest.approx(3 * one.height, rel=0.2) and three.width == one.width
@@ -84,6 +87,7 @@ def test_the_gif_holds_the_finished_image(tmp_path):
     with Image.open(drawn(tmp_path / "grid.png", gif=True)["animation"]) as gif:
         dark = [(np.asarray(frame.convert("L")) < 5).sum() for frame in ImageSequence.Iterator(gif)]
         assert len(dark) == 30 and gif.info["loop"] == 0
+
     assert dark[0] - dark[-1] >= 2 * 72 * 72
 
 

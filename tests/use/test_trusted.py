@@ -30,8 +30,10 @@ def signed(request, tmp_path, lab):
     else:
         folder = copy_run(request.getfixturevalue("finished_run"), tmp_path / "run")
         config.sign(folder / "prepared" / "manifest.json", folder / "prepared" / "manifest.json.sig")
+
     for description in folder.rglob("member.json"):
         config.sign(description.parent, description.with_name("model.sig"))
+
     return folder
 
 
@@ -44,7 +46,8 @@ def outcome(capsys, command, place, *more):
 
 
 def test_sampling_checks_the_signatures(signed, lab, tmp_path, capsys):
-    memory, url = fsspec.filesystem("memory"), f"memory://{uuid.uuid4()}"
+    memory = fsspec.filesystem("memory")
+    url = f"memory://{uuid.uuid4()}"
     options = ["sample.num_steps=1", "sample.num_per_prompt=1", "--out", str(tmp_path / "grid.png")]
 
     def sample(place, *keys):
@@ -56,6 +59,7 @@ def test_sampling_checks_the_signatures(signed, lab, tmp_path, capsys):
         assert sample(place, "lab") == ""
         assert f"its signature is refused ({tmp_path / 'stranger'}.pub: " in sample(place, "stranger")
         assert f"{tmp_path / 'none'}.pub: there is no such file" in sample(place, "none")
+
     next(signed.glob("**/expert-1/**/model.sig")).unlink()
     memory.rm(url, recursive=True)
     memory.put(str(signed), url, recursive=True)
@@ -70,4 +74,5 @@ def test_other_uses_check_them_too(signed, lab, tmp_path, capsys):
     for command, more in {"evaluate": [], "export": ["--to", "ensemble", "--out", str(out)]}.items():
         line = outcome(capsys, command, signed, f"island.trusted_keys.all={lab}.pub", *more)
         assert "its signature is refused (" in line and "more.txt" in line
+
     assert not out.exists()

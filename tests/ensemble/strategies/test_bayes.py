@@ -79,12 +79,18 @@ class Chain(Batch):
         uniform,
         **settings,
     ):
-        self.experts, self.x_1, self.initial = branches, x_1, initial
+        self.experts = branches
+        self.x_1 = x_1
+        self.initial = initial
         self.num_branches = len(branches)
-        self.noise, self.uniform = noise, uniform
+        self.noise = noise
+        self.uniform = uniform
         self.settings = SampleConfig(**settings)
         self.trace = self
-        self.states, self.rows, self.kept, self.times = [], [], [], []
+        self.states = []
+        self.rows = []
+        self.kept = []
+        self.times = []
 
     def initial_weights(self, **_):
         return self.initial
@@ -195,10 +201,12 @@ def log_density_of_paths(k, path, times, scale):
     Each coordinate moves by x_s = gain·x_t + offset + noise, where gain and offset follow from E[x_0 | x_t] of two
     Gaussians and from the conditional of the joint Gaussian of x_s and x_t given x_0.
     """
-    cov, mean = np.eye(1), np.zeros((1, path.shape[2]))
+    cov = np.eye(1)
+    mean = np.zeros((1, path.shape[2]))
     branches = [((MEANS + SHIFTS)[k].numpy(), STDS[k].item() / 2), (MEANS[k].numpy(), STDS[k].item())]
     for t, s in pairwise(times):
-        slopes, offsets = [], []  # of E[x_0 | x_t], with and without the condition
+        slopes = []
+        offsets = []  # of E[x_0 | x_t], with and without the condition
         for centre, std in branches:
             slopes.append((1 - t) * std**2 / ((1 - t) ** 2 * std**2 + t**2))
             offsets.append((1 - slopes[-1] * (1 - t)) * centre)
@@ -207,7 +215,8 @@ def log_density_of_paths(k, path, times, scale):
         a = (1 - t) / (1 - s)
         of_x_t = a * s**2 / t**2
         of_x_0 = (1 - s) - of_x_t * (1 - t)
-        gain, variance = of_x_t + of_x_0 * slope, s**2 - of_x_t * a * s**2
+        gain = of_x_t + of_x_0 * slope
+        variance = s**2 - of_x_t * a * s**2
         cov = np.block([[cov, gain * cov[:, -1:]], [gain * cov[-1:], gain**2 * cov[-1:, -1:] + variance]])
         mean = np.concatenate([mean, gain * mean[-1:] + of_x_0 * offset])
 
@@ -216,7 +225,8 @@ def log_density_of_paths(k, path, times, scale):
 
 def test_weights_are_the_posterior_of_the_chain_guided_inside_each_expert():
     """Each step's weights against p(k | x_1 … x_t) of four guided chains, chosen by the priors; and their shares."""
-    scale, num = 2.5, 2048
+    scale = 2.5
+    num = 2048
     experts = [lambda x_t, t, k=k: guided(CONDITIONAL[k](x_t, t), PLAIN[k](x_t, t), scale) for k in range(4)]
 
     chain = run(experts, num, 20)
@@ -232,7 +242,8 @@ def test_weights_are_the_posterior_of_the_chain_guided_inside_each_expert():
 
 def guided_mixture(num_steps, num=4096):
     """The filter's chain, and samples of one guided model of all data with the same noise."""
-    times, generator = sampling_times(num_steps, dtype=torch.float64), torch.Generator().manual_seed(0)
+    times = sampling_times(num_steps, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
     x_1, *drawn = torch.randn(num_steps + 1, num, 1, 1, 2, generator=generator, dtype=torch.float64)
     initial = torch.cat([OWN.expand(num, 4), PRIORS.expand(num, 4)])
 
@@ -240,7 +251,8 @@ def guided_mixture(num_steps, num=4096):
         return torch.rand(num, generator=generator, dtype=torch.float64)
 
     def one_model(x_t, t):
-        everything, mixed = torch.ones(num, 4, dtype=torch.bool), []
+        everything = torch.ones(num, 4, dtype=torch.bool)
+        mixed = []
         for experts, posterior in ((CONDITIONAL, conditional_posterior), (PLAIN, gaussian_posterior)):
             weights = posterior(x_t.flatten(1), t[0].item())
             mixed.append(torch.einsum("bk,bk...->b...", weights, of_active(experts, x_t, t, everything)))
@@ -267,7 +279,8 @@ def test_the_guided_mixture_has_the_shares_of_one_guided_model():
     """Those differ from p(k | c), because guidance moves samples between clusters; within sampling error."""
     chain, of_one_model = guided_mixture(80)
 
-    found, expected = shares(chain.x_0), shares(of_one_model)
+    found = shares(chain.x_0)
+    expected = shares(of_one_model)
     assert ((found - expected).abs() < 2**0.5 * error_of(expected, len(chain.x_0))).all()
     assert (found - OWN).abs().sum() / 2 > 0.1
 
@@ -304,7 +317,8 @@ def test_guidance_of_the_mixture_acts_in_steps_that_start_in_its_interval(interv
 
 
 def test_experts_are_evaluated_on_active_rows_only(gaussians):
-    weights, rows = gaussians.weights, torch.stack(gaussians.rows)
+    weights = gaussians.weights
+    rows = torch.stack(gaussians.rows)
 
     assert torch.equal(rows, weights > 0)
     assert not ((weights > 0) & (weights < MIN_WEIGHT)).any()
@@ -314,7 +328,8 @@ def test_experts_are_evaluated_on_active_rows_only(gaussians):
 
 
 def test_the_last_step_is_an_active_experts_estimate(gaussians):
-    x_t, t = gaussians.states[-1], torch.full((8192,), gaussians.times[-1], dtype=torch.float64)
+    x_t = gaussians.states[-1]
+    t = torch.full((8192,), gaussians.times[-1], dtype=torch.float64)
 
     estimates = torch.stack([x_t - expand_rows(t, x_t) * expert(x_t, t) for expert in PLAIN], dim=1)
 
@@ -380,10 +395,12 @@ def test_float32_states_lose_no_weight():
 
     def run_in(dtype):
         experts = [lambda x_t, t, a=a: (x_t - a.to(x_t)) / t[0] for a in aims]
-        initial, uniform = torch.full((8, 2), 0.5), torch.full((8,), 0.5)
+        initial = torch.full((8, 2), 0.5)
+        uniform = torch.full((8,), 0.5)
         chain = Chain([experts], x_1.to(dtype), initial, lambda _: noise.to(dtype), lambda _: uniform)
         return chain.run(torch.tensor([1.0, 0.5, 0.0])).weights[1]
 
-    single, double = run_in(torch.float32), run_in(torch.float64)
+    single = run_in(torch.float32)
+    double = run_in(torch.float64)
     assert ((double > 0.2) & (double < 0.8)).any()
     assert torch.allclose(single, double, atol=2e-4)

@@ -71,7 +71,8 @@ class Point(nn.Module):
 
     def __init__(self, point):
         super().__init__()
-        self.point, self.num_rows = nn.Parameter(torch.tensor(point)), []
+        self.point = nn.Parameter(torch.tensor(point))
+        self.num_rows = []
 
     def forward(self, x_t, t, _condition):
         self.num_rows.append(len(x_t))

@@ -49,7 +49,8 @@ def test_exact_experts_sample_every_point_equally_often(points, threshold):
     """Pearson's test of all 50 points, and of the clusters."""
     found = counts(points, "sample-1", threshold=threshold)
     clusters = torch.stack([part.sum() for part in found.split(SIZES)])
-    of_points, of_clusters = chisquare(found).pvalue, chisquare(clusters, NUM * np.array(PRIORS)).pvalue
+    of_points = chisquare(found).pvalue
+    of_clusters = chisquare(clusters, NUM * np.array(PRIORS)).pvalue
     print(f"sample-1, threshold {threshold}: shares {(clusters / NUM).tolist()}, p {of_points:.3f}, {of_clusters:.3f}")
     assert of_points > 0.005 and of_clusters > 0.005
 

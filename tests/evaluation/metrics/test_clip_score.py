@@ -20,6 +20,7 @@ def test_agrees_with_torchmetrics_and_needs_no_real_images(tmp_path):
     metric.update(images, real=True)
     for rows in (slice(0, 11), slice(11, None)):
         metric.update(images[rows], CAPTIONS[rows], real=False)
+
     (score,) = metric.scores().values()
 
     tokenizer = CLIPTokenizer.from_pretrained(tmp_path)
@@ -33,6 +34,7 @@ def test_agrees_with_torchmetrics_and_needs_no_real_images(tmp_path):
         one = CLIPScore(lambda: (model, CLIPProcessor(CLIPImageProcessor(), tokenizer)))
         one.update(image, caption)
         singles.append(float(one.score))  # which ``compute`` clips at 0
+
     means = [np.mean(singles[rows]) for rows in (slice(0, 8), slice(8, 11), slice(11, 19), slice(19, 21))]
     assert score.high - score.low == pytest.approx(2 * 1.96 * np.std(means, ddof=1) / 2, rel=1e-2)
 
@@ -46,7 +48,8 @@ def test_a_caption_that_is_too_long_counts_up_to_the_model_s_last_position(tmp_p
     captions = ["the apple on the table", "a table " * 9, "dog " * 30, "", "🍎" * 12, "a" + " b" * 17]
     images = np.random.default_rng(0).integers(0, 256, (len(captions), 16, 16, 3), dtype=np.uint8)
     tokenizer = CLIPTokenizer.from_pretrained(tmp_path)
-    begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
+    begin = tokenizer.bos_token_id
+    end = tokenizer.eos_token_id
     for image, caption in zip(images, captions, strict=True):
         metric = METRICS.build("clip-score", {"path": str(tmp_path)})
         metric.update(image[None], [caption])

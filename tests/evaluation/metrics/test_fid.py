@@ -25,14 +25,16 @@ def gaussian(rows):
 
 @pytest.mark.filterwarnings("ignore:The `disp` argument:DeprecationWarning")
 def test_agrees_with_clean_fid_on_2000_features():
-    generated, real = features(2000, 0.3, seed=1) * 1.5, features(2000)
+    generated = features(2000, 0.3, seed=1) * 1.5
+    real = features(2000)
     (mean, covariance), (real_mean, real_covariance) = gaussian(generated.numpy()), gaussian(real.numpy())
     expected = cleanfid_distance(mean, covariance, real_mean, real_covariance)
     assert metric(generated, real).value == pytest.approx(expected, rel=1e-3)
 
 
 def test_finite_and_exact_for_covariances_of_low_rank():
-    generated, real = features(5, seed=1), features(7)
+    generated = features(5, seed=1)
+    real = features(7)
     # With S_g = C_gᵀ C_g, the trace of the root is the sum of the singular values of C_g C_rᵀ.
     centred = [(rows.double() - rows.double().mean(0)) / (len(rows) - 1) ** 0.5 for rows in (generated, real)]
     shared = torch.linalg.svdvals(centred[0] @ centred[1].T).sum()
@@ -51,7 +53,8 @@ def test_the_interval_is_that_of_independent_sets():
 
 def test_the_interval_leaves_out_every_third_image_of_both_sets():
     """The delete-a-group jackknife in numpy; sets of different sizes."""
-    generated, real = features(40, 0.3, seed=1), features(50)
+    generated = features(40, 0.3, seed=1)
+    real = features(50)
     kept = [[np.arange(len(rows)) % 3 != j for rows in (generated, real)] for j in range(3)]
     without = [metric(generated[a], real[b]).value for a, b in kept]
     score = metric(generated, real, num_groups=3)

@@ -14,7 +14,8 @@ def features(num, size=6, shift=0.0, seed=0):
 @pytest.mark.parametrize("block", [1 << 25, 13])
 def test_all_pairs_by_a_double_loop(monkeypatch, block):
     monkeypatch.setattr("ddm_lightning.evaluation.metrics.features._BLOCK", block)
-    x, y = features(7).numpy(), features(5, shift=0.5, seed=1).numpy()
+    x = features(7).numpy()
+    y = features(5, shift=0.5, seed=1).numpy()
 
     def kernel(a, b):
         return (a @ b / 6 + 1) ** 3
@@ -45,7 +46,8 @@ def test_spread_is_the_standard_error():
 
 def test_the_spread_does_not_depend_on_the_order_of_the_images():
     """Samples and held-out images may follow one another in the same order; their halves must not."""
-    real, generated = features(60), features(60, shift=0.6)  # the same but for the shift
+    real = features(60)
+    generated = features(60, shift=0.6)  # the same but for the shift
     spreads = [kernel_distance(generated[order], real).spread for order in (slice(None), torch.randperm(60))]
     assert spreads[0] == pytest.approx(spreads[1], rel=0.2)
 
@@ -59,12 +61,11 @@ def test_four_images_of_each_kind_are_enough():
             metric.check_nums("kid", *nums)
 
 
-
-
 def test_subsets_give_what_clean_fid_gives_on_2000_features():
     from cleanfid.fid import kernel_distance as cleanfid_distance
 
-    real, generated = features(2000, 24), features(2000, 24, shift=0.2, seed=1)
+    real = features(2000, 24)
+    generated = features(2000, 24, shift=0.2, seed=1)
     expected = cleanfid_distance(real.numpy(), generated.numpy(), num_subsets=1, max_subset_size=2000)
     assert kernel_distance(generated, real).value == pytest.approx(expected, rel=1e-3)
     assert mean_over_subsets(generated, real, 1, max_size=2000) == pytest.approx(expected, rel=1e-3)

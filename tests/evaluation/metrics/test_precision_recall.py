@@ -17,12 +17,14 @@ def share_within(rows, centres, k):
     hits = np.zeros(len(rows), bool)
     for centre, radius in zip(centres, radii, strict=True):
         hits |= np.linalg.norm(rows - centre, axis=1) <= radius
+
     return hits.mean()
 
 
 @pytest.mark.parametrize("k", [1, 3])
 def test_agrees_with_a_second_implementation_on_2000_features(k):
-    generated, real = features(2000, 0, shift=0.8), features(2000, 1)
+    generated = features(2000, 0, shift=0.8)
+    real = features(2000, 1)
     found = precision_recall(generated, real, k)
     pairs = ((generated, real), (real, generated))
     expected = [share_within(a.double().numpy(), b.double().numpy(), k) for a, b in pairs]
@@ -31,7 +33,8 @@ def test_agrees_with_a_second_implementation_on_2000_features(k):
 
 
 def test_a_ball_holds_its_border_and_any_ball_will_do():
-    rows, centres = torch.tensor([[-1.0], [-1.1], [4.5], [3.0]]), torch.tensor([[0.0], [5.0]])
+    rows = torch.tensor([[-1.0], [-1.1], [4.5], [3.0]])
+    centres = torch.tensor([[0.0], [5.0]])
     assert covered(rows, centres, torch.tensor([1.0, 0.5])).tolist() == [True, False, True, False]
 
 
