@@ -1,7 +1,10 @@
 """Small saved ensembles of three experts and a router, random but all different."""
 
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
+import pytest
 from artifact_files import make_meta, make_network
 
 from ddm_lightning.config.experiment import SampleConfig
@@ -48,3 +51,15 @@ def load(folder):
 
 def images(ensemble, **settings):
     return [image.tobytes() for image in ensemble.sample(PROMPTS, **settings)]
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """A saved ensemble of three experts that no test changes."""
+    return saved(tmp_path_factory.mktemp("three"))
+
+
+@pytest.fixture
+def three(kept, tmp_path):
+    """A copy of it."""
+    return Path(shutil.copytree(kept, tmp_path / "three"))

@@ -14,17 +14,14 @@ from deadline import within
 from ensemble_networks import ExactExpert, ExactRouter, finite_set
 from finite_set import FiniteSetOracle
 from saved_ensembles import PROMPTS, images, load, put_member, saved
+from saved_ensembles import kept as kept
+from saved_ensembles import three as three
 
 from ddm_lightning.cli.parser import main
 from ddm_lightning.ensemble.velocity import Ensemble
 
 STRATEGIES = ("full", "top-1", "bayes")
 LOOSE = {"rtol": 0.1, "atol": 0.1}
-
-
-@pytest.fixture
-def three(tmp_path):
-    return saved(tmp_path)
 
 
 def change(*arguments):

@@ -10,7 +10,6 @@ from toy_ensemble import sample
 
 from ddm_lightning.config.experiment import SampleConfig
 from ddm_lightning.ensemble.residency import ResidentExperts
-from ddm_lightning.ensemble.velocity import Ensemble
 
 DIT = NETWORKS[0]
 MMDIT = NETWORKS[2]
@@ -42,23 +41,6 @@ def test_only_the_networks_compute_in_half_precision():
     seen.clear()
     assert ensemble.probabilities(*given).dtype == FULL
     assert {*seen} == {("x_t", FULL), ("t", FULL), ("embedded t", FULL), ("attention", HALF)}
-
-
-class Product(nn.Linear):
-    """One product, whose result is in half precision under autocast."""
-
-    prediction = "velocity"
-
-    def forward(self, x_t, *_):
-        return super().forward(x_t)
-
-
-def test_what_a_network_returns_in_half_precision_goes_on_in_float32():
-    ensemble = Ensemble([Product(8, 8), Product(8, 8)], Product(8, 2), [0.5, 0.5])
-    ensemble.precision = "bf16-mixed"
-    x_t = torch.randn(3, 8)
-    t = torch.full((3,), 0.5)
-    assert ensemble.velocity(x_t, t).dtype == ensemble.probabilities(x_t, t).dtype == FULL
 
 
 @pytest.mark.parametrize("network", [DIT, MMDIT])

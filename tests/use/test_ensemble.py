@@ -26,6 +26,8 @@ from artifact_files import edit, refused
 from diffusers import DiffusionPipeline
 from hub import hub as hub
 from saved_ensembles import images, load, saved
+from saved_ensembles import kept as kept
+from saved_ensembles import three as three
 from tiny_runs import ROOT, copy_run, settings
 
 from ddm_lightning import DecentralizedEnsemble
@@ -38,19 +40,8 @@ from ddm_lightning.use.export import export_diffusers
 
 
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory):
-    """A saved ensemble that no test changes."""
-    return saved(tmp_path_factory.mktemp("three"))
-
-
-@pytest.fixture(scope="module")
 def ensemble(kept):
     return load(kept)
-
-
-@pytest.fixture
-def three(kept, tmp_path):
-    return Path(shutil.copytree(kept, tmp_path / "saved"))
 
 
 def at_url(folder):
