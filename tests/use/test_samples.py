@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from artifact_files import make_meta, refused
