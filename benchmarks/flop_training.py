@@ -28,7 +28,7 @@ from ddm_lightning.core.registry import FEATURES
 from ddm_lightning.ensemble.manifest import write_ensemble
 from ddm_lightning.members.artifact import read_meta
 from ddm_lightning.members.cost import MemberCost
-from ddm_lightning.members.member import MONOLITH, ROUTER, Member, ensemble_members, role_of
+from ddm_lightning.members.member import MONOLITH, ROUTER, Member, batch_size_of, ensemble_members
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.shards.manifest import DataSizes, Manifest, manifest_path
@@ -276,7 +276,7 @@ class Study:
             per_sample = costs.router if member == ROUTER else costs.expert
             steps = [self._steps(variant, member, experiment, costs, share) for share in variant.budgets]
 
-            flops = per_sample * role_of(member).batch_size(member, experiment) * steps[-1]
+            flops = per_sample * batch_size_of(member, experiment) * steps[-1]
             for seed in variant.seeds:
                 yield Job(variant, seed, member, steps, flops)
 

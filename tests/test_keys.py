@@ -127,7 +127,7 @@ def test_initial_weights_are_of_the_seed_and_the_section():
 
     def key(seed, role, **own):
         build = {"build": lambda *_: Seen()}
-        kind = type("Role", (type(ROLES[role]),), build)()
+        kind = type("Role", (type(ROLES[role]),), build)(**vars(ROLES[role]))
         return replace(MEMBER, seed=seed, role=kind, **own).build_network().seed
 
     given = {"seed": 7, "role": "expert"}

@@ -17,7 +17,7 @@ from ddm_lightning.core import checks, remote
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.formatting import format_duration, table
 from ddm_lightning.islands import lease
-from ddm_lightning.members.member import all_members, role_of
+from ddm_lightning.members.member import all_members, batch_size_of
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.status import MemberStatus, loss_of
 
@@ -128,7 +128,7 @@ class Watch:
     def _seen(self, status: MemberStatus, health: str, age: float | None = None, starts: int | None = None) -> Seen:
         left = None
         if health == "training" and status.samples_per_second > 0:
-            batch_size = role_of(status.member).batch_size(status.member, self.run.experiment)
+            batch_size = batch_size_of(status.member, self.run.experiment)
             seconds = (status.max_steps - status.step) * batch_size / status.samples_per_second
             if math.isfinite(seconds):
                 left = seconds

@@ -39,7 +39,7 @@ MemberName: TypeAlias = Annotated[
     str,
     checks.matching(
         "|".join([rf"{EXPERT}-(0|[1-9]\d{{0,5}})", *_ALONE]),
-        f"{expert_name(0)}, {expert_name(1)} …, {', '.join(_ALONE[:-1])} or {_ALONE[-1]}",
+        f"{expert_name(0)}, {expert_name(1)} …, or one of {', '.join(_ALONE)}",
     ),
 ]
 

@@ -250,8 +250,10 @@ class MemberCost:
         self.network = member.adapted(member.plan_network())
         named = dict(self.network.named_parameters())
         self.num_parameters = sum(parameter.numel() for parameter in named.values())
-        by_muon = member.train.optimizer == "muon"
-        self.num_muon = sum(p.numel() for name, p in named.items() if by_muon and is_muon_matrix(name, p))
+        self.num_muon = 0
+        if member.train.optimizer == "muon":
+            self.num_muon = sum(p.numel() for name, p in named.items() if is_muon_matrix(name, p))
+
         self.state = state_bytes(self.num_parameters, member.train.num_copies, self.num_muon)
         self._counted = cache(self._count)
 

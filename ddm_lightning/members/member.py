@@ -1,7 +1,7 @@
 """Members, the networks that train alone, and their roles: what an expert, the router, the monolith and a student are.
 
-A role says what its members build, train on and hand over. A new one is a class here, an entry in ``ROLES`` and, if its
-loss is new, an objective of training. A ``Member`` is resolved from an experiment and the sizes of its data.
+A new role is an entry in ``ROLES``, a name in ``all_members``, what differs in ``section_of`` and ``Member.resolve``
+and, if its loss is new, an objective of training. ``Member`` is resolved from an experiment and the sizes of its data.
 """
 
 from __future__ import annotations
@@ -40,49 +40,17 @@ if TYPE_CHECKING:
 EXPERT, ROUTER, MONOLITH, STUDENT = ROLE_NAMES
 
 
+@dataclass(frozen=True)
 class Role:
-    """Base of the roles. As it is, a member trains an expert's network on all clusters.
-
-    ``name`` is that of the role; methods take that of a member.
-    """
+    """What members of one kind build, and how they are trained."""
 
     name: str
-    section = "expert"
+    section: str = "expert"
     """Section of the experiment; members of one section start from the same weights."""
-    objective = "regression"
+    objective: str = "regression"
     """Name of its objective in ``training``."""
-    classifies = False
+    classifies: bool = False
     """Whether its network gives a logit per cluster, instead of a prediction of data or noise."""
-    in_ensemble = False
-    """Whether an ensemble needs it."""
-
-    def names(self, experiment: Experiment) -> list[str]:
-        """Names of its members."""
-        return [self.name]
-
-    def clusters(self, name: str, experiment: Experiment) -> tuple[int, ...]:
-        """Clusters of the member's training data."""
-        return tuple(range(experiment.prepare.partition.num_clusters))
-
-    def config(self, name: str, experiment: Experiment) -> ExpertConfig | RouterConfig:
-        """The section of the experiment, with the member's overrides."""
-        return expert_section(name, experiment)
-
-    def train(self, name: str, experiment: Experiment) -> TrainConfig:
-        """Settings of the member's training."""
-        return self.config(name, experiment).train
-
-    def batch_size(self, name: str, experiment: Experiment) -> int:
-        """Samples per optimizer step."""
-        return self.train(name, experiment).global_batch_size
-
-    def condition(self, experiment: Experiment, sizes: Manifest | DataSizes) -> tuple[ConditionSpec, float]:
-        """Condition of the network, and the probability of dropping a sample's.
-
-        Raises:
-            UserError: as ``condition_spec``.
-        """
-        return condition_spec(experiment, sizes), experiment.condition.dropout
 
     def build(
         self, network: PluginConfig, x_shape: tuple[int, int, int], condition: ConditionSpec, num_clusters: int
@@ -99,77 +67,14 @@ class Role:
         return EXPERTS.build(network.name, network.params, **context)
 
 
-class Expert(Role):
-    """Trains on one cluster, with 1/K of the monolith's batch (arXiv 2501.05450, section 4).
-
-    Experts of one cluster that share its noise levels share its batch, too: each of M experts takes 1/M of the
-    monolith's, so that all of them together cost as much as the monolith.
-    """
-
-    name = EXPERT
-    in_ensemble = True
-
-    def names(self, experiment: Experiment) -> list[str]:
-        return [expert_name(number) for number in range(experiment.num_experts)]
-
-    def clusters(self, name: str, experiment: Experiment) -> tuple[int, ...]:
-        return (expert_clusters(experiment)[expert_number(name)],)
-
-    def batch_size(self, name: str, experiment: Experiment) -> int:
-        return super().batch_size(name, experiment) // experiment.num_experts
-
-
-class Router(Role):
-    """Classifies noisy samples by cluster; a single expert needs none."""
-
-    name = ROUTER
-    section = "router"
-    objective = "classification"
-    classifies = True
-    in_ensemble = True
-
-    def names(self, experiment: Experiment) -> list[str]:
-        if experiment.prepare.partition.num_clusters > 1:
-            return [self.name]
-
-        return []
-
-    def config(self, name: str, experiment: Experiment) -> RouterConfig:
-        return experiment.router
-
-    def condition(self, experiment: Experiment, sizes: Manifest | DataSizes) -> tuple[ConditionSpec, float]:
-        router = experiment.router
-        if router.conditional:
-            spec = condition_spec(experiment, sizes)
-        else:
-            spec = ConditionSpec("none", 0)
-
-        return spec, router.condition_dropout
-
-
-class Monolith(Role):
-    """Trains on all clusters, and is what the ensemble is compared with."""
-
-    name = MONOLITH
-
-
-class Student(Role):
-    """Learns the ensemble's velocity instead of the data's."""
-
-    name = STUDENT
-    objective = "distillation"
-
-    def train(self, name: str, experiment: Experiment) -> TrainConfig:
-        train = super().train(name, experiment)
-        distill = experiment.distill
-        return replace(
-            train,
-            max_steps=distill.max_steps or train.max_steps,
-            global_batch_size=distill.global_batch_size or train.global_batch_size,
-        )
-
-
-ROLES = {role.name: role for role in (Expert(), Router(), Monolith(), Student())}
+ROLES = {
+    EXPERT: Role(EXPERT),
+    ROUTER: Role(ROUTER, section="router", objective="classification", classifies=True),
+    MONOLITH: Role(MONOLITH),
+    STUDENT: Role(STUDENT, objective="distillation"),
+}
+"""An expert trains on one cluster; the router classifies noisy samples by cluster; the monolith, with which the
+ensemble is compared, trains on all clusters; the student learns the ensemble's velocity instead of the data's."""
 
 
 def role_of(name: str) -> Role:
@@ -189,12 +94,16 @@ def expert_number(name: str) -> int:
 
 def ensemble_members(experiment: Experiment) -> list[str]:
     """Names of the ensemble's members: M experts, then the router unless K = 1."""
-    return [name for name in all_members(experiment) if role_of(name).in_ensemble]
+    names = [expert_name(number) for number in range(experiment.num_experts)]
+    if experiment.prepare.partition.num_clusters > 1:
+        names.append(ROUTER)
+
+    return names
 
 
 def all_members(experiment: Experiment) -> list[str]:
     """Names of all members that can be trained, those of the ensemble first."""
-    return [name for role in ROLES.values() for name in role.names(experiment)]
+    return [*ensemble_members(experiment), MONOLITH, STUDENT]
 
 
 def parse_members(text: str, experiment: Experiment, key: str = "member") -> list[str]:
@@ -213,6 +122,35 @@ def parse_members(text: str, experiment: Experiment, key: str = "member") -> lis
             raise UserError(f"{key}={text}: unknown member {name!r}; known: {', '.join(known)}, all")
 
     return list(dict.fromkeys(names))
+
+
+def section_of(name: str, experiment: Experiment) -> ExpertConfig | RouterConfig:
+    """The member's section of the experiment, with its overrides; a student has the steps of ``distill``."""
+    if name == ROUTER:
+        return experiment.router
+
+    section = expert_section(name, experiment)
+    if name == STUDENT:
+        train = replace(
+            section.train,
+            max_steps=experiment.distill.max_steps or section.train.max_steps,
+            global_batch_size=experiment.distill.global_batch_size or section.train.global_batch_size,
+        )
+        return replace(section, train=train)
+
+    return section
+
+
+def batch_size_of(name: str, experiment: Experiment) -> int:
+    """Samples per optimizer step: of an expert 1/M of the monolith's (arXiv 2501.05450, section 4).
+
+    All experts together cost as much as the monolith, also those of one cluster that share its noise levels.
+    """
+    size = section_of(name, experiment).train.global_batch_size
+    if role_of(name).name == EXPERT:
+        return size // experiment.num_experts
+
+    return size
 
 
 def condition_spec(experiment: Experiment, sizes: Manifest | DataSizes) -> ConditionSpec:
@@ -290,21 +228,32 @@ class Member:
             )
 
         role = role_of(name)
-        config = role.config(name, experiment)
-        expert = config if isinstance(config, ExpertConfig) else ExpertConfig()
-        condition, condition_dropout = role.condition(experiment, sizes)
+        config = section_of(name, experiment)
+        clusters = tuple(range(num_clusters))
+        if role.name == EXPERT:
+            clusters = (expert_clusters(experiment)[expert_number(name)],)
+
+        if isinstance(config, ExpertConfig):
+            expert = config
+            condition = condition_spec(experiment, sizes)
+            condition_dropout = experiment.condition.dropout
+        else:
+            expert = ExpertConfig()
+            condition = condition_spec(experiment, sizes) if config.conditional else ConditionSpec("none", 0)
+            condition_dropout = config.condition_dropout
+
         return cls(
             name=name,
             role=role,
-            clusters=role.clusters(name, experiment),
+            clusters=clusters,
             num_clusters=num_clusters,
             seed=experiment.seed,
             network=config.network,
             init_from=init_of(config),
             lora=expert.network.lora,
-            train=role.train(name, experiment),
+            train=config.train,
             timesteps=config.timesteps,
-            batch_size=role.batch_size(name, experiment),
+            batch_size=batch_size_of(name, experiment),
             x_shape=sizes.x_shape,
             condition=condition,
             condition_dropout=condition_dropout,

@@ -120,8 +120,7 @@ def check_networks(
             member.adapted(network)
 
         train = f"{key.removesuffix('.network')}.train.optimizer"
-        has_matrices = any(is_muon_matrix(name, parameter) for name, parameter in network.named_parameters())
-        if member.train.optimizer == "muon" and not has_matrices:
+        if member.train.optimizer == "muon" and not any(is_muon_matrix(*named) for named in network.named_parameters()):
             raise UserError(
                 f"{blamed(source, overrides, train, key)}: key {train!r} = 'muon': {key} has no matrices in 'blocks'; "
                 "set adamw"

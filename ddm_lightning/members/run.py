@@ -15,7 +15,7 @@ from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write_text
 from ddm_lightning.members.artifact import read_meta
 from ddm_lightning.members.initial import Initial
-from ddm_lightning.members.member import Member, all_members, ensemble_members, role_of
+from ddm_lightning.members.member import Member, all_members, ensemble_members, section_of
 from ddm_lightning.members.run_folder import RunFolder, recorded, refuse_changed
 from ddm_lightning.members.status import MemberStatus
 from ddm_lightning.shards.manifest import DataSizes, Manifest
@@ -72,19 +72,15 @@ class Run:
         Raises:
             UserError: as ``open``.
         """
-        before = self._checkpoints()
         is_new = not self.folder.experiment.exists()
         Run.open(self.experiment, create=True)
         try:
             yield
         except UserError:
-            if is_new and self._checkpoints() == before:
+            if is_new and not any(self.folder.root.glob("members/*/checkpoints/*")):
                 self.folder.experiment.unlink(missing_ok=True)
 
             raise
-
-    def _checkpoints(self) -> set[Path]:
-        return set(self.folder.root.glob("members/*/checkpoints/*"))
 
     @cached_property
     def manifest(self) -> Manifest:
@@ -155,7 +151,7 @@ class Run:
 
     def max_steps(self, name: str) -> int:
         """Optimizer steps that the experiment asks of the member."""
-        return role_of(name).train(name, self.experiment).max_steps
+        return section_of(name, self.experiment).train.max_steps
 
     def is_finished(self, name: str) -> bool:
         """Whether the member has handed over an artifact of all steps of the experiment.

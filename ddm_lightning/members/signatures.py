@@ -19,7 +19,7 @@ from ddm_lightning.core.errors import UserError, first_line, redacted
 from ddm_lightning.core.files import atomic_write, atomic_write_json, sha256_file, sha256_json
 from ddm_lightning.core.registry import require
 from ddm_lightning.members.artifact import REMEDY, read_meta
-from ddm_lightning.members.member import role_of
+from ddm_lightning.members.member import role_of, section_of
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import MEMBER_FILE, SIGNATURE, STATEMENT
 from ddm_lightning.shards.manifest import manifest_path
@@ -69,11 +69,10 @@ def check_keys(name: str, run: Run) -> None:
     """
     _signer(name, run)
     if _trusted(name, run.experiment) and name != PREPARE:
-        role = role_of(name)
-        initial = init_of(role.config(name, run.experiment))
+        initial = init_of(section_of(name, run.experiment))
         if initial is not None and initial.sha256 is None:
             raise UserError(
-                f"key '{role.section}.init_from': nobody signs these weights, and island.trusted_keys is set; "
+                f"key '{role_of(name).section}.init_from': nobody signs these weights, and island.trusted_keys is set; "
                 f"prepare a new run with their hash: {{source: {redacted(initial.source)}, sha256: …}} "
                 "(in initial/*.json of a run you trust, or by sha256sum)"
             )

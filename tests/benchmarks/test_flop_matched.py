@@ -12,7 +12,7 @@ from flop_training import Study, Variant, variants_of
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.evaluation.metrics.features import KernelDistance, kernel_distance
 from ddm_lightning.members.artifact import read_meta
-from ddm_lightning.members.member import role_of
+from ddm_lightning.members.member import batch_size_of
 from ddm_lightning.members.run_folder import RunFolder
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
@@ -40,7 +40,7 @@ def test_every_side_costs_the_same_flops(tiny_run):
     members = [jobs["main", name] for name in ("expert-0", "expert-1", "router")]
     assert sum(job.flops for job in members) + study.costs.partition == pytest.approx(study.budget(1.0))
     assert members[0].steps[-1] == study.experiment.expert.train.max_steps
-    per_step = role_of("expert-0").batch_size("expert-0", study.experiment) * study.costs.expert
+    per_step = batch_size_of("expert-0", study.experiment) * study.costs.expert
     assert members[0].flops == members[0].steps[-1] * per_step
 
 

@@ -9,7 +9,7 @@ import torch
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.registry import CAPTION_ENCODERS, EXPERTS, FEATURES, IMAGE_ENCODERS, ROUTERS, SOURCES
 from ddm_lightning.members.cost import flops_per_sample
-from ddm_lightning.members.member import Member, role_of
+from ddm_lightning.members.member import Member, batch_size_of, section_of
 from ddm_lightning.members.preflight import check_plugins
 from ddm_lightning.shards.manifest import DataSizes
 
@@ -119,10 +119,10 @@ def test_the_hours_of_a_header_follow_from_its_formula(stem):
     assert shipped <= {(role, gpus) for role, gpus, *_ in lines}
     for role, gpus, steps, samples, *texts in lines:
         member = "expert-0" if role == "expert" else role
-        max_steps = role_of(member).train(member, experiment).max_steps
+        max_steps = section_of(member, experiment).train.max_steps
         assert int(steps.replace(",", "")) == max_steps
         per_gpu = int(samples.replace(",", ""))
-        assert per_gpu * int(gpus) == role_of(member).batch_size(member, experiment)
+        assert per_gpu * int(gpus) == batch_size_of(member, experiment)
         gflop = LARGE[stem][1] if role == "expert" else 138.6
         low, high, activations, *others, shortest, longest = texts
         assert (low, high) == (f"{gflop / 620:.2f}", f"{gflop / 520:.2f}")  # GFLOP at TFLOP/s are ms

@@ -14,7 +14,7 @@ from ddm_lightning.config.experiment import Experiment, NetworkConfig
 from ddm_lightning.config.load import load_experiment, to_yaml
 from ddm_lightning.config.merge import expert_section
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.members.member import Member, all_members, role_of
+from ddm_lightning.members.member import Member, all_members, batch_size_of, section_of
 from ddm_lightning.members.preflight import check_networks, check_plugins
 from ddm_lightning.members.run_folder import changes
 from ddm_lightning.shards.manifest import DataSizes
@@ -51,9 +51,8 @@ def test_params_of_the_same_network_are_merged_and_so_are_overrides_on_the_comma
         **document["expert"]["network"]["params"],
         "depth": 3,
     }
-    role = role_of("expert-0")
-    assert role.train("expert-0", experiment).max_steps == 7 and role.batch_size("expert-0", experiment) == 2
-    assert role.train("expert-1", experiment).max_steps == 60 and role.batch_size("expert-1", experiment) == 8
+    assert section_of("expert-0", experiment).train.max_steps == 7 and batch_size_of("expert-0", experiment) == 2
+    assert section_of("expert-1", experiment).train.max_steps == 60 and batch_size_of("expert-1", experiment) == 8
     path.write_text(to_yaml(experiment))
     assert load_experiment(path) == experiment
 
