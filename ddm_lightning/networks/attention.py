@@ -41,15 +41,14 @@ def attention(
             which runs everywhere.
 
     Raises:
-        UserError: ``xformers`` is not installed.
-        RuntimeError: the kernel cannot run here (see ``check_attention``).
+        RuntimeError: the kernel cannot run here (see ``check_attention``, which also loads xformers).
     """
     if backend in _KERNELS:
         with sdpa_kernel(_KERNELS[backend]):
             return attention(q, k, v, "sdpa")
 
     if backend == "xformers":
-        return _xformers(q, k, v)
+        return _xformers_ops.memory_efficient_attention(q, k, v)
 
     q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
     return functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
@@ -112,6 +111,8 @@ def check_attention(backend: str, device: torch.device) -> None:
     """
     if backend in ("auto", "sdpa"):
         return
+    if backend == "xformers":
+        _load_xformers()
 
     square = torch.ones(64, 64, device=device, requires_grad=True)
     q = (square @ square).view(1, 64, 1, 64)  # in the dtype of a linear layer's output
@@ -123,21 +124,10 @@ def check_attention(backend: str, device: torch.device) -> None:
         raise UserError(f"attention back end {backend!r} has no kernel for {q.dtype} on {device}; {_REMEDY}") from error
 
 
-def _load_xformers() -> Any:
+def _load_xformers() -> None:
     """Import xformers only when used: it takes over a second, and warns on machines without CUDA."""
     global _xformers_ops
     try:
         _xformers_ops = importlib.import_module("xformers.ops")
     except ImportError as error:
         raise UserError(f"attention back end 'xformers' cannot be imported ({error}); {_REMEDY}") from error
-
-    return _xformers_ops
-
-
-def _xformers(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    if torch.compiler.is_compiling():
-        ops = _xformers_ops
-    else:
-        ops = _load_xformers()
-
-    return ops.memory_efficient_attention(q, k, v)

@@ -39,6 +39,14 @@ def mean_square(x):
     return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
 
 
+def rms(heads, norm):
+    """Queries or keys after their norm, or as they are without one."""
+    if isinstance(norm, nn.Identity):
+        return heads
+
+    return mean_square(heads) * norm.weight
+
+
 def mlp(x, layers):
     """Two linear layers with a GELU in between."""
     hidden = linear(x, layers[0])

@@ -82,7 +82,7 @@ def test_xformers_gets_its_own_layout(monkeypatch):
 def test_xformers_that_is_not_installed_names_the_remedy(monkeypatch):
     monkeypatch.setitem(sys.modules, "xformers.ops", None)
     with pytest.raises(UserError, match=r"cannot be imported.*island\.attention=sdpa"):
-        attention(*[torch.empty(1, 2, 1, 4)] * 3, "xformers")
+        check_attention("xformers", torch.device("cpu"))
 
 
 def test_a_kernel_that_cannot_run_here_is_one_line():
@@ -104,6 +104,7 @@ def test_equals_the_formula_on_a_gpu(dtype, tolerance, backend):
     if backend == "xformers" and not pytest.importorskip("xformers._cpp_lib")._built_with_cuda:
         pytest.skip("xformers was built for another CUDA")
 
+    set_attention(nn.Module(), backend)
     # 72 features a head are those of DiT-XL/2; views of one product, as layers hand them over.
     qkv = heads(0, 2, 37, 3, 4, 72).to(dtype)
     expected = by_numpy(*(part.double() for part in qkv.unbind(2)))

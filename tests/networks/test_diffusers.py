@@ -341,44 +341,36 @@ def test_what_does_not_match_is_refused_in_one_line(kind, changes, problem):
 
 
 def test_folders_that_cannot_be_read_are_refused(tmp_path):
-    def resolved(source):
-        of_model = [f"expert.init_from={source}", "expert.network.name=diffusers", "expert.path=vp"]
+    def resolved(name, path="vp"):
+        of_model = [f"expert.init_from={tmp_path / name}", "expert.network.name=diffusers", f"expert.path={path}"]
         others = [f"run_dir={tmp_path / 'run'}", "condition.kind=class", "sample.prompts=[]"]
         run = Run(load_experiment(TINY, [*of_model, *others]))
-        member = run.resolve("expert-0", DataSizes(SHAPE, 16, None, 4))
-        return member.initial, member
+        return run.resolve("expert-0", DataSizes(SHAPE, 16, None, 4))
 
-    nowhere, pickled, other = (tmp_path / name for name in ("nowhere", "pickled", "other"))
-    refused(lambda: resolved(nowhere), nowhere / "config.json", "the model's configuration is missing")
-    saved(DIT, pickled, safe=False)
-    refused(lambda: resolved(pickled)[0].path, pickled, "no folder of diffusers", "never unpickled")
-    saved(DIT, other)
-    file = other / "config.json"
+    saved(DIT, tmp_path / "whole")
+    saved(DIT, tmp_path / "pickled", safe=False)
+    saved(DIT, tmp_path / "other")
+    file = tmp_path / "other" / "config.json"
     # Of before diffusers 0.30, and with another depth.
     file.write_text(json.dumps(json.loads(file.read_text()) | {"_class_name": "Transformer2DModel", "num_layers": 3}))
-    initial, member = resolved(other)
-    refused(lambda: initial.check(member.plan_network()), other, "do not fit: 'model.transformer_blocks.2.", "missing")
-    (tmp_path / "strange").mkdir()
-    (tmp_path / "strange" / "config.json").write_text(json.dumps({"_class_name": "os.system"}))
-    refused(lambda: resolved(tmp_path / "strange"), "config.json: _class_name is 'os.system', not one of DiT")
+
+    refused(lambda: resolved("nowhere"), tmp_path / "nowhere/config.json", "the model's configuration is missing")
+    refused(lambda: resolved("pickled").initial.path, "pickled: ", "no folder of diffusers", "never unpickled")
+    refused(lambda: resolved("whole", "linear").build_network(), "on the path 'vp', not 'linear'; set expert.path=vp")
+    other = resolved("other")
+    refused(lambda: other.initial.check(other.plan_network()), "do not fit: 'model.transformer_blocks.2.", "is missing")
 
 
-def test_another_path_and_an_artifact_that_names_a_folder_are_refused(tmp_path):
-    saved(DIT, tmp_path)
-    network = ["expert.network.name=diffusers", f"expert.init_from={tmp_path}", f"run_dir={tmp_path / 'run'}"]
-    experiment = load_experiment(TINY, [*network, "condition.kind=class", "sample.prompts=[]"])
-    with pytest.raises(UserError, match=r"works on the path 'vp', not 'linear'; set expert\.path=vp"):
-        Run(experiment).resolve("expert-0", DataSizes(SHAPE, 16, None, 4)).build_network()
+@pytest.mark.parametrize(
+    ("kind", "condition", "changes", "path", "words"),
+    [(DIT, CLASSES, {}, "linear", "'vp'"), (SD3, TOKENS, {"pos_embed_max_size": 10**6}, "linear", "of memory")],
+)
+def test_an_artifact_of_another_path_or_of_a_huge_model_is_refused(kind, condition, changes, path, words):
+    config = {"_class_name": kind} | MODELS[kind]
+    network = built(condition, config=config)
+    description = {"network": "diffusers", "x_shape": SHAPE, "condition": condition, "prediction": network.prediction}
+    right = make_meta(**description, params={"config": config}, path=network.path)
+    wrong = make_meta(**description, params={"config": config | changes}, path=path)
 
-    state = built(folder=tmp_path).state_dict()
-    same = params_of(tmp_path)
-    meta = replace(make_meta(), network="diffusers", params=same, x_shape=SHAPE, condition=CLASSES)
-    meta = replace(meta, prediction="epsilon", path="vp")
-    build_network(meta, state)
-    refused(lambda: build_network(replace(meta, params={"path": str(tmp_path)}), state), "expert-0", "outside the")
-    refused(lambda: build_network(replace(meta, path="linear"), state), "expert-0", "'vp'")
-    small = {"_class_name": SD3} | MODELS[SD3]
-    state = built(TOKENS, config=small).state_dict()
-    huge = small | {"pos_embed_max_size": 10**6}
-    meta = replace(meta, params={"config": huge}, condition=TOKENS, prediction="velocity", path="linear")
-    refused(lambda: build_network(meta, state), "expert-0", "of memory")
+    build_network(right, network.state_dict())
+    refused(lambda: build_network(wrong, network.state_dict()), "expert-0", words)

@@ -6,14 +6,13 @@ from networks.small import (
     attend,
     check_mixed_precision,
     linear,
-    mean_square,
     mlp,
     moved,
     random,
     randomised,
+    rms,
     standardised,
 )
-from torch import nn
 from torch.nn.functional import silu
 
 from ddm_lightning.core.errors import UserError
@@ -54,13 +53,6 @@ def test_the_setting_of_the_docstring_has_three_billion_parameters():
         )
 
     assert sum(parameter.numel() for parameter in network.parameters()) == pytest.approx(3.0e9, rel=0.02)
-
-
-def rms(x, norm):
-    if isinstance(norm, nn.Identity):
-        return x
-
-    return mean_square(x) * norm.weight
 
 
 def by_formula(block, x, text, conditioning):
