@@ -34,9 +34,10 @@ from tiny_runs import tiny_run as tiny_run
 settings.register_profile("house", deadline=None, derandomize=True)
 settings.load_profile("house")
 torch.set_num_threads(1)
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # So a shell starts what runs in its background, and every program started here would be deaf to Ctrl-C.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+for ignored, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(ignored) is signal.SIG_IGN:
+        # So shells start what runs in their background or by nohup, and all programs started here would be deaf, too.
+        signal.signal(ignored, handler)
 
 # Before any test module imports them, so that every annotation in them is checked at each call.
 install_import_hook(

@@ -100,29 +100,37 @@ def copy_run(finished, to, *unfinished):
     return to
 
 
-def _finished(tmp_path_factory, name, *more):
-    """Make a run once for all processes of pytest-xdist: the first one that needs it."""
+def made_once(tmp_path_factory, name, make):
+    """A folder that the first process of pytest-xdist makes that needs it, for all of them."""
     base = tmp_path_factory.getbasetemp()
-    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    run_dir = base / "tiny" / name
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent
+
+    folder = base / "tiny" / name
     with FileLock(base / f"{name}.lock"):
-        if not run_dir.with_suffix(".out").exists():
-            out, err = finish(start("fit", run_dir, *more))
-            run_dir.with_suffix(".err").write_text(err, encoding="utf-8")
-            run_dir.with_suffix(".out").write_text(out, encoding="utf-8")
-    return run_dir
+        if not folder.with_suffix(".made").exists():
+            make(folder)
+            folder.with_suffix(".made").touch()
+
+    return folder
+
+
+def _fit(run_dir, *more):
+    out, err = finish(start("fit", run_dir, *more))
+    run_dir.with_suffix(".err").write_text(err, encoding="utf-8")
+    run_dir.with_suffix(".out").write_text(out, encoding="utf-8")
 
 
 @pytest.fixture(scope="session")
 def finished_run(tmp_path_factory):
     """A finished run that nothing disturbed. Do not change it; copy it."""
-    return _finished(tmp_path_factory, "undisturbed")
+    return made_once(tmp_path_factory, "undisturbed", _fit)
 
 
 @pytest.fixture(scope="session")
 def long_run(tmp_path_factory):
     """The same of ``LONG_STEPS``, for tests that are marked ``long``."""
-    return _finished(tmp_path_factory, "long", *LONG)
+    return made_once(tmp_path_factory, "long", lambda run_dir: _fit(run_dir, *LONG))
 
 
 @contextmanager
@@ -156,7 +164,7 @@ def prepared(run, *settings):
 @pytest.fixture(scope="session")
 def tiny_prepared(tmp_path_factory):
     """The folder ``prepared`` of the tiny experiment. Not to be changed: copy it."""
-    return prepared(tmp_path_factory.mktemp("tiny_prepared"))
+    return made_once(tmp_path_factory, "prepared", prepared) / "prepared"
 
 
 @pytest.fixture
