@@ -74,12 +74,11 @@ def compare(points: Mapping[float, Sequence[Point]], network: str, other: str) -
         best = tuned([rows], network)
         kids = [f"{mean_kid(row, network):.3f}" for row in (*rows.values(), best.points)]
         report.figures[f"kid_{variant}_{method}"] = mean_kid(best.points, network)
-        ratios = [""] * 3
+        ratios = []
         if method not in MONOLITHS:
             own = variant if variant in monoliths else "main"
             monolith = tuned([tables[own, baseline_of(method)]], network)
             better = tuned(monoliths[own], network)
-            ratios.clear()
             for name, other_side, features in (
                 ("over_monolith", monolith, network),
                 ("over_better_monolith", better, network),
@@ -94,7 +93,7 @@ def compare(points: Mapping[float, Sequence[Point]], network: str, other: str) -
         if variant != "main":
             label += f", {label_of(variant)}"
 
-        report.row(label, *kids, " ".join(map("{:g}".format, best.scales)), *ratios)
+        report.row(label, *kids, " ".join(map("{:g}".format, best.scales)), *(ratios or [""] * 3))
 
     better_kid = mean_kid(tuned(monoliths["main"], network).points, network)
     report.figures["kid_better_monolith"] = better_kid

@@ -120,11 +120,11 @@ def test_ctrl_c_promises_to_resume_only_what_resumes(capsys, monkeypatch, comman
 # Commands on runs.
 
 
-@pytest.mark.parametrize("command", ["sample --prompt disc", "diagnose --num 12", "evaluate evaluate.num_images=20"])
+@pytest.mark.parametrize("command", ["sample --prompt disc", "diagnose --num 6", "evaluate evaluate.num_images=8"])
 def test_a_log_shows_that_a_long_command_goes_on(capsys, monkeypatch, run, command):
     monkeypatch.setattr("ddm_lightning.core.formatting.LINE_SECONDS", 0.01)
     name, *more = command.split()
-    few = [FEW, "evaluate.metrics=[{name: kid, params: {features: pixels}}]"]
+    few = ["sample.num_steps=1", "evaluate.metrics=[{name: kid, params: {features: pixels}}]"]
     assert main([name, *settings(run), *few, *more]) == 0
     assert re.search(r"^[\w, ]+: \d+ of \d+", capsys.readouterr().err, re.MULTILINE)
 
@@ -310,7 +310,7 @@ def test_a_run_is_addressed_without_repeating_its_overrides(called, refuse, samp
     address = ["-c", run / "experiment.yaml"] if by_record else ["-c", TINY, f"run_dir={run}"]
 
     assert f"{STEPS['expert-0']}/{STEPS['expert-0']}" in called("status", *address)
-    assert sampled(*address) == run / "samples" / "top-1.png"
+    assert sampled(*address, FEW) == run / "samples" / "top-1-001.png"
     line = refuse("sample", *address, "seed=5")
     assert line.startswith(f"{run / 'experiment.yaml'}: the experiment changed since")
     assert "seed (was 0)" in line
