@@ -7,7 +7,7 @@ import logging
 import os
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -97,23 +97,12 @@ def _train(member: Member, run: Run, status: MemberStatus, mine: Ranks) -> Membe
         if mine.is_first:
             say(f"{member.name}: {line}")
 
+    module.speed.cost = step_cost(member, island, module.network)
     num_parameters = sum(parameter.numel() for parameter in module.network.parameters())
     num_copies = member.train.num_copies
     strategy, reason = choose_strategy(island, num_parameters, num_copies, member.train.optimizer)
-    module.speed.cost = step_cost(member, island, module.network)
-    size = format_bytes(state_bytes(num_parameters, num_copies).checkpoint)
-    num_frozen = sum(weight.numel() for weight in frozen(module.network).values())
-    on_base = f" on a frozen base of {num_frozen / 1e6:.2f} M" if num_frozen else ""
-    tell(f"{num_parameters / 1e6:.2f} M parameters{on_base}, {reason}")
-    tell(f"a checkpoint takes {size} of the disk and of the host's memory")
-    tell(module.speed.cost.line)
-    device = device_of(island.accelerator)
-    if device.type == "cuda" and island.attention in ("auto", "sdpa"):
-        with autocast(island.precision, device):
-            kernel = chosen_kernel(module.network, device)
-
-        if kernel is not None:
-            tell(f"attention by torch's kernel {kernel}")
+    for line in _costs(module, num_parameters, reason):
+        tell(line)
 
     origin = checkpoint.origin_of(member, run.experiment)
     newest = None
@@ -160,6 +149,26 @@ def _train(member: Member, run: Run, status: MemberStatus, mine: Ranks) -> Membe
         status.write(folder)
 
     return status
+
+
+def _costs(module: MemberModule, num_parameters: int, reason: str) -> Iterator[str]:
+    """Describe the size of a training, why it has its strategy, what a step costs, and the kernel of attention."""
+    num_frozen = sum(weight.numel() for weight in frozen(module.network).values())
+    on_base = f" on a frozen base of {num_frozen / 1e6:.2f} M" if num_frozen else ""
+    yield f"{num_parameters / 1e6:.2f} M parameters{on_base}, {reason}"
+
+    size = format_bytes(state_bytes(num_parameters, module.member.train.num_copies).checkpoint)
+    yield f"a checkpoint takes {size} of the disk and of the host's memory"
+
+    yield module.speed.cost.line
+    island = module.island
+    device = device_of(island.accelerator)
+    if device.type == "cuda" and island.attention in ("auto", "sdpa"):
+        with autocast(island.precision, device):
+            kernel = chosen_kernel(module.network, device)
+
+        if kernel is not None:
+            yield f"attention by torch's kernel {kernel}"
 
 
 def _hand_over(module: MemberModule, trainer: L.Trainer, run: Run, status: MemberStatus) -> None:

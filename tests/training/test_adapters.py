@@ -164,7 +164,6 @@ def test_muon_trains_adapters_and_ema_widths_choose_among_their_averages(run, ti
     assert not torch.equal(after[min(after)], before[min(after)])
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_two_ranks_resume_an_adapter_to_the_same_weights(run, tiny_prepared, tmp_path):
     _, own = run

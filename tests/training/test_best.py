@@ -109,7 +109,6 @@ def test_a_member_without_held_out_samples_cannot_choose(tmp_path, capsys):
     assert not member(tmp_path / "run", "checkpoints").exists()
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_two_ranks_keep_the_best_of_both(tiny_prepared, tmp_path):
     ranks = ("island.devices=2", "island.strategy=fsdp", "island.accelerator=cpu", "member=expert-0")

@@ -1,6 +1,7 @@
 import json
 import math
 import weakref
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ NAN = float("nan")
 
 def network():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    layers = {"first": nn.Linear(3, 4), "blocks": nn.Sequential(nn.Linear(4, 4)), "last": nn.Linear(4, 2)}
+    return nn.Sequential(OrderedDict(layers))
 
 
 def state_of(module, optimizer):
@@ -26,7 +28,7 @@ def state_of(module, optimizer):
 
 
 def take(module, optimizer, guard, step, spoil=False, gradient=None, rank=0):
-    """One step as the module takes it; ``gradient`` takes the place of one number of it."""
+    """One step as the module takes it; ``gradient`` takes the place of one number of each gradient."""
     generator = torch.Generator().manual_seed(step)
     x = torch.randn(5, 3, generator=generator)
     if spoil:
@@ -37,25 +39,31 @@ def take(module, optimizer, guard, step, spoil=False, gradient=None, rank=0):
     optimizer.zero_grad()
     losses.mean().backward()
     if gradient is not None:
-        next(module.parameters()).grad[0, 0] = gradient
+        for parameter in module.parameters():
+            parameter.grad.view(-1)[0] = gradient
 
     guard.skip_unless_finite(step, rank, optimizer, clip_in_step(optimizer, module.parameters(), 1.0))
     optimizer.step()
 
 
 @pytest.mark.parametrize("number", [NAN, math.inf, -math.inf])
-def test_a_skipped_step_changes_nothing(number):
+@pytest.mark.parametrize("at", [0, 2])
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_a_skipped_step_changes_nothing(kind, at, number):
+    """As if it had never been; also the first step, when there are no moments yet."""
     runs = []
-    for steps in ([0, 1, "bad", 2, 3], [0, 1, 2, 3]):
+    straight = [0, 1, 2, 3]
+    for steps in ([*straight[:at], "bad", *straight[at:]], straight):
         module = network()
-        optimizer = build_optimizer(module, TrainConfig(10, 5, learning_rate=0.1, weight_decay=0.1))
+        train = TrainConfig(10, 5, optimizer=kind, learning_rate=0.1, weight_decay=0.1)
+        optimizer = build_optimizer(module, train)
         track_ema(optimizer, 0.9)
         guard = FiniteGuard("expert-0", 3)
         for step in steps:
             before = state_of(module, optimizer)
             take(module, optimizer, guard, *((99, False, number) if step == "bad" else (step,)))
             changed = [not torch.equal(a, b) for a, b in zip(before, state_of(module, optimizer), strict=False)]
-            assert not any(changed) if step == "bad" else all(changed[:4])
+            assert not any(changed) if step == "bad" else all(changed[:6])
         assert all(bool(average.isfinite().all()) for average in ema_tensors(module, optimizer).values())
         runs.append(state_of(module, optimizer))
         guard.find_skipped()

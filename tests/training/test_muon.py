@@ -37,19 +37,6 @@ def values(network):
     return {name: parameter.detach().clone() for name, parameter in network.named_parameters()}
 
 
-def same(first, second):
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
-
-
-def moments(network, optimizer):
-    return {
-        f"{name}.{key}": value.clone()
-        for name, parameter in network.named_parameters()
-        for key, value in optimizer.state[parameter].items()
-        if isinstance(value, torch.Tensor)
-    }
-
-
 def test_it_takes_the_steps_of_torchs_two_optimizers():
     network = Network()
     reference = Network()
@@ -72,8 +59,7 @@ def test_it_takes_the_steps_of_torchs_two_optimizers():
         for one in (muon, adamw, *schedules):
             one.step()
 
-    for name, value in values(reference).items():
-        torch.testing.assert_close(values(network)[name], value, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(values(network), values(reference), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -115,34 +101,6 @@ def test_each_layer_of_a_fused_matrix_is_orthogonalised_alone(name, num):
     torch.testing.assert_close(fused, torch.cat(apart), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("bad_step", [0, 3])
-def test_a_skipped_step_changes_nothing(bad_step):
-    """As if it had never been, though its gradients are NaN; in the first step, when there are no moments yet."""
-    network = Network()
-    never = Network()
-    optimizer = build_optimizer(network, TRAIN)
-    undisturbed = build_optimizer(never, TRAIN)
-    for step in range(6):
-        if step == bad_step:
-            backward(network, 99)
-            for parameter in network.parameters():
-                parameter.grad[..., 0] = float("nan")
-            before = values(network)
-            held = moments(network, optimizer)
-            optimizer.found_inf = torch.tensor(1.0)
-            optimizer.step()
-            assert same(values(network), before)
-            after = moments(network, optimizer)
-            assert all(torch.equal(after[name], value) for name, value in held.items())
-            assert all(bool(value.isfinite().all()) for value in after.values())
-        for one, moved in ((network, optimizer), (never, undisturbed)):
-            backward(one, step)
-            moved.found_inf = torch.tensor(0.0)
-            moved.step()
-
-    assert same(values(network), values(never))
-
-
 def trained(steps, start=0, network=None, optimizer=None):
     network = network or Network()
     if optimizer is None:
@@ -164,5 +122,6 @@ def test_it_is_resumed_to_the_bit_with_its_averages(tmp_path):
 
     trained(10, 4, resumed, optimizer)
 
-    assert same(values(resumed), values(straight))
-    assert same(unsharded_ema(resumed, optimizer), unsharded_ema(straight, its))
+    torch.testing.assert_close(values(resumed), values(straight), rtol=0, atol=0)
+    averages = unsharded_ema(resumed, optimizer)
+    torch.testing.assert_close(averages, unsharded_ema(straight, its), rtol=0, atol=0)

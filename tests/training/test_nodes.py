@@ -110,7 +110,6 @@ def test_ddp_on_two_nodes_is_that_of_one(tiny_run, tmp_path, devices):
     assert_close(tiny_run, one, 0.0)
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_hsdp_on_nodes_that_share_no_disk_stops_and_resumes(tiny_run, tmp_path):
     """Weights are sharded within a node. The stop comes from the second, which has neither checkpoints nor artifact."""
@@ -161,7 +160,6 @@ def networks():
         yield [("ip", "netns", "exec", name) for name in names]
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_nodes_in_two_networks_need_only_the_way_to_each_other(tiny_run, tmp_path, networks):
     runs = copies(tiny_run, tmp_path, 2)
@@ -177,7 +175,6 @@ def test_nodes_in_two_networks_need_only_the_way_to_each_other(tiny_run, tmp_pat
     assert_close(runs[0], tiny_run, 0.0)
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_a_rank_killed_on_the_second_node_ends_both(tiny_run):
     nodes = on_two_nodes([tiny_run, tiny_run], *TWO, LOGS_SAMPLES, STEP_SECONDS="0.2")
@@ -191,7 +188,6 @@ def test_a_rank_killed_on_the_second_node_ends_both(tiny_run):
     assert (first, second) == (f"error: node 1: {line}", f"error: {line}")
 
 
-@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("node", [0, 1])
 def test_a_lost_node_ends_the_other(tiny_run, node):
@@ -205,7 +201,6 @@ def test_a_lost_node_ends_the_other(tiny_run, node):
     assert said.splitlines()[-1] == f"error: {'another node' if node else 'node 0'} is gone; {RESUMES}"
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_the_first_node_publishes_what_another_pair_goes_on_with(tiny_run, tmp_path):
     """Of four machines without a common disk; the first two lose theirs."""

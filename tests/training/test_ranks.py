@@ -57,7 +57,6 @@ def resume(run):
     assert not list((run / "members/expert-0/checkpoints").glob(".tmp*"))
 
 
-@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize(("strategy", "rank"), [("fsdp", 1), ("ddp", 0)])
 def test_a_full_disk_of_one_rank_is_reported_once_and_ends_both(tiny_run, strategy, rank):
@@ -69,7 +68,6 @@ def test_a_full_disk_of_one_rank_is_reported_once_and_ends_both(tiny_run, strate
     assert checkpoints(tiny_run) == ["step-00000005.ckpt"]
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_a_mistake_in_one_rank_is_shown_with_its_place(tiny_run):
     said = fit_and_fail(tiny_run, "fsdp", 1, "bug", code=1)
@@ -80,7 +78,6 @@ def test_a_mistake_in_one_rank_is_shown_with_its_place(tiny_run):
     assert checkpoints(tiny_run) == ["step-00000005.ckpt"]
 
 
-@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_killed_at_a_checkpoint_ends_the_other_and_the_one_before_is_resumed(tiny_run, rank):
@@ -93,7 +90,6 @@ def test_a_rank_killed_at_a_checkpoint_ends_the_other_and_the_one_before_is_resu
     resume(tiny_run)
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_a_signal_while_rank_one_is_late_stops_both_at_the_same_step(tiny_run, tmp_path):
     late = tmp_path / "late"
@@ -115,7 +111,6 @@ def test_a_signal_while_rank_one_is_late_stops_both_at_the_same_step(tiny_run, t
     assert checkpoints(tiny_run) == ["step-00000005.ckpt", "step-00000010.ckpt"]
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_a_rank_without_memory_for_sample_images_ends_both(tiny_run):
     """The other waits in an all-gather."""
@@ -132,7 +127,6 @@ def artifact(run):
     return (run / "members/expert-0/artifact/model.safetensors").read_bytes()
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_ranks_start_inside_a_slurm_job_and_under_torchrun(tiny_run, tmp_path):
     """Two tasks were asked for, as ``sbatch --ntasks=2`` does, and the command is run once."""
@@ -155,7 +149,6 @@ def by_torchrun(run, *more, code=0, program=("-m", "ddm_lightning"), **variables
     return finish(start(run, *more, program=(*torchrun, *program), **variables), code, TRAINS_SECONDS)
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_ranks_of_torchrun_agree_on_the_checkpoint(tiny_run):
     """The second would have found them before the first had looked at them."""
@@ -208,7 +201,6 @@ def test_another_number_of_ranks_than_devices_is_refused(tiny_run, monkeypatch, 
     assert not (tiny_run / "members").exists()
 
 
-@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_stop_before_the_first_step_ends_all_ranks_at_once(tiny_run, number):
@@ -223,7 +215,6 @@ def test_a_stop_before_the_first_step_ends_all_ranks_at_once(tiny_run, number):
     assert said.splitlines()[3:] == ["interrupted; run the same command again to resume"]
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_no_rank_outlives_the_agent(tiny_run):
     process = start(tiny_run, "island.strategy=ddp", "expert.train.max_steps=100000")
@@ -249,7 +240,6 @@ def is_alive(pid):
     return path.exists() and path.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_a_mistake_of_the_user_is_one_line_and_ends_both(tiny_run):
     folder = tiny_run / "members/expert-0"
