@@ -1,6 +1,7 @@
 """``train.keep: best`` hands over the averages of the best validation, as a training that ended there would have."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from training.short_fits import fit, member, trained, weights
 
 from ddm_lightning.cli.parser import main
 from ddm_lightning.core.registry import EXPERTS
+from ddm_lightning.members.status import MemberStatus
+from ddm_lightning.training.callbacks import BestWeights
 
 pytestmark = WARNINGS
 # A rate that rises until held-out losses do.
@@ -83,6 +86,16 @@ def test_a_resumed_training_keeps_the_same(best, tiny_prepared, tmp_path):
     assert weights(run) == weights(best)
     assert {**meta(run), "metrics": None} == {**meta(best), "metrics": None}
     assert meta(run)["metrics"]["held_out/loss"] == meta(best)["metrics"]["held_out/loss"]
+
+
+def test_a_stop_leaves_the_newest_figures(tmp_path):
+    status = MemberStatus("expert-0", 9)
+    kept = BestWeights(status)
+    kept.kept["figures"] = {"kept_step": 4.0}
+
+    kept.on_train_end(SimpleNamespace(global_step=5, max_steps=9), None)
+
+    assert (status.validated_step, status.metrics) == (0, {})
 
 
 def test_another_average_is_not_the_best_validation_s(best):

@@ -98,21 +98,20 @@ def test_weights_over_timesteps_count_in_micro_batches_as_in_the_whole_batch():
     assert gains[1] != pytest.approx(gains[0], rel=1e-5)
 
 
-def test_attention_that_cannot_run_here_is_refused_before_the_first_step():
-    network = Recorder()
-    with pytest.raises(UserError, match=r"'cudnn' has no kernel for torch\.float32 on cpu"):
-        fitted(expert(network), batch(), island=IslandConfig(attention="cudnn"))
+@pytest.mark.parametrize(
+    ("dtype", "island", "words"),
+    [
+        (torch.float32, IslandConfig(attention="cudnn"), r"'cudnn' has no kernel for torch\.float32 on cpu"),
+        (torch.bfloat16, None, r"'gain' is torch\.bfloat16: it must be built in float32"),
+    ],
+    ids=["attention", "half"],
+)
+def test_what_cannot_train_here_is_refused_before_the_first_step(dtype, island, words):
+    network = Recorder().to(dtype)
+    with pytest.raises(UserError, match=words):
+        fitted(expert(network), batch(), island=island)
 
     assert not network.calls
-
-
-def test_weights_in_half_precision_are_refused_before_the_first_step():
-    module = Recorder()
-    module.gain = torch.nn.Parameter(torch.tensor(0.7, dtype=torch.bfloat16))
-    with pytest.raises(UserError, match=r"'gain' is torch\.bfloat16: it must be built in float32"):
-        fitted(expert(module), batch())
-
-    assert not module.calls
 
 
 @pytest.mark.slow

@@ -211,7 +211,7 @@ def test_training_does_not_start_over_if_all_are_damaged(tmp_path):
     assert names(tmp_path) == before
 
 
-def test_damaged_checkpoints_give_way_to_an_earlier_one_and_leftovers_go(tmp_path):
+def test_damaged_checkpoints_give_way_to_an_earlier_one_and_leftovers_go(tmp_path, capsys):
     origin = origin_of(MEMBER, load_experiment(TINY))
     for _ in range(2):  # the second replaces the damaged one set aside by the first
         write_steps(tmp_path, 10, 20, 30, **origin)
@@ -222,6 +222,10 @@ def test_damaged_checkpoints_give_way_to_an_earlier_one_and_leftovers_go(tmp_pat
         path, damaged = find_resumable(tmp_path)
         assert (path, [*damaged]) == (tmp_path / "step-00000010.ckpt", newer)
         assert choose(tmp_path, origin) == path
+        assert capsys.readouterr().err.count("); falling back to the one before it\n") == 2
         assert names(tmp_path) == ["step-00000010.ckpt", "step-00000020.damaged"]
 
     assert find_resumable(tmp_path) == (path, {})  # reported once
+
+    choose(tmp_path, origin_of(MEMBER, load_experiment(TINY, ["island.devices=2"])))
+    assert "expert-0: from here on with island.devices=2 (was 1)" in capsys.readouterr().err
