@@ -97,8 +97,8 @@ def in_training(run):
             time.sleep(0.05)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("devices", [1, 2])
 def test_ddp_on_two_nodes_is_that_of_one(tiny_run, tmp_path, devices):
     (one,) = copies(tiny_run, tmp_path, 1)
     (out, said), (nothing, _) = ends(on_two_nodes([tiny_run, tiny_run], f"island.devices={devices}"))
