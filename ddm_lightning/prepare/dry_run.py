@@ -93,11 +93,13 @@ def dry_run(experiment: Experiment, run_dir: Path, check: Callable[[DataSizes], 
 
     records, images = first
     num = len(records)
+    keys = ""
     captions = list[str]()
     for record in records:
+        keys += record.key
         captions += record.captions or (record.caption,)
 
-    texts = len("".join([*(record.key for record in records), *captions]).encode())
+    texts = len("".join([keys, *captions]).encode())
     estimates = {"keys and captions": (texts // num, seconds / num)}
 
     num_captions = 0

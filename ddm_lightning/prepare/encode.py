@@ -329,10 +329,11 @@ class _Records:
     def write(self, columns: _ColumnSet, reading: Reading) -> None:
         """Write all files; thumbnails in the order of their rows."""
         records = self._records
+        keys = [record.key for record in records]
         rows_file = columns.folder / ROWS_FILE
         np.savez(
             rows_file,
-            key_hash=np.array([key_hash(record.key) for record in records], np.uint64),
+            key_hash=np.array([*map(key_hash, keys)], np.uint64),
             # The hash of the group decides the split.
             split_hash=np.array([key_hash(record.group or record.key) for record in records], np.uint64),
             label=np.array([record.label for record in records], np.int32),
@@ -340,7 +341,7 @@ class _Records:
         )
 
         num = num_captions(self._config)
-        texts = packed_strings("keys", [record.key for record in records])
+        texts = packed_strings("keys", keys)
         for number in range(num):
             # A missing caption is replaced by the sample's first one.
             captions = [(record.captions and record.captions[number]) or record.caption for record in records]

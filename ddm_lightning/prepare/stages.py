@@ -167,13 +167,13 @@ class Preparation:
             return self.plugins.parts
         except UserError as error:
             # Finished shards outlive their source.
-            parts_file = Prepared(self.folder).parts_file
-            is_finished = parts_file.exists() and manifest_path(self.run_dir).exists()
+            prepared = Prepared(self.folder)
+            is_finished = prepared.parts_file.exists() and manifest_path(self.run_dir).exists()
             if not is_finished or Manifest.read(self.run_dir).source != asdict(self.config.source):
                 raise
 
             self.reporter.say(f"the source cannot be listed ({error}); only its prepared parts can be used")
-            return Prepared(self.folder).parts
+            return prepared.parts
 
     def _read_ledgers(self) -> None:
         self.ledger = Ledger(self.folder / "stages.json")
@@ -188,7 +188,7 @@ class Preparation:
         seed = self.experiment.seed
         columns = self.columns
         if self.store is None:
-            parts = [asdict(part) for part in self.parts]
+            parts = [*map(asdict, self.parts)]
             yield Stage("source", parts, partial(atomic_write_json, self.prepared.parts_file, parts), ("parts.json",))
 
         jobs = self.part_jobs()

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from io import StringIO
+from operator import itemgetter
 from posixpath import join, normpath, splitext
 from typing import Any
 
@@ -83,8 +84,8 @@ class ImageFolder:
         # From the part, so that no worker lists the folder again.
         where = part.where
         self.num_classes = where["num_classes"]
-        texts = self.files.contents([text for *_, text in where["images"] if text])
-        images = self.files.contents([name for name, *_ in where["images"]])
+        texts = self.files.contents([*filter(None, map(itemgetter(3), where["images"]))])
+        images = self.files.contents([*map(itemgetter(0), where["images"])])
         for (name, label, caption, text), data in zip(where["images"], images, strict=True):
             if text:
                 caption = next(texts)
@@ -220,6 +221,7 @@ class ImageFolder:
         states = self.files.states
         digest = hashlib.sha256()
         images = []
+        classes = {folder: number for number, folder in enumerate(self.class_names)}
         for name in names:
             caption = self._captions.get(name)
             text = self._texts.get(splitext(name)[0]) or self._texts.get(name)
@@ -227,7 +229,11 @@ class ImageFolder:
             if name in self._captions:
                 text = None
 
-            label = self._label_of(name)
+            folder, mark, _ = name.partition("/")
+            label = 0
+            if classes:
+                label = classes.get(folder if mark else "", -1)
+
             images.append([name, label, caption, text])
             facts = (name, label, bool(text) or caption, states.get(name), state_of_text)
             digest.update(json.dumps(facts).encode())
@@ -238,19 +244,6 @@ class ImageFolder:
             block = f"block-{_hash(names[0])}"
 
         return Part(block, digest.hexdigest(), len(names), {"images": images, "num_classes": self.num_classes})
-
-    @cached_property
-    def _labels(self) -> dict[str, int]:
-        """Number of each class."""
-        return {name: number for number, name in enumerate(self.class_names)}
-
-    def _label_of(self, name: str) -> int:
-        """Return the class of an image; -1 outside the folders of the classes."""
-        if not self._labels:
-            return 0
-
-        folder, mark, _ = name.partition("/")
-        return self._labels.get(folder if mark else "", -1)
 
     def _begins_block(self, name: str) -> bool:
         return int(_hash(name), 16) % block_size_of(len(self._names)) == 0
