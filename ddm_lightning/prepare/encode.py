@@ -26,7 +26,7 @@ from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_files
 from ddm_lightning.encoders.interfaces import Images, numbered
 from ddm_lightning.partition.columns import GrowingArray, PackedStrings, packed_strings
-from ddm_lightning.prepare.ledger import Entries, Job
+from ddm_lightning.prepare.ledger import Entries, Job, OnProgress
 from ddm_lightning.prepare.near_duplicates import codes_of
 from ddm_lightning.prepare.reading import ENOUGH, Plugins, Reading, one_ahead, to_square
 from ddm_lightning.prepare.records import Part, Pixels, Record
@@ -49,8 +49,6 @@ _NO_IMAGE = np.empty((0, 0, 3), np.uint8)
 Hashes: TypeAlias = UInt64[np.ndarray, "n"]
 """64-bit hashes of keys or of groups, one per sample."""
 Mask: TypeAlias = Bool[np.ndarray, "n"]
-OnProgress = Callable[[int], None]
-"""Called with the number of samples read so far."""
 
 
 @dataclass(frozen=True)

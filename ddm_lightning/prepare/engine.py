@@ -29,7 +29,7 @@ from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.formatting import Bars
 from ddm_lightning.core.processes import num_cores, on_orphaned
 from ddm_lightning.prepare import ledger
-from ddm_lightning.prepare.ledger import Entries
+from ddm_lightning.prepare.ledger import Entries, OnProgress
 from ddm_lightning.prepare.reading import Plugins
 
 Job = TypeVar("Job")
@@ -95,7 +95,7 @@ def gpu_of(identity: tuple[int, ...], num_gpus: int) -> int:
 
 def run_jobs(
     stage: str,
-    work: Callable[[_LedgerJob, Plugins, Callable[[int], None]], Entries],
+    work: Callable[[_LedgerJob, Plugins, OnProgress], Entries],
     jobs: Sequence[_LedgerJob],
     plugins: Plugins,
     num_samples: int | None,
@@ -139,7 +139,7 @@ def run_jobs(
         yield job
 
 
-def _work_in_process(work: Callable[[Any, Plugins, Callable[[int], None]], Result], config: bytes, job: Any) -> Result:
+def _work_in_process(work: Callable[[Any, Plugins, OnProgress], Result], config: bytes, job: Any) -> Result:
     return work(job, _plugins_of(config), lambda _: None)
 
 

@@ -23,6 +23,8 @@ POLL_SECONDS = 5.0
 PATIENCE_SECONDS = 600.0
 """Time for which an unreachable URL is tried again; work of days goes on when the network does."""
 
+OnProgress: TypeAlias = Callable[[int], None]
+"""Called with the number of samples done so far."""
 Entries: TypeAlias = dict[str, Any]
 """Finished work by name: the key of its inputs, its files with sizes and hashes, and facts."""
 _Method = TypeVar("_Method", bound=Callable[..., Any])

@@ -510,8 +510,8 @@ class Preparation:
         seed = self.experiment.seed
         fine = [config.metric, config.num_fine_centroids, config.fit_fraction, config.num_iterations, config.device]
         fine_key = sha256_json([fine, seed, *samples])
-        sample, _ = self.prepared.sample(config.fit_fraction)
-        self._fitted = fit_partition(
+        sample, hashes = self.prepared.sample(config.fit_fraction)
+        self._partition, self._clusters = fit_partition(
             sample,
             config,
             seed,
@@ -519,18 +519,17 @@ class Preparation:
             on_progress=partial(self.reporter.advance, "partition"),
             kept_fine=(self.folder / "fine.safetensors", fine_key),
         )
+        self._split = Split.of(hashes, self._clusters, self.config.held_out_fraction)
 
     def _write_partition(self) -> str:
         """Write the rule of the fitted partition, the clusters of the sample and the split by hashes."""
         prepared = self.prepared
-        (partition, clusters) = self._fitted
-        _, hashes = prepared.sample(self.config.partition.fit_fraction)
-        split = Split.of(hashes, clusters, self.config.held_out_fraction)
-        partition.save(prepared.rule_file)
+        clusters = self._clusters
+        self._partition.save(prepared.rule_file)
         atomic_write(prepared.clusters_file, lambda path: save_array(path, clusters))
-        atomic_write_json(prepared.split_file, asdict(split))
+        atomic_write_json(prepared.split_file, asdict(self._split))
         self.reporter.advance("partition", len(clusters), len(clusters))
-        sizes = partition.counts.tolist()
+        sizes = self._partition.counts.tolist()
         return f"{len(sizes)} clusters of {min(sizes):,} to {max(sizes):,} samples"
 
     def _write_shards(self, groups: Sequence[GroupJob]) -> str:

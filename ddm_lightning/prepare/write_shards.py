@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -19,7 +19,7 @@ from ddm_lightning.encoders.interfaces import StoredForm, array_encoding, number
 from ddm_lightning.partition.columns import RowNumbers, Rows, packed_strings
 from ddm_lightning.partition.partition import Partition, Samples
 from ddm_lightning.prepare.encode import FEATURES, Hashes, Mask, num_captions
-from ddm_lightning.prepare.ledger import Entries, Job
+from ddm_lightning.prepare.ledger import Entries, Job, OnProgress
 from ddm_lightning.prepare.prepared import Prepared
 from ddm_lightning.prepare.reading import Plugins
 from ddm_lightning.shards.manifest import HELD_OUT, TRAIN, shard_name
@@ -117,7 +117,7 @@ def write_split(
     order: RowNumbers,
     samples: ShardColumns,
     config: ShardsConfig,
-    on_progress: Callable[[int], None],
+    on_progress: OnProgress,
 ) -> Moments:
     """Write the shards of one cluster and split.
 
@@ -191,7 +191,7 @@ class GroupJob(Job):
         return self.prepared.num_samples
 
 
-def write_group(job: GroupJob, plugins: Plugins, on_progress: Callable[[int], None]) -> Entries:
+def write_group(job: GroupJob, plugins: Plugins, on_progress: OnProgress) -> Entries:
     """Write the shards of a group, or publish them and keep none; return the entries of its ledger."""
     ledger = job.ledger
     if not ledger.is_done(GROUP, job.keys[GROUP]):
@@ -210,7 +210,7 @@ def write_group(job: GroupJob, plugins: Plugins, on_progress: Callable[[int], No
     return ledger.entries
 
 
-def _write_group(job: GroupJob, plugins: Plugins, on_progress: Callable[[int], None]) -> None:
+def _write_group(job: GroupJob, plugins: Plugins, on_progress: OnProgress) -> None:
     """Assign the samples of a group to clusters, write their shards and keep some thumbnails.
 
     The folder of a cluster and split is named after its content, so an upload that was stopped can go on.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -135,13 +135,12 @@ class TableSource:
         """All columns in use, each once."""
         return list(dict.fromkeys(column for _, column in self.roles))
 
-    def check_columns(self, existing: Iterable[str], place: str) -> None:
+    def check_columns(self, existing: Collection[str], place: str) -> None:
         """Refuse a table without one of the columns.
 
         Raises:
             UserError: a column is missing; names the key, ``place`` and the existing columns.
         """
-        existing = list(existing)
         for key, column in self.roles:
             if column not in existing:
                 raise UserError(
