@@ -6,6 +6,8 @@ import tarfile
 
 import fsspec
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 from PIL import Image
 
 CAPTIONS = {
@@ -37,6 +39,28 @@ def write(url, files):
         path = f"{root}/{name}"
         filesystem.makedirs(path.rpartition("/")[0], exist_ok=True)
         filesystem.pipe_file(path, content.encode() if isinstance(content, str) else content)
+
+
+def write_parquet(folder, name, table, **options):
+    sink = pyarrow.BufferOutputStream()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(table), sink, **options)
+    write(str(folder), {name: sink.getvalue().to_pybytes()})
+
+
+def write_arrow(folder, table, file_format=False):
+    sink = pyarrow.BufferOutputStream()
+    table = pyarrow.Table.from_pylist(table)
+    with (pyarrow.ipc.new_file if file_format else pyarrow.ipc.new_stream)(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=100)
+    write(str(folder), {"0.arrow": sink.getvalue().to_pybytes()})
+
+
+def write_mds(folder, columns, table, **options):
+    from streaming import MDSWriter
+
+    with MDSWriter(out=str(folder), columns=columns, **options) as writer:
+        for row in table:
+            writer.write(row)
 
 
 def tar_of(files, format=tarfile.PAX_FORMAT):

@@ -1,14 +1,9 @@
 """A condition that the data do not have is refused, whatever the source; samples without one may be among others."""
 
-import datasets
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
-from PIL import Image
 from prepare.listed import Listed, experiment_of, plug_in, records
-from source_files import encoded, noise, tar_of, write
-from streaming import MDSWriter
+from source_files import encoded, noise, tar_of, write, write_arrow, write_mds, write_parquet
 from tiny_runs import TINY
 
 from ddm_lightning.cli.parser import main
@@ -34,25 +29,23 @@ def tars(at, caption, column="txt"):
     return "webdataset", {"path": str(at), "caption_column": column}
 
 
+def rows(caption, other=""):
+    captions = [*[other] * 39, caption]
+    return [{"image": image, "caption": text, "label": 0} for image, text in zip(IMAGES, captions, strict=True)]
+
+
 def parquet(at, caption, column="caption"):
-    rows = [{"image": image, "caption": None, "label": 0} for image in IMAGES]
-    rows[-1]["caption"] = caption
-    at.mkdir()
-    schema = pyarrow.schema({"image": pyarrow.binary(), "caption": pyarrow.string(), "label": pyarrow.int32()})
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema), at / "a.parquet")
+    write_parquet(at, "a.parquet", rows(caption, None))
     return "parquet", {"path": str(at), "caption_column": column}
 
 
 def arrow(at, caption):
-    datasets.Dataset.from_dict({"image": IMAGES, "caption": [[], *[[""]] * 38, [caption]]}).save_to_disk(str(at))
+    write_arrow(at, rows([caption], [""]))
     return "huggingface", {"path": str(at)}
 
 
 def mds(at, caption):
-    with MDSWriter(out=str(at), columns={"image": "png", "caption": "str"}) as writer:
-        for number in range(40):
-            image = Image.fromarray(noise(8, 8, 3, seed=number))
-            writer.write({"image": image, "caption": caption if number == 39 else ""})
+    write_mds(at, {"image": "bytes", "caption": "str", "label": "int"}, rows(caption))
     return "mds", {"path": str(at)}
 
 

@@ -5,13 +5,12 @@ import json
 import math
 
 import numpy as np
-import pyarrow.parquet
 import pytest
 from prepare.listed import Listener
 from prepare.test_stages import stored_samples
 from prepare.tiny_experiment import tiny_experiment
 from rich.console import Console
-from source_files import encoded, noise, tar_of
+from source_files import encoded, noise, tar_of, write_parquet
 
 from ddm_lightning.config.experiment import ImagesConfig, PluginConfig, PrepareConfig
 from ddm_lightning.config.validate import check_experiment
@@ -41,9 +40,8 @@ def rows():
 
 
 def write_table(folder):
-    folder.mkdir()
     table = [{name: value for name, value in row.items() if name != "size"} for row in rows()]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(table), folder / "0.parquet")
+    write_parquet(folder, "0.parquet", table)
     return PluginConfig("parquet", {"path": str(folder), "key_column": "key"})
 
 

@@ -22,22 +22,20 @@ def assert_near(found, expected):
 SHAPES = [(20, 31), (31, 20), (7, 8), (8, 7), (33, 33), (5, 64), (64, 5), (3, 2)]
 
 
+@pytest.mark.parametrize("aspect", ["crop", "stretch"])
 @pytest.mark.parametrize("size", [1, 8, 9])
 @pytest.mark.parametrize(("height", "width"), SHAPES)
-def test_crop_scales_the_square_in_the_middle(height, width, size):
-    side = min(height, width)
-    rows = lanczos(height, (height - side) / 2, side, size)
-    columns = lanczos(width, (width - side) / 2, side, size)
+def test_the_square_in_the_middle_or_the_whole_image_is_scaled(height, width, size, aspect):
     image = noise(height, width)
-    assert_near(to_square(image, size, "crop"), scaled(image, rows, columns))
+    top = left = 0
+    if aspect == "crop":
+        side = min(height, width)
+        top, left = (height - side) / 2, (width - side) / 2
 
+    rows = lanczos(height, top, height - 2 * top, size)
+    columns = lanczos(width, left, width - 2 * left, size)
 
-@pytest.mark.parametrize("size", [1, 8, 9])
-@pytest.mark.parametrize(("height", "width"), SHAPES)
-def test_stretch_scales_each_side_by_itself(height, width, size):
-    image = noise(height, width)
-    expected = scaled(image, lanczos(height, 0, height, size), lanczos(width, 0, width, size))
-    assert_near(to_square(image, size, "stretch"), expected)
+    assert_near(to_square(image, size, aspect), scaled(image, rows, columns))
 
 
 @pytest.mark.parametrize(
