@@ -33,6 +33,6 @@ class SampleLog(L.Callback):
             stream.write(f"{trainer.global_step}: {' '.join(map(str, batch['sample_id'].tolist()))}\n")
 
 
-def python_path() -> str:
+def python_path():
     """PYTHONPATH of a process that shall find the plug-in."""
     return os.pathsep.join(filter(None, (str(FOLDER), os.environ.get("PYTHONPATH"))))

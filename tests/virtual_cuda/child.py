@@ -20,7 +20,6 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
 from typing import Any
 
 from ddm_lightning.core.compat import defer_torchmetrics, ensure_torchvision_importable
@@ -43,7 +42,7 @@ units: collections.Counter[str] = collections.Counter()
 steps: list[tuple[int, list[str], collections.Counter[device.Event]]] = []
 
 
-def counted(owner: Any, function: str, unit: str, number: Callable[..., int] = lambda *_: 1) -> None:
+def counted(owner, function, unit, number=lambda *_: 1):
     """Count the calls of a function as ``unit``."""
     original = getattr(owner, function)
 
@@ -68,7 +67,7 @@ counted(Batch, "__init__", "batch")
 advance = _TrainingEpochLoop.advance
 
 
-def advance_counting(self: Any, *args: Any) -> None:
+def advance_counting(self, *args):
     """A training step without the validation after it."""
     before = units.copy()
     with recorder.fresh() as counts:
@@ -90,12 +89,12 @@ stop: dict[str, int | None] = {"at": None}
 
 
 @contextlib.contextmanager
-def captured(output: io.StringIO) -> Iterator[None]:
+def captured(output):
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         yield
 
 
-def ran(argv: list[str], stop_at: int | None, notes: list[Any]) -> dict[str, Any]:
+def ran(argv, stop_at, notes):
     """Run one command and describe it."""
     stop["at"] = stop_at
     units.clear()
@@ -123,7 +122,7 @@ def ran(argv: list[str], stop_at: int | None, notes: list[Any]) -> dict[str, Any
     }
 
 
-def rows(counts: collections.Counter[device.Event]) -> list[list[Any]]:
+def rows(counts):
     return [[*event, number] for event, number in counts.items()]
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from tiny_runs import TINY
-from virtual_cuda.runs import Command, Ran, run
+from virtual_cuda.runs import Command, run
 
 from ddm_lightning.core.registry import SOLVERS, STRATEGIES
 
@@ -29,7 +27,7 @@ SETTINGS = (
 )
 
 
-def commands(run_dir: Path) -> list[Command]:
+def commands(run_dir):
     """Every way to train and to use a run."""
 
     def command(name: str, *more: str, **numbers: int) -> Command:
@@ -64,12 +62,12 @@ def commands(run_dir: Path) -> list[Command]:
 
 
 @pytest.fixture(scope="session")
-def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run_dir(tmp_path_factory):
     """The run folder of all commands."""
     return tmp_path_factory.mktemp("virtual_cuda") / "run"
 
 
 @pytest.fixture(scope="session")
-def everything(run_dir: Path) -> list[Ran]:
+def everything(run_dir):
     """What every command did."""
     return run(commands(run_dir), probe="virtual_cuda.probes:watch")

@@ -8,7 +8,7 @@ import ctypes
 import os
 import sys
 from collections.abc import Iterator
-from types import FrameType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -47,7 +47,7 @@ class Recorder:
             self.counts = outer
 
 
-def place(frame: FrameType | None) -> str:
+def place(frame):
     """Where an event comes from: the innermost function of ours, then Lightning's or torchmetrics' within it.
 
     ``training.guard:find_skipped``, say, or ``training.module:log_figures > module:log_dict``; empty in the threads
@@ -81,7 +81,7 @@ class _Stream:
         torch.cuda.synchronize()
 
 
-def install() -> Recorder:
+def install():
     """Make ``torch.cuda`` use the preloaded virtual device; return the record of its events.
 
     Call it right after ``import torch``, before anything takes a function of ``torch.cuda`` by its name.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -12,7 +11,7 @@ from ddm_lightning.networks.blocks import SelfAttention
 from ddm_lightning.training.objective import Objective
 
 
-def watch(note: Callable[[Any], None]) -> None:
+def watch(note):
     """``spoil_a_step``, and note what each attention layer computes in."""
     spoil_a_step(note)
     forward = SelfAttention.forward
@@ -27,7 +26,7 @@ def watch(note: Callable[[Any], None]) -> None:
     SelfAttention.forward = noting  # type: ignore[method-assign]
 
 
-def spoil_a_step(note: Callable[[Any], None]) -> None:
+def spoil_a_step(note):
     """Give one step of the monolith a loss that is not finite, so that there is a skipped step to replay."""
     weighted = Objective.weighted
     calls = itertools.count()

@@ -25,7 +25,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -91,9 +91,7 @@ class Ran:
         return " ".join(self.argv)
 
 
-def run(
-    commands: Sequence[Command], probe: str | None = None, environment: Mapping[str, str] | None = None
-) -> list[Ran]:
+def run(commands, probe=None, environment=None):
     """Run commands in one process, whose imports take some seconds; fail the test if one exits with another code."""
     whole = [[command.argv[0], *command.settings, *command.argv[1:]] for command in commands]
     task = {"commands": whole, "stop_at": [command.stop_at for command in commands], "probe": probe}
@@ -106,7 +104,7 @@ def run(
     return found
 
 
-def _ran(argv: Sequence[str], record: dict[str, Any]) -> Ran:
+def _ran(argv, record):
     def counts(rows: list[list[Any]]) -> Counts:
         return Counts({(kind, place): number for kind, place, number in rows})
 
@@ -115,7 +113,7 @@ def _ran(argv: Sequence[str], record: dict[str, Any]) -> Ran:
     return Ran([*argv], **{**record, "counts": counts(record["counts"]), "units": units, "steps": steps})
 
 
-def start(arguments: Sequence[str], stdin: str = "", environment: Mapping[str, str] | None = None) -> str:
+def start(arguments, stdin="", environment=None):
     """Run Python with the device preloaded, and return what it printed; skip the test without a C++ compiler."""
     inherited = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
@@ -136,7 +134,7 @@ def start(arguments: Sequence[str], stdin: str = "", environment: Mapping[str, s
 
 
 @cache
-def library() -> Path:
+def library():
     """Compile the device, once for all processes and sessions; skip the test where that is not possible."""
     packages = Path(torch.__file__).parent
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))), None)

@@ -8,13 +8,12 @@ from pathlib import Path
 import numpy as np
 import yaml
 from PIL import Image
-from virtual_cuda.runs import Ran
 
 COLUMNS = ("upload", "shards.datamodule:transfer_batch_to_device")
 ROUTED = ("wait", "ensemble.velocity:rows_by_expert")
 
 
-def allow_list() -> dict[tuple[str, str, str], tuple[int, list[str]]]:
+def allow_list():
     """By command, kind and place: how many events may be, and per which units."""
     found = {}
     for group in yaml.safe_load(Path(__file__).with_name("allowed.yaml").read_text(encoding="utf-8")):
@@ -29,7 +28,7 @@ def allow_list() -> dict[tuple[str, str, str], tuple[int, list[str]]]:
     return found
 
 
-def test_the_host_waits_and_copies_only_where_a_reason_is_given(everything: list[Ran]) -> None:
+def test_the_host_waits_and_copies_only_where_a_reason_is_given(everything):
     allowed = allow_list()
     problems = []
     for ran in everything:
@@ -42,14 +41,14 @@ def test_the_host_waits_and_copies_only_where_a_reason_is_given(everything: list
     assert not problems, "\n".join(problems)
 
 
-def test_every_entry_of_the_allow_list_still_matches(everything: list[Ran]) -> None:
+def test_every_entry_of_the_allow_list_still_matches(everything):
     seen = {(ran.name, *event) for ran in everything for event in ran.counts}
     unseen = [": ".join(entry) for entry in allow_list() if entry not in seen]
 
     assert not unseen, "\n".join(unseen)
 
 
-def test_between_log_steps_a_training_step_copies_its_batch_and_waits_for_nothing(everything: list[Ran]) -> None:
+def test_between_log_steps_a_training_step_copies_its_batch_and_waits_for_nothing(everything):
     members = set()
     for ran in everything:
         # The first step also brings constants to the device.
@@ -64,19 +63,19 @@ def test_between_log_steps_a_training_step_copies_its_batch_and_waits_for_nothin
     assert members == {f"member={name}" for name in names}
 
 
-def test_a_stopped_training_resumes_on_the_device(everything: list[Ran]) -> None:
+def test_a_stopped_training_resumes_on_the_device(everything):
     stopped, resumed = (ran for ran in everything if "member=expert-0" in ran.argv and ran.name == "fit")
 
     assert [step.number for step in stopped.steps] == [1, 2, 3, 4, 5, 6]
     assert [step.number for step in resumed.steps] == [7, 8, 9, 10, 11, 12]
 
 
-def test_previews_of_a_training_do_not_fail(everything: list[Ran]) -> None:
+def test_previews_of_a_training_do_not_fail(everything):
     """Their errors are lines: none of them is worth a training."""
     assert not [line for ran in everything for line in ran.output.splitlines() if re.search(r"step \d+: no ", line)]
 
 
-def test_it_computes_what_a_cpu_computes(everything: list[Ran], run_dir: Path) -> None:
+def test_it_computes_what_a_cpu_computes(everything, run_dir):
     on_device, on_cpu = (np.asarray(Image.open(run_dir / f"{name}.png")) for name in ("gpu", "cpu"))
 
     assert on_cpu.std() > 10
@@ -84,7 +83,7 @@ def test_it_computes_what_a_cpu_computes(everything: list[Ran], run_dir: Path) -
     np.testing.assert_array_equal(on_device, on_cpu)
 
 
-def test_networks_sample_in_bfloat16_unless_told_otherwise(everything: list[Ran]) -> None:
+def test_networks_sample_in_bfloat16_unless_told_otherwise(everything):
     full = "torch.float32"
     half = "torch.bfloat16"
     for ran in everything:
@@ -95,6 +94,6 @@ def test_networks_sample_in_bfloat16_unless_told_otherwise(everything: list[Ran]
             assert {*ran.notes} == {full, half}  # its own, and its teacher's
 
 
-def test_a_training_names_its_attention_kernel(everything: list[Ran]) -> None:
+def test_a_training_names_its_attention_kernel(everything):
     lines = ["attention by torch's kernel" in ran.output for ran in everything if "member=expert-0" in ran.argv]
     assert lines[:2] == [True, True]

@@ -59,13 +59,13 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, object]:
+def found():
     statements = json.dumps(json.dumps([*CASES]))
     return dict(zip(CASES, json.loads(start(["-c", PREAMBLE.replace("STATEMENTS", statements)])), strict=True))
 
 
 @pytest.mark.parametrize("statement", CASES)
-def test_statement(statement: str, found: dict[str, object]) -> None:
+def test_statement(statement, found):
     wanted = CASES[statement]
     if isinstance(wanted, str):
         assert str(found[statement]).startswith(wanted)

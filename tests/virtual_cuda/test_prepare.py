@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from prepare.tiny_experiment import tiny_experiment
 from tiny_runs import light_prepare
 from virtual_cuda.runs import library, start
 
-from ddm_lightning.config.experiment import Experiment, PluginConfig
+from ddm_lightning.config.experiment import PluginConfig
 from ddm_lightning.prepare.prepared import Prepared
 from ddm_lightning.prepare.stages import prepare
 
@@ -33,7 +32,7 @@ print(json.dumps([notes, [[*event, number] for event, number in counts.items()]]
 """
 
 
-def experiment(folder: Path, device: str) -> Experiment:
+def experiment(folder, device):
     """The tiny experiment with encoders on ``device``."""
 
     def plugin(name: str, model: str, **params: Any) -> PluginConfig:
@@ -46,7 +45,7 @@ def experiment(folder: Path, device: str) -> Experiment:
     return tiny
 
 
-def noting(notes: list[Any]) -> None:
+def noting(notes):
     """Note the state of each image network as it is moved: type, layout, and the precision of float32 products."""
     import torch
 
@@ -65,7 +64,7 @@ def noting(notes: list[Any]) -> None:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any], dict[tuple[str, str], int]]:
+def found(tmp_path_factory):
     """Folder with a run of each device, the notes, and the device's waits and copies."""
     library()  # skips
     folder = tmp_path_factory.mktemp("prepare")
@@ -89,12 +88,12 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any], di
         ("features/features", 0, 1e-5),
     ],
 )
-def test_columns_are_those_of_the_cpu(found, column: str, low: float, high: float) -> None:
+def test_columns_are_those_of_the_cpu(found, column, low, high):
     cuda, cpu = (Prepared(found[0] / device / "prepared").rows(*column.split("/"))[:] for device in ("cuda", "cpu"))
     assert len(cuda) == 70 and low <= np.abs(cuda.astype(np.float32) - cpu).max() <= high
 
 
-def test_networks_lie_channels_last_in_the_type_that_is_safe_for_them(found) -> None:
+def test_networks_lie_channels_last_in_the_type_that_is_safe_for_them(found):
     vae = ["AutoencoderKL", "torch.bfloat16", True, "high"]
     features = ["Dinov2Model", "torch.float32", True, "high"]
 
@@ -102,7 +101,7 @@ def test_networks_lie_channels_last_in_the_type_that_is_safe_for_them(found) -> 
     assert found[1] == [vae, features, "highest"]
 
 
-def test_the_host_waits_once_per_batch(found) -> None:
+def test_the_host_waits_once_per_batch(found):
     waits = {place: number for (kind, place), number in found[2].items() if kind == "wait"}
 
     assert waits.pop("encoders.pretrained:encode_in_batches") == 2 * 2  # 70 images are two chunks, of two networks

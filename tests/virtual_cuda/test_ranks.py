@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +12,7 @@ from tiny_runs import copy_run, settings
 from virtual_cuda.runs import Command, Ran, run
 
 
-def note_devices(note: Callable[[Any], None]) -> None:
+def note_devices(note):
     """Note the device that networks go to, and where ``cuda`` leads when they and the encoder are built."""
     from ddm_lightning.core.errors import UserError
     from ddm_lightning.core.registry import IMAGE_ENCODERS
@@ -42,7 +40,7 @@ def note_devices(note: Callable[[Any], None]) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_takes_its_own_device_first(finished_run: Path, tmp_path: Path) -> None:
+def test_a_rank_takes_its_own_device_first(finished_run, tmp_path):
     """Two ranks, as torchrun starts them: the teacher, the encoder and the ensemble are on the rank's own device."""
     given = [*settings(copy_run(finished_run, tmp_path / "run")), "island.accelerator=gpu", "evaluate.num_images=8"]
     student = Command(["fit", *given, "member=student", "island.devices=2"], code=2)
