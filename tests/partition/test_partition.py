@@ -207,6 +207,7 @@ def test_random_clusters_are_equal_and_depend_on_seed_and_key_alone(tmp_path):
     assert (clusters == other).mean() == pytest.approx(0.25, abs=0.06), "another seed is independent"
     assert np.bincount(new).min() > 900
     assert fit(features, config(1, kind="random")).counts.tolist() == [1003]
+    assert fit(features[:1000], wanted).counts.tolist() == [250] * 4
 
 
 def test_random_clusters_are_independent_of_the_held_out_samples():
