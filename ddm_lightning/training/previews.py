@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
+from threading import get_ident
+from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
@@ -35,6 +39,26 @@ NUM_COLUMNS = 8
 
 class GroupingLogger(TensorBoardLogger):
     """TensorBoard with the curves in groups, what to watch first; see ``tensorboard_tag``."""
+
+    @cached_property
+    def experiment(self) -> Any:
+        """The writer. It names its file after those of earlier starts, whose clocks may have been ahead.
+
+        TensorBoard reads files in the order of their names, which hold the time.
+        """
+        from tensorboard.summary.writer import event_file_writer
+
+        names = []
+        for path in Path(self.log_dir).glob("events.out.tfevents.*"):
+            names.append(path.name.split("."))
+
+        later = max([time.time(), *(int(parts[3]) + 1 for parts in names if parts[3].isdecimal())])
+        own = get_ident()  # the writer's thread needs the time
+        event_file_writer.time = SimpleNamespace(time=lambda: later if get_ident() == own else time.time())
+        try:
+            return super().experiment
+        finally:
+            event_file_writer.time = time
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Log figures under their tags."""

@@ -63,6 +63,29 @@ def test_samples_are_guided():
     torch.testing.assert_close(found, noise - (1 + 4 * (3 - 1)) * noise)
 
 
+@pytest.mark.parametrize("ahead", [-3600, 0, 3600])
+def test_tensorboard_reads_starts_in_order_whatever_their_clocks(tmp_path, ahead):
+    def start(resumed_step, steps, value):
+        (logger,) = build_loggers(["tensorboard"], tmp_path, "project", resumed_step)
+        for step in steps:
+            logger.log_metrics({"train/loss": value}, step)
+
+        logger.finalize("stopped")
+
+    start(0, range(5, 101, 5), 1.0)
+    (first,) = (tmp_path / "tensorboard").glob("events*")
+    prefix, began, host = first.name.partition(str(int(first.name.split(".")[3])))
+    first.rename(first.with_name(f"{prefix}{int(began) + ahead}{host}"))
+
+    start(64, range(65, 151, 5), 2.0)
+    start(104, range(105, 201, 5), 3.0)
+
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("1_watch/train/loss")
+
+    assert [one.step for one in events] == [*range(5, 201, 5)]
+    assert [one.value for one in events] == [1.0] * 12 + [2.0] * 8 + [3.0] * 20
+
+
 def test_the_heat_map_has_a_panel_per_timestep_and_rows_that_sum_to_one():
     confusion = (
         torch.rand(8, 3, 3, generator=torch.Generator().manual_seed(0)) * torch.tensor([10.0, 50.0, 1.0])[:, None]
