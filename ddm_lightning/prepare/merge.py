@@ -19,7 +19,7 @@ from ddm_lightning.partition.partition import Partition
 from ddm_lightning.prepare.prepared import Prepared
 from ddm_lightning.prepare.reading import Plugins
 from ddm_lightning.prepare.write_shards import Moments
-from ddm_lightning.shards.manifest import HELD_OUT, TRAIN, ClusterSamples, Manifest, shard_name
+from ddm_lightning.shards.manifest import FORMAT_VERSION, HELD_OUT, TRAIN, ClusterSamples, Manifest, shard_name
 from ddm_lightning.shards.mosaic import merge_index
 
 
@@ -63,6 +63,7 @@ def merge_groups(
             moments.append(entry["moments"])
 
     return Manifest(
+        format_version=FORMAT_VERSION,
         source=asdict(config.source),
         attribution=plugins.source.attribution,
         images={**asdict(config.images), "size": index["image_size"]},

@@ -43,7 +43,7 @@ class DataSizes:
 class Manifest:
     """Everything that loading, training and sampling need to know about the shards."""
 
-    format_version: Annotated[int, checks.version(FORMAT_VERSION)] = FORMAT_VERSION
+    format_version: Annotated[int, checks.version(FORMAT_VERSION)]
     """Version of this layout."""
     source: dict[str, Any]
     """Name and parameters."""

@@ -9,6 +9,7 @@ from ddm_lightning.shards.manifest import ClusterSamples, Manifest, manifest_pat
 
 def manifest():
     return Manifest(
+        format_version=3,
         source={"name": "blobs", "params": {"num_samples": 10}},
         attribution="drawn by nobody",
         images={"size": 8, "aspect": "crop"},
@@ -53,6 +54,7 @@ def test_a_written_manifest_is_read(tmp_path):
     [
         (None, "is missing; run prepare first"),
         ("not json", "cannot be read"),
+        ({"format_version": ...}, "'format_version' is missing"),
         ({"format_version": 99}, "'format_version' = 99: must be 3"),
         ({"format_version": 1}, r"'format_version' = 1: must be 3 \(.* the release .*\); delete it and run prepare"),
         ({"surprise": 1}, "unknown key 'surprise'"),
@@ -83,7 +85,11 @@ def test_a_manifest_that_cannot_be_read_or_contradicts_itself_is_one_line(tmp_pa
     path = manifest_path(tmp_path)
     if change is not None:
         path.parent.mkdir()
-        path.write_text(change if isinstance(change, str) else json.dumps(dataclasses.asdict(manifest()) | change))
+        if isinstance(change, dict):
+            stored = dataclasses.asdict(manifest()) | change
+            change = json.dumps({key: value for key, value in stored.items() if value is not ...})
+
+        path.write_text(change)
 
     with pytest.raises(UserError, match=problem) as refusal:
         Manifest.read(tmp_path)
