@@ -65,6 +65,8 @@ class ArtifactMeta:
     """Channels, height and width of ``x_0``."""
     condition: ConditionSpec
     """Kind and size of the network's condition."""
+    condition_dropout: Annotated[float, checks.within(0, 1)] | None = None
+    """Probability of dropping a sample's condition in training; guidance needs one above 0. None if not recorded."""
     num_clusters: checks.Size
     """K of the partition."""
     prediction: Annotated[str, checks.one_of(PREDICTIONS)] | None
@@ -264,6 +266,7 @@ def hand_over(
     meta = ArtifactMeta(
         format_version=FORMAT_VERSION,
         **described(member, manifest),
+        condition_dropout=member.condition_dropout,
         prediction=None if member.role.classifies else prediction,
         init_sha256=init_sha256,
         step=status.step,

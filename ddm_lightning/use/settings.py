@@ -82,6 +82,9 @@ def _experiment_of(manifest: EnsembleManifest) -> Experiment:
     """Settings of sampling alone."""
     about = manifest.description
     condition = ConditionConfig(kind=manifest.meta.condition.kind)
+    if any(manifest.metas[name].condition_dropout == 0 for name in manifest.experts):
+        condition.dropout = 0.0
+
     return Experiment(name=about.name, seed=about.seed, sample=replace(about.sample), condition=condition)
 
 

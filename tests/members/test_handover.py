@@ -20,6 +20,14 @@ def handed_over(member, experiment, prepared, tmp_path):
     return read_meta(tmp_path / member)
 
 
+@pytest.mark.parametrize(("member", "dropout"), [("expert-1", 0.0), ("monolith", 0.0), ("router", 0.25)])
+def test_an_artifact_has_the_dropout_of_conditions_that_its_member_was_trained_with(
+    tiny_prepared, tmp_path, member, dropout
+):
+    experiment = load_experiment(TINY, ["condition.dropout=0.0", "router.condition_dropout=0.25"])
+    assert handed_over(member, experiment, tiny_prepared, tmp_path).condition_dropout == dropout
+
+
 @pytest.mark.parametrize(("member", "shift"), [("expert-1", 3.0), ("monolith", 3.0), ("router", 1.5)])
 def test_an_artifact_has_the_timestep_shift_that_its_member_was_trained_with(tiny_prepared, tmp_path, member, shift):
     experiment = load_experiment(TINY, ["expert.timesteps.shift=3.0", "router.timesteps.shift=1.5"])

@@ -37,6 +37,7 @@ from ddm_lightning.ensemble.routing import Trace
 from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.members.artifact import read_meta
 from ddm_lightning.use.export import export_diffusers
+from ddm_lightning.use.settings import load_settings
 
 
 @pytest.fixture(scope="module")
@@ -198,6 +199,16 @@ NO_PROMPTS = "give prompts (strings) or classes"
 )
 def test_what_sampling_cannot_take_is_refused_in_one_line(ensemble, arguments, words):
     refused(lambda: ensemble.sample(**arguments), words)
+
+
+def test_guidance_needs_experts_that_were_trained_without_a_condition_too(tmp_path):
+    folder = saved(tmp_path, condition_dropout=0.0)
+    ensemble = load(folder)
+    words = "key 'sample.guidance_scale' = 2.0: guidance needs a condition.kind other than none, and condition.dropout"
+
+    refused(lambda: ensemble.sample("cat", guidance_scale=2.0), "sample:", words)
+    refused(lambda: load_settings(str(folder), ["sample.guidance_scale=2.0"], allow_paths=False), str(folder), words)
+    assert len(ensemble.sample("cat")) == 1
 
 
 @pytest.mark.parametrize("num", [0, 1])
