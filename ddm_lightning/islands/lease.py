@@ -2,8 +2,8 @@
 
 Each claim has a generation, and each generation a file ``members/NAME/lease/GENERATION.json`` of its own, created in
 one step and written by its process alone. Whoever finds the newest one without a heartbeat creates the next. A process
-that was taken over finds a newer generation before what it sends counts, and stops. No clock is compared with another
-machine's: a lease is stale if it does not change while somebody watches.
+that was taken over finds a newer generation before it completes what it sends, and stops. No clock is compared with
+another machine's: a lease is stale if it does not change while somebody watches.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Claim:
     host: str = ""
     """Name of the machine."""
     machine: str = ""
-    """This start of it."""
+    """Identifies this start of the machine; empty if unknown."""
     pid: checks.Count = 0
     """Process that trains the member."""
     began: str = ""
@@ -186,7 +186,8 @@ def _is_alive(url: str, generation: int, member: str) -> bool:
         if newest > generation or (first.key and now.key and now != first):
             return True
 
-        first = first if first.key else now  # a store that answers garbage says nothing about the process
+        if not first.key:  # a store that answers garbage says nothing about the process
+            first = now
 
     return False
 

@@ -1,4 +1,4 @@
-"""Train a member in this process, or several on this machine, one child process each, which share nothing meanwhile."""
+"""Train one member in this process, or several on this machine, each in a child process of its own."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class _Child:
     member: str
     process: subprocess.Popen[bytes]
     group: int
-    """Of GPUs."""
+    """Number of its group of GPUs."""
     log: Path
 
 
@@ -60,8 +60,8 @@ class Failure(NamedTuple):
 def _stop_requests() -> Iterator[list[float]]:
     """Yield a list that collects the times of stop signals.
 
-    An exception instead could interrupt this process between starting a child and recording it. A launcher may forward
-    a signal that the terminal has also sent, so two within one poll count as one.
+    Raising an exception instead could interrupt this process between starting a child and recording it. A launcher may
+    forward a signal that the terminal has also sent, so two within one poll count as one.
     """
     times: list[float] = []
 
@@ -120,7 +120,7 @@ def start_in_background(command: Sequence[str], log: Path, variables: Mapping[st
 
 
 def fit_on_island(member: Member, run: Run) -> str:
-    """Train one member and publish it, within the island's slot, as this machine's only claim to it.
+    """Train one member within the island's slot, and publish it at the run's URL if there is one.
 
     Returns:
         As ``fit_alone``.
@@ -139,7 +139,7 @@ def fit_alone(member: Member, run: Run, mine: Ranks) -> str:
     """Train one member in this process or, on several devices, by a process for each.
 
     Returns:
-        ``done`` or ``stopped``; ``told`` where another process, the first rank or its agent, says which.
+        ``done`` or ``stopped``; ``told`` if another process, such as the first rank, reports which.
 
     Raises:
         UserError: the member cannot be trained, or its artifact is another experiment's.
@@ -151,7 +151,7 @@ def fit_alone(member: Member, run: Run, mine: Ranks) -> str:
     if island.num_ranks > 1 and is_needed and not mine.launched:
         end_imports()
         if member.initial is not None:
-            member.initial.path  # noqa: B018 (fetched once, and not by every rank)
+            _ = member.initial.path  # fetches it once, so that not every rank does
         if ranks.fit_on_ranks(run, mine) == "done":
             return "told"
 

@@ -34,6 +34,7 @@ FINAL_SECONDS = 600.0
 """Time to try to publish the artifact of a finished training."""
 STOP_SECONDS = 20.0
 """Time to try to publish after a stop; a scheduler kills what takes longer."""
+# Checkpoints kept at the URL.
 _KEPT = 2
 # File that makes a checkpoint whole, as it is sent last.
 _WHOLE = re.escape(FILES)
@@ -44,13 +45,13 @@ _SHARED = re.compile(r"(csv|ema|tensorboard)/.+|(?!log\.txt)[^./][^/]*\.(csv|jso
 
 
 class _Checkpoint(NamedTuple):
-    """One at the URL."""
+    """A checkpoint at the URL."""
 
     step: int
     generation: int
-    """Of the lease under which it was sent."""
+    """Generation of the lease under which it was sent."""
     name: str
-    """Of its folder in the member's."""
+    """Its folder, relative to the member's."""
 
 
 @contextmanager
@@ -210,7 +211,7 @@ class Publisher:
         self.held.beat(asdict(self.run.status(self.name)), released=released)
 
     def publish(self) -> None:
-        """Send what is new; the file that makes a folder count goes last.
+        """Send what is new; the file that makes a folder whole goes last.
 
         Raises:
             LostLeaseError: another process has taken the member over.
@@ -218,7 +219,7 @@ class Publisher:
         """
         copy = self.folder / ".publishing"
         try:
-            # First, so that what its training wrote up to then is published before it.
+            # Linked first, so that files older than the checkpoint are published before it.
             newest = self._link_newest(copy)
             for path, stamp in self._changed():
                 with suppress(FileNotFoundError):  # removed meanwhile
@@ -283,8 +284,8 @@ class Publisher:
         """Publish the last state and release the lease.
 
         Raises:
-            UserError: another process has taken the member over, or the artifact cannot be published. If the last
-                checkpoint cannot, a line says so: the training's own end counts.
+            UserError: another process has taken the member over, or the artifact cannot be published. If only
+                the last checkpoint cannot, a line says so, because the training itself has ended well.
         """
         self.training_over.set()
         self._publishing.join()

@@ -27,9 +27,9 @@ from ddm_lightning.prepare.ledger import Store, publish_shards
 from ddm_lightning.shards.manifest import Manifest, manifest_path
 
 _MANIFEST = "prepared/manifest.json"
-# The same manifest, before the shards are sent: one preparation at a time may publish.
+# Copy of the manifest, sent before the shards, so that only one preparation at a time publishes.
 _CLAIM = "publishing.json"
-# In a member's folder: hash of the description that was published or fetched last, and of where.
+# In a member's folder: hash of the URL and of the ``member.json`` that was last sent there or fetched from there.
 _MARK = ".published"
 
 
@@ -38,7 +38,7 @@ def check_free(run: Run, parts: bool = False) -> None:
 
     Args:
         run: the run to prepare.
-        parts: whether several machines prepare it together.
+        parts: whether it is prepared with ``--parts``.
 
     Raises:
         UserError: the URL cannot be written, holds other data, or other machines are preparing the run together.
@@ -72,14 +72,14 @@ def _refuse_other_experiment(run: Run) -> None:
 
 
 def publish_prepared(run: Run, tick: Callable[[int, int], None]) -> None:
-    """Send the prepared shards, then the experiment and, to make them count, the manifest; nothing if they are there.
+    """Send the prepared shards, then the experiment and last the manifest, unless they are there.
 
     Args:
         run: its shards are prepared here.
         tick: called with the groups of parts done and in total.
 
     Raises:
-        UserError: the URL cannot be written, or holds other data, perhaps not all yet.
+        UserError: the URL cannot be written, or holds other data or a part of them.
     """
     if run.url is None:
         return
@@ -114,14 +114,14 @@ def publish_prepared(run: Run, tick: Callable[[int, int], None]) -> None:
 
 
 def _publish_initial(run: Run) -> None:
-    """Send the weights that members start from, and then what makes them count: the records of their sources."""
+    """Send the weights that members start from, then the records by which they are found."""
     folder = run.folder.initial
     for path in sorted(folder.glob("[!.]*/*")) + sorted(folder.glob("*.json")):
         remote.put(path, f"{run.url}/{path.relative_to(run.folder.root).as_posix()}")
 
 
 def pull_manifest(run: Run) -> None:
-    """Bring the manifest of the prepared shards, unless this folder has it.
+    """Fetch the manifest of the prepared shards, unless this folder has it.
 
     Raises:
         UserError: the URL cannot be read, or holds nothing, another experiment or other shards.
@@ -212,7 +212,7 @@ def _mark_of(name: str, run: Run) -> str:
 
 
 def pull_artifact(name: str, run: Run) -> None:
-    """Bring the artifact of a member, if it is published; one here that was not sent stays unless it has fewer steps.
+    """Fetch the artifact of a member, if it is published; keep one here that was not sent, unless it has fewer steps.
 
     Raises:
         OSError: the store cannot be read.
@@ -263,7 +263,7 @@ def _step_of(description: bytes) -> int:
 
 
 def pull_ensemble(run: Run, member: str | None = None) -> None:
-    """Bring all published artifacts, or that of ``member`` alone, and assemble the ensemble of those that are here.
+    """Fetch all published artifacts, or that of ``member`` alone, and assemble the ensemble of those that are here.
 
     Raises:
         UserError: as ``pull_manifest``, or an artifact is damaged or not the experiment's.

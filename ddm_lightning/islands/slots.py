@@ -93,7 +93,7 @@ class Slot:
         self.folder = run.folder.member(member.name) / "checkpoints"
         self._needed = LEAVING_SECONDS
         self._grace_end = 0.0
-        """End of the time that a stop takes in any case; 0 before the process is told to stop."""
+        """Until then, a stopping process is not ended; 0 before it is told to stop."""
         self._over = threading.Event()
 
     def __enter__(self) -> Slot:
@@ -104,7 +104,7 @@ class Slot:
             OSError: it cannot be read.
         """
         self.begin()
-        # The node that writes checkpoints.
+        # Only on the node that writes checkpoints, and not in ranks that ``fit`` started.
         if self.island.is_lent and self.mine.is_first and not self.mine.is_own:
             self._end = time.monotonic() + seconds_left(self.island)
             if self._end - time.monotonic() <= LEAVING_SECONDS:
@@ -115,7 +115,7 @@ class Slot:
         return self
 
     def begin(self) -> None:
-        """Note from which checkpoint the training goes on."""
+        """Note from which checkpoint the training goes on; again after a newer one has been fetched."""
         self._first = newest_checkpoint(self.folder)
 
     def __exit__(self, *_: object) -> None:
@@ -161,7 +161,7 @@ class Slot:
         """Time that a step, a checkpoint, its publication and the end of the process may take."""
         newest = newest_checkpoint(self.folder)
         speed = self.run.status(self.name).samples_per_second
-        # From the first of its files, written here or fetched, to the last.
+        # Writing or fetching a checkpoint takes from the time of its first file to that of its last.
         if newest:
             times = [path.stat().st_mtime for path in newest.iterdir()]
         else:
