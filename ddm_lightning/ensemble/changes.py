@@ -1,7 +1,7 @@
 """Changes of an ensemble's experts without training: each function returns the changed manifest and writes nothing.
 
-Without a router (``bayes``) only the priors change. A router loses the logits of clusters that leave, which is exact.
-It cannot know clusters that come, so an ensemble with an expert of other data has none, unless it is extended
+Without a router (``bayes``) only the priors change. The logits of removed clusters are dropped from a router, which is
+exact. It does not know new clusters, so an ensemble with an expert of other data has no router, unless it is extended
 (``training.extension``).
 """
 
@@ -43,7 +43,7 @@ def removed(ensemble: EnsembleManifest, name: str) -> EnsembleManifest:
 def added(ensemble: EnsembleManifest, folder: Path, num_images: int, router: Path | None = None) -> EnsembleManifest:
     """Add the expert of the artifact ``folder``.
 
-    A missing expert of the ensemble's own partition gets its old place, and the router already knows its cluster. Any
+    A missing expert of the ensemble's own partition gets its old name, and the router already knows its cluster. Any
     other expert gets the next free number. The ensemble then loses its router, unless ``router`` replaces it.
 
     Args:
@@ -53,7 +53,7 @@ def added(ensemble: EnsembleManifest, folder: Path, num_images: int, router: Pat
         router: artifact of an extended router.
 
     Raises:
-        UserError: the artifact is damaged, unusable, no expert's or there already, or does not go with the others.
+        UserError: the artifact is damaged, unusable, not an expert's or already there, or does not fit the others.
     """
     meta = read_meta(folder)
     for present in ensemble.experts:
@@ -75,7 +75,7 @@ def replaced(ensemble: EnsembleManifest, name: str, folder: Path, num_images: in
     Args:
         ensemble: the ensemble.
         name: the expert to replace.
-        folder: artifact of another training on the same cluster, or of another cluster; the latter costs the router.
+        folder: artifact of another training on the same cluster, or of another cluster, which drops the router.
         num_images: images in its cluster; None keeps the prior.
 
     Raises:
@@ -109,7 +109,7 @@ def _changed(
     """The ensemble of ``folders``; the cluster of the expert ``name`` has ``num_images``, the others as before."""
     about = ensemble.description
     sample = about.sample
-    images: dict[int | str, int] = {}  # of each cluster, by its former place or its new expert
+    images: dict[int | str, int] = {}  # of each cluster, by its former index or its new expert's name
     places = {}
     for expert in sorted(folders.keys() - {ROUTER}, key=expert_number):
         cluster = ensemble.places.get(expert, expert)

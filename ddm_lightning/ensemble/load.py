@@ -42,7 +42,7 @@ def load_ensemble(
         _, router = load_network(manifest.folders[ROUTER])
         router.to(device)
 
-    # Without a router, no matter whose.
+    # Nothing reads these without a router.
     of_router = manifest.metas.get(ROUTER, manifest.meta)
     metas = [manifest.metas[name] for name in names]
     return Ensemble(

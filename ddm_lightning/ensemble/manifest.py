@@ -71,7 +71,7 @@ class Document:
     partition_sha256: checks.Sha256
     members: list[_Entry]
     expert_clusters: list[checks.Count]
-    """Place of each expert's cluster in ``priors``."""
+    """Index of each expert's cluster in ``priors``."""
     changed: bool
     """Whether experts were added, removed or replaced."""
     about: About | None
@@ -95,11 +95,11 @@ class EnsembleManifest:
     about: About | None = None
     """Part of a saved ensemble; a run folder holds its experiment instead."""
     lost: tuple[str, ...] = ()
-    """Listed members without an artifact. The other fields skip clusters that have lost an expert."""
+    """Members without an artifact. The other fields skip clusters that have lost an expert."""
     share: float = 1.0
     """Share of the data in the clusters that are left."""
     places: dict[str, int] = field(default_factory=dict)
-    """Place of each expert's cluster in ``priors``, M entries; experts of one cluster differ in their intervals."""
+    """Index of each expert's cluster in ``priors``, M entries; experts of one cluster differ in their intervals."""
 
     @property
     def description(self) -> About:
@@ -273,7 +273,7 @@ def read_ensemble(path: Path, *, partial: bool = False) -> EnsembleManifest:
 
 
 def _artifact_folder(entry: _Entry, path: Path, *, is_run: bool) -> Path:
-    """Folder of an entry of the manifest ``path``; of a run, the member's folder or ``members`` may be a link."""
+    """Folder of an entry of the manifest ``path``; in a run, the member's folder and ``members`` may be links."""
     folder = RunFolder(path.parent).artifact(entry.member)
     if is_run and folder == path.parent / entry.path:
         inside(folder.parent, folder.name, path)
@@ -299,7 +299,7 @@ def checked(
         path: the manifest.
         folders: artifact folder of each member, by its name in the ensemble.
         priors: of all clusters, lost ones included.
-        places: place of each expert's cluster in ``priors``, lost ones included.
+        places: index of each expert's cluster in ``priors``, lost ones included.
         lost: names without an artifact.
         changed: whether experts were added, removed or replaced.
 
@@ -378,7 +378,7 @@ def _check_members(
 
 
 def _check_experts(path: Path, metas: Mapping[str, ArtifactMeta], changed: bool) -> None:
-    """Refuse experts that stand for one cluster, but are of several, or whose intervals leave a gap or overlap."""
+    """Refuse experts of one cluster that were trained on several, or whose intervals leave a gap or overlap."""
     problem = checks.uncovered([meta.interval for meta in metas.values()])
     if len(set(map(cluster_of, metas.values()))) > 1:
         problem = "experts of several clusters"
@@ -412,7 +412,7 @@ def knows(router: ArtifactMeta | None, name: str, expert: ArtifactMeta) -> bool:
 
 
 def logit_of(name: str, expert: ArtifactMeta) -> int:
-    """Index of a router's logit for the expert's cluster; an expert of other data has the number of ``name``."""
+    """Index of the router's logit for an expert's cluster; for an expert of other data, the number in its ``name``."""
     assert expert.cluster is not None
     if expert.member == name:
         return expert.cluster
@@ -425,7 +425,7 @@ def assemble(run: Run, *, partial: bool = False) -> bool:
 
     Args:
         run: the run.
-        partial: whether to leave out those that are not.
+        partial: whether to leave out members that are not finished.
 
     Returns:
         Whether the ensemble has changed.

@@ -20,8 +20,8 @@ class ResidentExperts(Sequence[Any]):
 
     ``experts[k]`` waits for expert k and starts to load the next one of ``turns``, because an ensemble evaluates its
     experts in order. The weights stay on the host: mapped from the artifact's file, or pinned for copies at full speed.
-    They are overwritten on the device only after the work that uses them. A placed expert may be used until
-    ``num_resident - 1`` other experts have been asked for. Iteration gives the experts on the host.
+    On the device, they are overwritten only after the work that uses them. An expert that was taken may be used until
+    ``num_resident - 1`` other experts have been taken. Iteration gives the experts on the host.
 
     Args:
         experts: networks on the CPU, in evaluation mode.

@@ -1,4 +1,4 @@
-"""Routing strategies: their interface, and the batches and traces that they work on; each sample has its own noise."""
+"""The interface of routing strategies, and the batches and traces that they work on."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Trace:
         self._evaluations.append((t, weights, x_t, x_0_from_velocity(x_t, velocity, t[self._rows])))
 
     def end(self, times: Float[Tensor, " num_times"], x_0: Images) -> None:
-        """Find the evaluation at each of ``times``; that at the last one is the finished ``x_0``."""
+        """End the batch: keep its evaluation at each of ``times``, and the finished ``x_0`` at the last one."""
         if not self._evaluations:
             return
 
@@ -111,7 +111,7 @@ class Batch:
     trace: Trace | None = None
     """Records every evaluation; None records nothing."""
     clusters: Int[Tensor, " b"] | None = None
-    """Cluster of the image that each condition is of, on the CPU; None if unknown."""
+    """Cluster of the image that each condition describes, on the CPU; None if unknown."""
 
     def __post_init__(self) -> None:
         if self.condition is not None:
@@ -179,6 +179,7 @@ class Batch:
                 own = [route(part) for part in self.probabilities(x_t, t).split(len(x_t))]
 
             scale = self.guidance_scale(t) if self._is_guided else 1.0
+            # Of one branch, both are the same weights.
             found = self.ensemble.velocity(
                 x_t, t, self.condition, weights=own[0], null_weights=own[-1], guidance_scale=scale
             )

@@ -1,4 +1,4 @@
-"""Generate samples with any routing strategy, without experts that fail."""
+"""Generate samples with any routing strategy; experts that return NaN are excluded."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def sample(
         keys: key of each sample's noise, such as ``("red apple", 0)``; None for its number.
         progress: called with the number of finished samples, fractional, after every evaluation and batch.
         trace: keeps the sampling trajectory; None records nothing and costs nothing.
-        clusters: cluster of the image that each condition is of, on the CPU, for the strategy ``oracle``.
+        clusters: cluster of the image that each condition describes, on the CPU, for the strategy ``oracle``.
 
     Returns:
         x_0, float32, on the CPU, in the value range that the experts model.
@@ -122,8 +122,8 @@ def _without_failed(
 ) -> Float[Tensor, "r c h w"]:
     """Generate samples that are not finite again, with the same noise and without the experts that failed.
 
-    Only this second attempt looks at each expert. The rest keep their weights in proportion. A failure is noted on
-    stderr once per ensemble.
+    Only this second attempt checks each expert's output. The weights of the other experts are renormalised. A failure
+    is noted on stderr once per ensemble.
 
     Args:
         ensemble: the ensemble.

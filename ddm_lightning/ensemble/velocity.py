@@ -77,7 +77,7 @@ class Ensemble:
         router_conditional: whether the router takes a condition; those of DDM and Paris see x_t and t only.
         paths: path of each expert, in ``flow.path.PATHS``; empty if all are linear.
         temperatures: divisors of the router's logits for rows without and with a condition, by equal parts of t; see
-            ``networks.calibration``. An empty one is 1.
+            ``networks.calibration``. Empty for 1.
         clusters: index of each cluster's logit in the router's output; other logits are skipped, and the softmax over
             the rest is exact. Empty for 0 to K-1.
         class_counts: images of each class in each cluster, [K][num_classes]; empty if unknown.
@@ -173,7 +173,7 @@ class Ensemble:
         flops = 0.0
         for network, rows in zip(self.networks, num_rows, strict=False):
             if network is self.router and not self.router_conditional:
-                condition = ConditionSpec("none", 0)
+                condition = ConditionSpec("none", 0)  # the router is the last network
             if rows:
                 flops += rows * flops_per_sample(network, x_shape, condition, backward=False)
 
@@ -249,11 +249,11 @@ class Ensemble:
         self.work.router_rows += len(x_t)
         logits = _output(self.router, self.precision, x_t, t, condition)[:, self._logits]
         null, conditional = self.temperatures
-        calibrated = temperature_at(t, null)
+        fitted = temperature_at(t, null)
         if condition is not None:
-            calibrated = torch.where(condition.keep, temperature_at(t, conditional), calibrated)
+            fitted = torch.where(condition.keep, temperature_at(t, conditional), fitted)
 
-        logits = logits / (temperature * calibrated[:, None])
+        logits = logits / (temperature * fitted[:, None])
         probabilities = (logits + self._log_factors).softmax(dim=1)
         if self._is_watched:
             return finite(probabilities)
@@ -403,5 +403,6 @@ def both_branches(
 def rows_by_expert(active: Active) -> tuple[list[Int[Tensor, " _"]], int]:
     """The rows of each expert, ascending, and the number of rows with any; waits for the device once."""
     *counts, num_rows = torch.cat([active.sum(0), active.any(1).sum()[None]]).tolist()
+    # Entries are (expert, row). The active ones come first, in their order, because the sort is stable.
     order = active.T.flatten().argsort(descending=True, stable=True)[: sum(counts)]
     return list((order % len(active)).split(counts)), num_rows

@@ -38,11 +38,11 @@ from ddm_lightning.use.saved import manifest_with_about
 STRATEGIES_SHOWN = ("full", "top-1", "sample-1", "bayes")
 MAX_HELD_OUT = 2048
 MAX_TRAIN = 20_000
-# A smaller set is repeated with other noise.
+# A smaller held-out set is repeated with other noise.
 MIN_ROWS = 512
 MAX_DRAWS = 8
 BATCH_SIZE = 64
-# Side of the images whose pixels the classifier of clusters sees.
+# Side to which images are shrunk for the classifier of clusters.
 CLASSIFIER_SIDE = 12
 
 Figures = dict[str, Any]
@@ -59,13 +59,17 @@ class Samples:
     condition: Condition | None
 
     def rows(self, rows: Int[Tensor, " m"], device: torch.device | None = None) -> Samples:
-        """The chosen samples, on ``device`` if there is one."""
+        """The chosen samples, moved to ``device`` if one is given."""
         condition = self.condition and self.condition.rows(rows)
         if condition is not None and device is not None:
             condition = condition.to(device)
 
-        x_0, clusters, ids = (values[rows].to(device) for values in (self.x_0, self.clusters, self.sample_ids))
-        return Samples(x_0, clusters, ids, condition)
+        return Samples(
+            x_0=self.x_0[rows].to(device),
+            clusters=self.clusters[rows].to(device),
+            sample_ids=self.sample_ids[rows].to(device),
+            condition=condition,
+        )
 
 
 def diagnose(
@@ -102,14 +106,15 @@ def diagnose(
     for name in strategies or (*STRATEGIES_SHOWN, experiment.sample.strategy):
         own = whole.with_settings(params, f"--strategy {name}", strategy=name)
         lacks_router = ensemble.router is None and strategy_of(own.about.sample).needs_router
+        # A default strategy that cannot run is skipped; one that was asked for is refused later.
         if strategies or ensemble.num_clusters == 1 or not lacks_router:
             chosen[name] = own
 
     train = _read(run, TRAIN, MAX_TRAIN, device)
     held_out = _read(run, HELD_OUT, MAX_HELD_OUT, device)
     num_held_out = len(held_out.x_0)
-    draws = min(MAX_DRAWS, math.ceil(MIN_ROWS / num_held_out))  # of noise
-    noisy = held_out.rows(torch.arange(num_held_out).repeat(draws), device)
+    num_draws = min(MAX_DRAWS, math.ceil(MIN_ROWS / num_held_out))  # of noise for each sample
+    noisy = held_out.rows(torch.arange(num_held_out).repeat(num_draws), device)
     times = stratified_timesteps().tolist()
     figures: Figures = {
         "num_held_out": num_held_out,
@@ -206,7 +211,7 @@ def expert_figures(
             time = t[part]
             every = torch.ones(len(part), num_clusters, dtype=torch.bool, device=x_t.device)
             found = ensemble.expert_velocities(noisy, time, own.condition, every)
-            found = found.transpose(0, 1).flatten(2)
+            found = found.transpose(0, 1).flatten(2)  # [experts, rows, values]
             target = (noisy - own.x_0) / times[index]  # noise - x_0
             errors = (found - target.flatten(1)).square().mean(2)
             losses[index].index_add_(1, own.clusters, errors)
@@ -242,9 +247,9 @@ def router_figures(ensemble: Ensemble, held_out: Samples, seed: int) -> Figures:
 
     Returns:
         For each branch and time: ``accuracy``; ``nll`` and ``calibration_error`` (ECE), as trained and ``_calibrated``,
-        of the samples that did not fit the temperatures; ``nll_of_priors``, the NLL of a router that always answers the
-        priors; ``calibration_error_by_chance``, the ECE of a perfectly calibrated router on as many samples, which is
-        large on few. Empty without a router.
+        of the samples that the temperatures were not fitted on; ``nll_of_priors``, the NLL of a router that always
+        answers the priors; ``calibration_error_by_chance``, the ECE of a perfectly calibrated router on as many
+        samples, which is large on few. Empty without a router.
     """
     if ensemble.router is None:
         return {}
@@ -258,7 +263,7 @@ def router_figures(ensemble: Ensemble, held_out: Samples, seed: int) -> Figures:
     judged = ~is_fitted(held_out.sample_ids)
     clusters = held_out.clusters[judged]
     log_priors = ensemble.priors.to(clusters.device).log()
-    _, first = held_out.sample_ids.unique(return_inverse=True)
+    _, sample_number = held_out.sample_ids.unique(return_inverse=True)
     figures: dict[str, dict[str, list[float]]] = {branch: defaultdict(list) for branch in branches}
     for index, (x_t, t) in enumerate(_noisy(held_out.x_0, seed)):
         # One number for all draws of a sample, because they are not independent.
@@ -268,16 +273,16 @@ def router_figures(ensemble: Ensemble, held_out: Samples, seed: int) -> Figures:
             as_trained = _log_probabilities(plain, x_t, t, condition)
             calibrated = _log_probabilities(ensemble, x_t, t, condition)
             for suffix, found in (("", as_trained), ("_calibrated", calibrated)):
-                half = found[judged].double()
-                likelihoods = half.gather(1, clusters[:, None])
-                own[f"nll{suffix}"].append(-float(likelihoods.mean()))
-                own[f"calibration_error{suffix}"].append(float(calibration_error(reliability(half, clusters))))
+                logs = found[judged].double()
+                of_truth = logs.gather(1, clusters[:, None])
+                own[f"nll{suffix}"].append(-float(of_truth.mean()))
+                own[f"calibration_error{suffix}"].append(float(calibration_error(reliability(logs, clusters))))
 
             own["nll_of_priors"].append(-float(log_priors[clusters].mean()))
             is_right = as_trained.argmax(1) == held_out.clusters
             own["accuracy"].append(float(is_right.double().mean()))
             perfect = calibrated[judged]
-            sums = reliability(perfect.double(), choose(perfect.exp(), uniform[first][judged]))
+            sums = reliability(perfect.double(), choose(perfect.exp(), uniform[sample_number][judged]))
             own["calibration_error_by_chance"].append(float(calibration_error(sums)))
 
     return {branch: dict(own) for branch, own in figures.items()}
@@ -305,8 +310,8 @@ def _noisy(x_0: Float[Tensor, "n c h w"], seed: int) -> Iterator[tuple[Tensor, T
         yield interpolate(x_0, noise.to(x_0.device), t), t
 
 
-def _read(run: Run, side: str, most: int, device: torch.device) -> Samples:
-    """Read at most this many samples of all clusters, evenly spaced; training samples without conditions.
+def _read(run: Run, side: str, max_num: int, device: torch.device) -> Samples:
+    """Read at most ``max_num`` samples of all clusters, evenly spaced; training samples without conditions.
 
     Captions are encoded on ``device``; the samples are on the CPU.
 
@@ -314,7 +319,7 @@ def _read(run: Run, side: str, most: int, device: torch.device) -> Samples:
         UserError: there are none, or shards are damaged.
     """
     shards, _ = open_side(run.folder.shards, run.manifest, side)
-    num = min(len(shards), most)
+    num = min(len(shards), max_num)
     names = None
     if side == TRAIN:
         names = ("x_0", "cluster", "sample_id")

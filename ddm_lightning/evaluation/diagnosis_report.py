@@ -16,8 +16,9 @@ from ddm_lightning.core.files import atomic_write
 from ddm_lightning.core.formatting import table
 from ddm_lightning.core.grids import heat_map
 
-# Share of the priors' NLL from which on a router tells nothing; above this t it need not.
+# A router whose NLL is above this share of the priors' NLL tells no more than the priors.
 MOST_UNTOLD = 0.98
+# Above this t, it need not.
 HIGHEST_BLIND = 0.85
 
 

@@ -48,8 +48,8 @@ def mixture(snapshots: Sequence[ema.Snapshot], width: float, step: int) -> tuple
     Inner products of profiles are integrals over continuous time.
 
     Returns:
-        Share of each snapshot, float64; shares sum to 1, and some are negative. And the misfit: the relative L2 error
-        of the mixed profile.
+        Share of each snapshot, float64; shares sum to 1, and some are negative.
+        The misfit: the relative L2 error of the mixed profile.
     """
     exponents = np.array([ema.exponent_of(snapshot.width) for snapshot in snapshots])
     steps = np.array([snapshot.step for snapshot in snapshots], dtype=np.float64)
@@ -186,7 +186,7 @@ class EmaWidths:
         return shares
 
     def _averaged(self, width: float) -> dict[str, Tensor]:
-        """The artifact's weights with parameters averaged with any ``width``, float32; buffers are not averaged.
+        """The artifact's weights, but parameters averaged with any ``width``, float32; buffers stay.
 
         Raises:
             UserError: as ``_shares``, or a snapshot is missing or damaged.

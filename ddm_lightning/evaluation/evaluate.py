@@ -1,4 +1,4 @@
-"""Compare generated with real images: resumable, split over ranks, with every setting recorded."""
+"""Compare generated images with real ones: resumable, split over ranks, with every setting recorded."""
 
 from __future__ import annotations
 
@@ -155,15 +155,15 @@ class Evaluation:
             for images in sets:
                 metrics = self.by_features
                 if images in self.known:
-                    metrics = metrics[:1]
+                    metrics = metrics[:1]  # memorisation() takes the first one's features
 
                 for rows in bars.track(parts(images)[rank::world], description=f"{images.name}, {images.num} images"):
-                    images.images(rows)
+                    images.images(rows)  # generates them if they are not on disk
                     for metric in metrics:
                         self.features(metric, images, rows)
 
     def scores(self) -> dict[str, Score]:
-        """Compute all metrics from the finished parts; a metric's params follow a name that another one has."""
+        """Compute all metrics from the finished parts; if two have one name, the second one's params follow it."""
         found: dict[str, Score] = {}
         for plugin, metric in self.metrics:
             values: Any
@@ -301,7 +301,7 @@ def _code_sha256() -> str:
 def evaluate(
     run: Run, images: Path | None, out: Path | None, *, show_progress: bool = False
 ) -> tuple[Path, Table] | None:
-    """Generate and compare; see ``Evaluation``. Every rank of torchrun calls it; only rank zero gets a result."""
+    """Generate and compare; see ``Evaluation``. All ranks of torchrun call it; only rank zero gets a result."""
     mine = Ranks.read()
     if mine.world_size == 1:
         evaluation = Evaluation(run, images, out)

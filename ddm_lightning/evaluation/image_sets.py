@@ -1,4 +1,4 @@
-"""Sets of images that are compared: of a run's shards, of a folder or file, or generated; read in parts."""
+"""Sets of images to compare, read in parts: from a run's shards, from a folder or file, or generated."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class FileImages:
         else:
             contents = self._contents(self._files.images)
             hashes = {name: hashlib.sha256(data).hexdigest() for name, data in contents}
-            # With the decoder's, because features are kept under this hash.
+            # With the decoder's hash, because features are kept under this name.
             self.sha256 = sha256_json([sha256_file(Path(decode.__file__)), hashes])
 
         self.shape = self.images(range(1)).shape[1:]
@@ -207,7 +207,7 @@ class Generated:
     its number, so neither parts nor ranks matter.
 
     Args:
-        run: of its experiment, the seed and the sections ``sample`` and ``evaluate`` count.
+        run: its experiment's seed and sections ``sample`` and ``evaluate`` are used.
         manifest: the run's; None if the shards are not here.
 
     Raises:
@@ -281,9 +281,8 @@ class Generated:
         settings = self._evaluate
         if not path.exists():
             clusters = None
-            if (
-                self._given is not None and self._ensemble.about.sample.member is None
-            ):  # one alone makes images of all clusters
+            # One member alone makes images of all clusters.
+            if self._given is not None and self._ensemble.about.sample.member is None:
                 clusters = torch.tensor(self.given(rows, "cluster"))
 
             x_0 = self._ensemble.latents(

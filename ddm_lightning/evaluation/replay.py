@@ -49,13 +49,14 @@ def replay_step(name: str, run: Run, step: int | None, rank: int) -> tuple[Skipp
         rank: the rank whose part of the batch is replayed.
 
     Returns:
-        The step, the path of the nearest checkpoint (or "the initial weights"), and the samples, replayed with it.
+        The step, the path of the nearest checkpoint (or "the initial weights"), and the samples replayed with it.
 
     Raises:
         UserError: no such step was skipped, the shards are not those of the training, or the member is in use.
     """
     island = island_of(name, run.experiment)
-    run, folder = Run(replace(run.experiment, island=island), run.folder), run.folder.member(name)
+    run = Run(replace(run.experiment, island=island), run.folder)
+    folder = run.folder.member(name)
     skipped = _find(folder, step, rank)
     member = run.member(name)
     objective = build_objective(member, run)
@@ -134,7 +135,7 @@ def _samples(data: ClusterDataModule, skipped: SkippedStep) -> dict[str, Tensor]
 
 
 def replay_table(samples: list[ReplayedSample]) -> Table:
-    """Tabulate the samples, those to blame first."""
+    """Tabulate the samples, those whose gradient is not finite first."""
     columns = "no finite number in the shards"
     rows = []
     for one in sorted(samples, key=lambda sample: math.isfinite(sample.gradient_norm)):

@@ -12,15 +12,15 @@ from ddm_lightning.flow.randomness import keyed_generator
 WEIGHT_DECAYS = (1e-3, 1e-2, 1e-1)
 """Weight decays that the classifier tries."""
 ROUNDS = 200
-"""Draws of ``ClusterShares.by_chance``."""
+"""Number of bootstrap samples of ``ClusterShares.by_chance``."""
 
 
 class ClusterShares:
     """Multinomial logistic regression from features to clusters, and the shares that it implies.
 
-    The mean of an imperfect classifier's probabilities is no share: it leans towards the shares of the training set. It
-    is a mixture of the classifier's mean probabilities on each cluster, weighted by the true shares, and is solved for
-    them (Lipton et al., 1802.03916).
+    The mean of an imperfect classifier's probabilities is biased towards the shares of the training set. It is the sum
+    of the mean probabilities on each cluster's images, weighted by the true shares; these follow by least squares
+    (Lipton et al., 1802.03916).
 
     Args:
         train: features that took no part in the clustering, of training images.
@@ -57,9 +57,9 @@ class ClusterShares:
         return _solved(self._probabilities(features), self._held_out, self._clusters)
 
     def by_chance(self, num: int, seed: int) -> Float[Tensor, " rounds"]:
-        """Total variations of the shares estimated for ``num`` real images from their true ones.
+        """Total variation between the estimated and the true shares of ``num`` real images, in each of ``ROUNDS``.
 
-        Each of ``ROUNDS`` draws held-out images with replacement, both to judge and for the confusion (a bootstrap).
+        A bootstrap: each round takes held-out images with replacement, both to judge and for the confusion.
         """
         generator = keyed_generator(seed, "shares by chance")
         held_out = len(self._clusters)
@@ -101,7 +101,7 @@ class ClusterShares:
 def _solved(
     probabilities: Float[Tensor, "n K"], known: Float[Tensor, "m K"], clusters: Int[Tensor, " m"]
 ) -> Float[Tensor, " K"]:
-    """Shares that imply the mean of ``probabilities``, given those of images of ``known`` clusters."""
+    """Shares that explain the mean of ``probabilities``, given the probabilities of images of ``known`` clusters."""
     means = [known[clusters == k].mean(0) for k in range(known.shape[1])]
     confusion = torch.stack(means).nan_to_num(0.0)
     found = torch.linalg.lstsq(confusion.T, probabilities.mean(0)[:, None])

@@ -130,7 +130,8 @@ def fit_on_island(member: Member, run: Run) -> str:
             process trains the member.
     """
     mine = ranks.own_place(run.experiment.island)
-    with run.claimed(), Slot(member, run, mine) as slot, published(member.name, run, mine) as slot.publisher:
+    with run.claimed(), Slot(member, run, mine) as slot, published(member.name, run, mine) as publisher:
+        slot.publisher = publisher
         slot.begin()
         return fit_alone(member, run, mine)
 

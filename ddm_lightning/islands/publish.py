@@ -104,6 +104,7 @@ class Publisher:
         self._published_step = -1
         self.training_over = threading.Event()
         self._over = threading.Event()
+        """Set after the last publication, to end the heartbeats."""
         self._lost: LostLeaseError | None = None
         self._is_down = False
         self.publication_seconds = 0.0

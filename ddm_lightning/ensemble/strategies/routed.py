@@ -137,8 +137,8 @@ class Sample1(Strategy):
 class Oracle(Strategy):
     """Follow one expert per sample (DDM, 2501.05450, table 3); for evaluation.
 
-    Under held-out conditions, ``evaluate``, ``diagnose`` and the benchmarks give the cluster of the image that each
-    condition is of. Otherwise it is ``cluster`` or, without one, drawn from p(k | class), or from the priors without
+    The expert is that of ``cluster``. Without it, ``evaluate``, ``diagnose`` and the benchmarks give the cluster of the
+    image that each held-out condition describes; others choose one from p(k | class), or from the priors without
     classes.
     """
 
