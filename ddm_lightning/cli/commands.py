@@ -63,7 +63,7 @@ def _prepare(experiment: Experiment, options: argparse.Namespace) -> None:
 
     run = _prepared(experiment, options)
     prepared = RunFolder.of(experiment).prepared
-    if options.parts is not None:  # what is left holds no shards, but would be taken for the run's shards
+    if options.parts is not None:  # a folder without shards is left, and would be taken for the run's shards
         shutil.rmtree(prepared / "shards", ignore_errors=True)
 
     if run is None:
@@ -109,13 +109,13 @@ def _prepared(experiment: Experiment, options: argparse.Namespace) -> Run | None
     """Prepare the run, or this machine's share of it, if it is not up to date, and open its folder.
 
     Returns:
-        None if another machine ends it.
+        None if another machine completes the preparation.
     """
     from ddm_lightning.prepare.engine import Reporter
     from ddm_lightning.prepare.share import Share
     from ddm_lightning.prepare.stages import prepare
 
-    parts = getattr(options, "parts", None)  # fit has neither this option nor --prune
+    parts = getattr(options, "parts", None)  # fit has neither --parts nor --prune
     share = None if parts is None else Share.parse(parts)
     folder = RunFolder.of(experiment).root
     check = partial(check_networks, experiment, source=options.config, overrides=options.overrides, initial=True)
@@ -146,7 +146,7 @@ def _one_member(experiment: Experiment, options: argparse.Namespace) -> str:
 def _fit(experiment: Experiment, options: argparse.Namespace) -> int | None:
     members = parse_members(options.member, experiment)
     check_positive("--jobs", options.jobs)
-    is_alone = len(members) == 1 and options.member != "all"  # not if the whole ensemble is one expert
+    is_alone = len(members) == 1 and options.member != "all"  # "all" is assembled, too, even if it is one expert
     for member in members:
         island = island_of(member, experiment)
         check_devices(island.accelerator, island.devices)
@@ -168,7 +168,7 @@ def _fit_one(member: str, experiment: Experiment, options: argparse.Namespace) -
     else:
         pull_manifest(run)
 
-    manifest = run.manifest  # an island gets prepared shards; it does not make them
+    manifest = run.manifest  # raises unless the shards are prepared; an island does not prepare them
     if not run.folder.experiment.exists():
         check_networks(experiment, manifest, options.config, options.overrides)
 
@@ -306,7 +306,7 @@ def _sample(experiment: Experiment, options: argparse.Namespace) -> None:
 
 
 def _grid_to_write(experiment: Experiment, settings: SampleConfig, options: argparse.Namespace) -> Path:
-    """The grid that ``fit`` writes if nothing but its strategy was asked for; else a new file, so that others stay."""
+    """Path of the grid: that of ``fit``, if only a strategy was given; else a new file, so that earlier ones stay."""
     from ddm_lightning.use.samples import check_out
 
     samples = RunFolder.of(experiment).samples
@@ -384,7 +384,7 @@ def _ema(experiment: Experiment, options: argparse.Namespace) -> None:
         print(f"next: {command_line('ema', options)} member={member} --use WIDTH")
         return
 
-    with published(member, run):  # else the next command would fetch the former artifact
+    with published(member, run):  # else the next command would fetch the former artifact from the URL
         widths.use(width)
 
     print(f"artifact: {run.folder.artifact(member)}")
@@ -476,13 +476,13 @@ def _demo(experiment: Experiment, options: argparse.Namespace) -> None:
 
 
 def run_command(experiment: Experiment, options: argparse.Namespace) -> int:
-    """Run a command of ``COMMANDS`` with as many threads as members use; more threads than idle cores slow it down."""
+    """Run a command of ``COMMANDS`` with as many threads as a member has; more threads than idle cores slow it down."""
     if options.command not in ("fit", "evaluate"):
         leave_ranks()
 
     check_meeting()
     configure_torch(experiment.island.accelerator, experiment.island.num_threads)
-    # Of several ranks of ``evaluate``, the others wait for the first.
+    # Only the first rank of ``evaluate`` fetches; the others wait for it.
     if options.command in _NEED_ENSEMBLE and Ranks.read().rank == 0:
         member = experiment.sample.member
         if options.command == "diagnose" or getattr(options, "to", None) in ("ensemble", "peft"):

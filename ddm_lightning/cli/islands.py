@@ -25,7 +25,7 @@ from ddm_lightning.members.run import Run
 from ddm_lightning.training.guard import skipped_of
 
 _WATCH_SECONDS = 5.0
-# Of the table of islands in a pipe, which cuts no line.
+# Width of the table of islands in a pipe, which cuts no line.
 _SHARED_WIDTH = 1000
 
 
@@ -100,7 +100,7 @@ def _by_price(one: plan.Plan) -> tuple[bool, bool, float]:
 
 
 def show_status(experiment: Experiment, options: argparse.Namespace) -> None:
-    """Run ``status``: print the table once, again and again, as JSON, or write it as a page."""
+    """Run ``status``: print the table once, repeatedly or as JSON, or write it as a page."""
     run = Run(experiment)
     if not (experiment.remote or preparing_line(run)):
         run = Run.open(experiment)
@@ -182,7 +182,7 @@ def table_of(run: Run, members: Sequence[Seen], width: int) -> Table:
 
 
 def check_positive(option: str, value: int | None) -> None:
-    """Refuse a number below 1 behind an option of the command line."""
+    """Refuse an option's number below 1."""
     if value is not None and value < 1:
         raise UserError(f"{option} {value}: must be at least 1")
 

@@ -291,7 +291,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _at_home(word: str) -> str:
-    """A word with its ``~`` expanded: a shell does not in ``--out=~/images``, other programs never do."""
+    """Expand ``~`` in a word: a shell does not in ``--out=~/images``, and other programs never do."""
     option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
     return option + equals + os.path.expanduser(value)  # noqa: PTH111 (pathlib would change URLs)
 

@@ -32,7 +32,7 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = (), record: Pat
     """Read, merge and check an experiment file.
 
     Args:
-        path: the YAML file, or a run folder. The run folder of a record is where the record is: it may have moved.
+        path: the YAML file, or a run folder. ``run_dir`` of a record is its folder, because a run may have been moved.
         overrides: ``key=value`` pairs in OmegaConf's dot-list form; they win over the file. Mappings merge, but a
             plug-in with another ``name`` keeps none of the previous params.
         record: a resolved experiment to start from; only ``island``, ``sample``, ``evaluate`` of ``path`` then count.
@@ -56,7 +56,7 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = (), record: Pat
         free = OmegaConf.masked_copy(written, ["island", "sample", "evaluate"])
         changes = [(str(record), _without_old_keys(read_yaml(record))), (str(path), free)]
 
-    # Names first: a new name drops params, also if it was typed after them.
+    # Names first: a new name drops the former params, but must keep those typed before it.
     ordered = sorted(overrides, key=lambda text: not text.partition("=")[0].endswith(".name"))
     changes += [(f"{path} with {text!r}", read_override(text, str(path))) for text in ordered]
     try:
@@ -99,7 +99,7 @@ def read_yaml(path: Path, remedy: str = "experiments/ has examples") -> DictConf
 
     Args:
         path: the file.
-        remedy: ends the error line of a file that is missing or of another kind.
+        remedy: ends the error line of a file that is missing or no mapping.
 
     Raises:
         UserError: the file is missing, a folder, not UTF-8, not YAML (with the line) or not a mapping, or a number is
@@ -148,10 +148,10 @@ def read_override(override: str, source: str) -> DictConfig:
 
 
 def _with_comment(text: str) -> str:
-    """A value in which YAML would take the end for a comment, such as ``runs/take #2``, as a string in quotes.
+    """Put a value in quotes if YAML would take its end for a comment, as in ``runs/take #2``.
 
     Raises:
-        ValueError: it is not plain text.
+        ValueError: a comment follows a value that is not plain text.
     """
     node = yaml.compose(text)
     if node is not None and not text[node.end_mark.index :].strip():
@@ -184,7 +184,7 @@ def _refuse_other_bases(loaded: DictConfig, text: str, key: str, source: str) ->
 
 
 def leaves(value: Any, key: str = "", *, lists: bool = True) -> Iterator[tuple[str, Any]]:
-    """Yield dotted key and value of everything but dicts and, with ``lists``, lists."""
+    """Yield the dotted key and the value of each leaf of a tree of dicts and, with ``lists``, lists."""
     if isinstance(value, dict):
         for name, inner in value.items():
             yield from leaves(inner, f"{key}.{name}" if key else str(name), lists=lists)
@@ -196,7 +196,7 @@ def leaves(value: Any, key: str = "", *, lists: bool = True) -> Iterator[tuple[s
 
 
 def _refuse_resolvers(value: Any, source: str) -> None:
-    """Refuse references but ``${a.b}``: those with a resolver, ``${resolver:…}``, would read the environment.
+    """Refuse references other than ``${a.b}``: a resolver, as in ``${resolver:…}``, could read the environment.
 
     Raises:
         UserError: names the key and its text.
@@ -230,7 +230,7 @@ def to_yaml(experiment: Experiment) -> str:
 
 
 def _schema(section: Any, prefix: str = "") -> Iterator[tuple[str, Any, Field[Any], Any, bool]]:
-    """Yield each field of ``section``, and of the sections within it: key, class, field, default, whether a section."""
+    """Yield key, class, field, default and whether it is a section, of each field of ``section`` and those within."""
     kind: Any = type(section)
     for own in fields(section):
         default = getattr(section, own.name)
@@ -268,14 +268,14 @@ def describe() -> Iterator[tuple[str, str, str]]:
 
 @functools.cache
 def changeable_keys() -> tuple[str, ...]:
-    """Dotted keys of fields and sections that may differ between two starts, as the schema declares."""
+    """Dotted keys of fields and sections that the schema lets differ between two starts."""
     return tuple(key for key, _, own, *_ in _schema(Experiment()) if own.metadata.get("changeable"))
 
 
 def fingerprint(experiment: Experiment) -> str:
     """Hash of the settings that shape a result: neither ``changeable_keys`` nor numbers of steps.
 
-    Keys at their defaults do not count, so that a release with more keys gives the same.
+    Keys at their defaults do not count, so that a release with more keys gives the same hash.
     """
     free = tuple(f"{key}." for key in changeable_keys())
     defaults = dict(leaves(asdict(Experiment()), lists=False))

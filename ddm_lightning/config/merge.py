@@ -49,7 +49,7 @@ def expert_section(name: str, experiment: Experiment) -> ExpertConfig:
 
 
 def init_of(section: ExpertConfig | RouterConfig) -> InitConfig | None:
-    """Weights that the members of a section start from; None for random ones."""
+    """``init_from`` of a section in its long form; None for random weights."""
     if section.init_from is None:
         return None
 
@@ -78,7 +78,7 @@ def expert_clusters(experiment: Experiment) -> list[int]:
 
 
 def island_of(name: str, experiment: Experiment) -> IslandConfig:
-    """Settings of the member's island: ``island`` with what ``islands`` says of its role, then of the member."""
+    """Settings of the member's island: ``island``, changed by ``islands`` first for its role, then for the member."""
     role = name.partition("-")[0]
     island = changed(experiment.island, experiment.islands.get(role))
     if name == role:

@@ -25,7 +25,7 @@ from ddm_lightning.core.registry import LAUNCHERS, SOLVERS, STRATEGIES
 
 Problem: TypeAlias = tuple[str, str]
 """Key to blame, and what is wrong with it."""
-# Columns that the shards have already.
+# Columns that the shards have anyway.
 _COLUMNS = r"x_0|x_0_flipped|label|sample_id|cluster|has_caption|(text|caption).*"
 
 
@@ -58,7 +58,7 @@ def check_experiment(
     Args:
         experiment: the resolved experiment.
         source: begins the error line, such as the file's name.
-        overrides: ``key=value`` pairs; the error line names the one that caused it.
+        overrides: ``key=value`` pairs; the error line names the one at fault, if any.
         sampling_only: whether to check sampling alone, because a saved ensemble has no settings of training.
 
     Raises:
@@ -77,10 +77,10 @@ def check_experiment(
 
 
 def _check_changes(experiment: Experiment, source: str | Path, overrides: Sequence[str]) -> None:
-    """Check sections that change others for some members, and the two forms of ``init_from``."""
+    """Check ``expert.overrides``, ``islands`` and both forms of ``init_from``."""
     experts = _experts(experiment)
 
-    def check_changes(section: str, changes: dict[str, Any], schema: type, names: Sequence[str], word: str) -> None:
+    def check_section(section: str, changes: dict[str, Any], schema: type, names: Sequence[str], word: str) -> None:
         for name, change in changes.items():
             key = f"{section}.{name}"
             where = blamed(source, overrides, key)
@@ -92,8 +92,8 @@ def _check_changes(experiment: Experiment, source: str | Path, overrides: Sequen
 
             checks.check(change, schema, key, where, references=False)
 
-    check_changes("expert.overrides", experiment.expert.overrides, ExpertConfig, experts, "expert")
-    check_changes("islands", experiment.islands, IslandConfig, [*experts, *ROLE_NAMES], "member or role")
+    check_section("expert.overrides", experiment.expert.overrides, ExpertConfig, experts, "expert")
+    check_section("islands", experiment.islands, IslandConfig, [*experts, *ROLE_NAMES], "member or role")
     initial = {"expert": experiment.expert.init_from, "router": experiment.router.init_from}
     for name, change in experiment.expert.overrides.items():
         initial[f"expert.overrides.{name}"] = change.get("init_from")
@@ -160,8 +160,8 @@ def _problems(experiment: Experiment) -> Iterator[Problem]:
 
 def _problems_of_columns(prepare: PrepareConfig) -> Iterator[Problem]:
     for name, condition in prepare.filters.items():
-        is_least = name == "min_side" and checks.is_number(condition)
-        if not (condition is None or is_least or checks.COMPARISON[0](condition)):
+        is_side = name == "min_side" and checks.is_number(condition)
+        if not (condition is None or is_side or checks.COMPARISON[0](condition)):
             yield "prepare.filters", f"{name!r} must be {checks.COMPARISON[1]}"
 
     columns = {caption.column for caption in prepare.captions}
@@ -205,11 +205,11 @@ def _problems_of_expert(name: str, experiment: Experiment) -> Iterator[Problem]:
 
     batch_size = expert.train.global_batch_size
     if batch_size % num_experts:
-        number = "expert.num_experts" if base.num_experts else "prepare.partition.num_clusters"
+        key = "expert.num_experts" if base.num_experts else "prepare.partition.num_clusters"
         suggestion = -(-batch_size // num_experts) * num_experts
         yield (
             "train.global_batch_size",
-            f"must be divisible by {number} = {num_experts}, because each expert takes an equal part of it; set "
+            f"must be divisible by {key} = {num_experts}, because each expert takes an equal part of it; set "
             f"expert.train.global_batch_size={suggestion}",
         )
 
@@ -224,6 +224,7 @@ def _problems_of_expert(name: str, experiment: Experiment) -> Iterator[Problem]:
 def _problems_of_island(name: str, batch_size: int, experiment: Experiment) -> Iterator[Problem]:
     """Problems of the island of the member ``name``, whose steps have ``batch_size`` samples."""
     for key, problem in _problems_of_devices(name, batch_size, island_of(name, experiment)):
+        # Only the first problem is reported, so the narrowest section comes first.
         for section in (name, name.partition("-")[0]):
             if section in experiment.islands:
                 yield f"islands.{section}", f"{key} {problem}"

@@ -35,7 +35,7 @@ class DecentralizedPipeline(DiffusionPipeline):  # type: ignore[misc]  # diffuse
         )
 
     def to(self, *places: torch.device | str | torch.dtype, **named: Any) -> DecentralizedPipeline:
-        """Choose the device, where the ensemble is loaded at the next use, and the precision of later calls.
+        """Choose the device, onto which the next call loads the ensemble, and the precision of later calls.
 
         Args:
             places: a device, a dtype or both; float32 and bfloat16 are as in ``sample.precision``.
@@ -80,7 +80,7 @@ class DecentralizedPipeline(DiffusionPipeline):  # type: ignore[misc]  # diffuse
             class_labels: one or several names or numbers, for an ensemble conditioned on classes.
             num_images_per_prompt: images per prompt or class.
             num_inference_steps: steps from noise to data.
-            negative_prompt: refused unless empty: guidance uses the null condition.
+            negative_prompt: refused unless empty, because guidance uses the null condition.
             generator: gives the seed of the noise; a list gives each image its own seed. None uses torch's default
                 generator, so each call gives other images.
             output_type: ``pil``, or ``np`` or ``pt`` for numbers from 0 to 1, [n h w 3] or [n 3 h w].

@@ -44,13 +44,13 @@ class Row(NamedTuple):
 
     label: str
     noise: str
-    """Begins the keys of its noise."""
+    """First part of the keys of its noise."""
     condition: Condition | None = None
     repeats: int = 0
-    """Rows with the same noise before it."""
+    """Number of earlier rows with the same ``noise``."""
 
     def key(self, index: int, num: int) -> Key:
-        """Key of an image's noise in a row of ``num``: a row that repeats another one goes on where that one ends."""
+        """Key of an image's noise in a row of ``num``; a repeated row continues the numbers of the earlier one."""
         return self.noise, self.repeats * num + index
 
 
@@ -69,7 +69,7 @@ def usable_device(device: torch.device | str) -> torch.device:
 
 
 def listed(given: Any) -> list[Any]:
-    """Return one thing, several or None as a list."""
+    """Return a list of one thing, of several, or of nothing if None is given."""
     if given is None:
         return []
     if isinstance(given, str) or not isinstance(given, Iterable):
@@ -78,7 +78,7 @@ def listed(given: Any) -> list[Any]:
     return list(given)
 
 
-@lru_cache(maxsize=2)  # some load for seconds
+@lru_cache(maxsize=2)  # some take seconds to load
 def _built(registry: Registry, name: str, params: str) -> Any:
     return registry.build(name, json.loads(params))
 
@@ -189,7 +189,7 @@ class DecentralizedEnsemble:
             UserError: a file is missing, damaged or of other data, or leads out of the folder; torch cannot use the
                 device, ``resident_experts`` below 2, or an encoder's path is not allowed.
         """
-        place = device_of("auto") if device is None else usable_device(device)
+        usable = device_of("auto") if device is None else usable_device(device)
         folder = fetched(folder_or_url)
         record = RunFolder(folder).experiment
         experiment = None
@@ -200,10 +200,10 @@ class DecentralizedEnsemble:
         if experiment is None and not allow_paths:
             refuse_paths(manifest)
 
-        manifest.description.sample.resident_experts = None
+        manifest.description.sample.resident_experts = None  # chosen for another device
         ensemble = cls(resolve(manifest, resident_experts=resident_experts))
         ensemble._note_lost(folder)
-        return ensemble.to(place)
+        return ensemble.to(usable)
 
     @classmethod
     def open(cls, experiment: Experiment, *, partial: bool = False) -> DecentralizedEnsemble:
@@ -285,7 +285,7 @@ class DecentralizedEnsemble:
         factors: Sequence[float] | None = None,
         **arguments: Any,
     ) -> DecentralizedEnsemble:
-        """A copy with other settings, which shares the networks.
+        """A copy with other settings; it shares the networks.
 
         Args:
             overrides, source, arguments: as in ``resolve``.
@@ -332,11 +332,11 @@ class DecentralizedEnsemble:
         return built_encoder(IMAGE_ENCODERS, self.meta.image_encoder).decode(x_0)
 
     def rows(self, prompts: Sequence[str] = (), classes: Sequence[str | int] = ()) -> list[Row]:
-        """Condition the rows of a grid: one per prompt or class; by default the first classes or one row without.
+        """Rows of a grid: one per prompt or class; by default the first ``MAX_ROWS`` classes, or one null condition.
 
         Args:
             prompts: texts.
-            classes: numbers, and names or, where none has that name, numbers as text.
+            classes: names or numbers; a number may be text, unless a class has this name.
 
         Raises:
             UserError: not this ensemble's kind of condition, an empty prompt, or a class that does not exist.
@@ -428,21 +428,22 @@ class DecentralizedEnsemble:
             ``["cat"] * 4`` with ``num=1`` is as ``"cat"`` with ``num=4``.
 
         Raises:
-            UserError: an empty prompt or list, an unknown class, strategy or setting, or a value out of range.
+            UserError: an empty prompt or list, an unknown class, strategy or setting, a value out of range, or guidance
+                of experts that were not trained for it.
         """
         texts = listed(prompts)
-        shown = listed(classes)
-        is_empty = (prompts is not None and not texts) or (classes is not None and not shown)
+        labels = listed(classes)
+        is_empty = (prompts is not None and not texts) or (classes is not None and not labels)
         if is_empty or not all(isinstance(text, str) for text in texts):
             raise UserError("sample: give prompts (strings) or classes, or leave both out for the experiment's")
 
         settings = {"num_per_prompt": num, "strategy": strategy, "seed": seed, **settings}
         chosen = self.with_settings(factors=factors, **settings)
         own = chosen.about.sample
-        if not texts and not shown:
+        if not texts and not labels:
             texts = own.prompts
 
-        images = chosen.images(chosen.rows(texts, shown), own.num_per_prompt, trace=trace)
+        images = chosen.images(chosen.rows(texts, labels), own.num_per_prompt, trace=trace)
         return [Image.fromarray(image) for _, _, image in images]
 
     def save_pretrained(self, folder: str | Path, licence: str | None = None) -> None:

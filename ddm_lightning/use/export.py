@@ -22,7 +22,7 @@ _PIPELINE = '''"""Code of this folder for diffusers: the class is part of the in
 from ddm_lightning.use.diffusers_pipeline import DecentralizedPipeline  # noqa: F401
 '''
 CONDITION_FILE = "condition.safetensors"
-"""Weights of a member that its class of diffusers, or an adapter, has no place for."""
+"""Weights of a member for which its class of diffusers, or an adapter, has no place."""
 
 
 def export_peft(manifest: EnsembleManifest, out: Path) -> list[str]:
@@ -52,7 +52,8 @@ def export_peft(manifest: EnsembleManifest, out: Path) -> list[str]:
             (temporary / name).mkdir()
             inner = getattr(EXPERTS.get(meta.network), "wraps", "")
             write_peft(temporary / name, lora, state, inner)
-            if others := {key: value for key, value in state.items() if ".lora_" not in key}:
+            others = {key: value for key, value in state.items() if ".lora_" not in key}
+            if others:
                 save_weights(temporary / name / CONDITION_FILE, others, str(out))
                 kept |= dict.fromkeys(others)
 

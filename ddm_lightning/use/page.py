@@ -160,7 +160,8 @@ def page(ensemble: DecentralizedEnsemble, captions: Sequence[str] = ()) -> gr.Bl
                 factors=factors or None,
             )
         except (UserError, MemoryError, RuntimeError) as error:
-            if (line := line_of(error)) is None:
+            line = line_of(error)
+            if line is None:
                 raise
 
             raise gr.Error(line, print_exception=False) from None

@@ -158,7 +158,7 @@ def write_trajectory(
 
     Args:
         path: the grid's PNG file.
-        trace: if it is empty, nothing is written.
+        trace: the trajectories; if it is empty, nothing is written.
         names: the experts' names.
         labels: label of each image whose trajectory is drawn.
         decode: turns latents into images.
@@ -166,7 +166,7 @@ def write_trajectory(
         footer: small text below strip and GIF, such as a credit.
 
     Returns:
-        The files by what they show.
+        Each file, by the name of what it shows.
     """
     if not trace.weights:
         return {}

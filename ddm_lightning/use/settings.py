@@ -1,4 +1,4 @@
-"""Settings of sampling: of a run, a saved ensemble or a URL of one, and of one call.
+"""Settings of sampling: of a run, a saved ensemble or a URL of either, and of one call.
 
 Defaults < experiment file or record < overrides < arguments.
 """
@@ -79,7 +79,7 @@ def load_settings(place: str, overrides: Sequence[str], *, allow_paths: bool) ->
 
 
 def _experiment_of(manifest: EnsembleManifest) -> Experiment:
-    """Settings of sampling alone."""
+    """Experiment with the settings of sampling alone."""
     about = manifest.description
     condition = ConditionConfig(kind=manifest.meta.condition.kind)
     if any(manifest.metas[name].condition_dropout == 0 for name in manifest.experts):
@@ -109,12 +109,12 @@ def resolve(
 ) -> EnsembleManifest:
     """Give an ensemble the settings of one call, and check them.
 
-    Another strategy keeps only the params that an override names, and gets its own solver if none is given; another
-    solver keeps no params.
+    A change of strategy drops the former params, except those that an override names, and takes the new strategy's own
+    solver if none is given. A change of solver drops the former one's params.
 
     Args:
         ensemble: from ``manifest_with_about``.
-        overrides: those of the experiment.
+        overrides: ``key=value`` pairs that the experiment was loaded with.
         source: begins error lines.
         arguments: ``seed`` and keys of the section ``sample``; None is the ensemble's.
 
