@@ -73,14 +73,18 @@ class Run:
             UserError: as ``open``.
         """
         is_new = not self.folder.experiment.exists()
+        before = self._checkpoints()
         Run.open(self.experiment, create=True)
         try:
             yield
         except UserError:
-            if is_new and not any(self.folder.root.glob("members/*/checkpoints/*")):
+            if is_new and self._checkpoints() == before:
                 self.folder.experiment.unlink(missing_ok=True)
 
             raise
+
+    def _checkpoints(self) -> set[Path]:
+        return set(self.folder.root.glob("members/*/checkpoints/*"))
 
     @cached_property
     def manifest(self) -> Manifest:

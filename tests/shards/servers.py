@@ -149,6 +149,7 @@ def _ssh():
     async def serve():
         server = await asyncssh.listen(
             "127.0.0.1",
+            port=0,
             server_host_keys=[host],
             authorized_client_keys=asyncssh.import_authorized_keys(user.export_public_key().decode()),
             process_factory=_run,
