@@ -111,7 +111,7 @@ class PartitionConfig:
     fit_fraction: float = option(1.0, low=1e-6, high=1)
     """Fraction of the samples on which k-means is fitted."""
     device: str = "cpu"
-    """Torch device for k-means: ``cpu``, ``cuda`` or, for one of several, such as ``cuda:1``."""
+    """Torch device for k-means: ``cpu``, ``cuda`` or one of several GPUs, such as ``cuda:1``."""
     num_iterations: int = option(20, low=1)
     """Iterations of each k-means stage."""
     max_largest_over_mean: float = option(1.05, low=1)
@@ -136,7 +136,7 @@ class CaptionConfig:
     column: str = MISSING
     """Column of the source."""
     weight: float = option(1.0, low=0)
-    """Share of the steps that train on this caption, over the sum of the weights of those that an image has."""
+    """Each step draws one of the captions that an image has, with a probability in proportion to this weight."""
 
 
 @dataclass
@@ -152,8 +152,8 @@ class PrepareConfig:
     caption_encoder: PluginConfig | None = None
     """Encoder of captions; null if nothing is conditioned on text."""
     captions: list[CaptionConfig] = field(default_factory=list)
-    """Columns with captions, all of which are encoded, in place of the source's ``caption_column``; each step draws
-    one per image. Held-out figures use the first one that an image has."""
+    """Columns with captions, instead of the source's ``caption_column``. All are encoded; each step draws one
+    per image. Held-out figures use the first one that an image has."""
     features: PluginConfig = field(default_factory=PluginConfig)
     """Network whose features are clustered."""
     filters: dict[str, Any] = field(default_factory=dict)
@@ -235,7 +235,7 @@ class TrainConfig:
     ema_decay: float = option(0.9999, low=0, high=0.9999999)
     """Decay per step of the exponential moving average (EMA) of the weights, which the artifact holds."""
     keep: str = choice("last", "best")
-    """EMA in the artifact: of the ``last`` step, or of the validation with the ``best`` held-out loss (a copy more)."""
+    """EMA in the artifact: of the ``last`` step, or of the validation with the ``best`` held-out loss (two EMAs)."""
     ema_widths: list[float] = option([], check=_WIDTHS)
     """Widths (sigma_rel) of additional power-function EMAs, each a copy of the weights; EDM2: 0.05 and 0.1."""
     ema_snapshots: int = option(16, low=1)
@@ -277,7 +277,7 @@ class ExpertConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     """Optimisation."""
     num_experts: int | None = option(None, low=1)
-    """M: number of experts; null for K, one per cluster. More share their clusters by ``interval``."""
+    """M: number of experts; null for K, one per cluster. Experts of one cluster differ in ``interval``."""
     cluster: int | None = option(None, low=0)
     """Only in ``overrides``: cluster on which the expert trains; null for its number modulo K."""
     interval: list[float] = option([0.0, 1.0], check=INTERVAL)

@@ -68,7 +68,7 @@ class Launcher(ABC):
     devices: Sequence[str] = ()
     """GPUs that it rents, by name."""
     handles = r"[^-].*"
-    """Regular expression of its handles, which another's run folder may forge."""
+    """Regular expression that its handles match; a run folder from elsewhere may hold forged ones."""
 
     @abstractmethod
     def submit(self, job: Job) -> str:
@@ -127,17 +127,17 @@ class Launcher(ABC):
 
 
 class UnreachableError(UserError):
-    """The machine of one job cannot be asked: it may be dead, and the job may run."""
+    """The machine of one job cannot be asked: it may be dead, or the job may still run."""
 
 
 def ask(*command: str, prefix: str, remedy: str, nothing: str | None = None, seconds: float | None = 60.0) -> str:
-    """Return what another program prints, which may hold lines of others, such as a greeting.
+    """Return what another program prints; other lines may be among it, such as a greeting.
 
     Args:
         command: its words.
         prefix: begins the error line.
         remedy: ends it.
-        nothing: words by which the program says that there is nothing; returns an empty text then.
+        nothing: words by which the program says that there is nothing, for which the result is empty.
         seconds: time that it may take; None for any.
 
     Raises:

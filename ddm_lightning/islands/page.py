@@ -94,7 +94,7 @@ def read_curves(name: str, run: Run) -> Curves:
     curves = {}
     for tag, found in parts.items():
         values: dict[int, float] = {}
-        # By first step, not by name, which holds the time: the clock of the island before may have been ahead.
+        # By first step, not by file name: names hold times, and an earlier island's clock may have been ahead.
         for part in sorted(found, key=min):
             values |= part
 

@@ -46,7 +46,7 @@ class Data:
 
     sizes: DataSizes | Manifest
     sample_bytes: int
-    """Of one sample in the shards, without its caption's text."""
+    """Bytes of one sample in the shards, without its caption's text."""
     num_samples: Sequence[int] | None
     """Training samples of each cluster; None if unknown."""
     source: str
@@ -147,7 +147,7 @@ def rates_of(mfu: str | None, files: Sequence[str]) -> Rates:
         files: YAML files with dollars per hour by device; the last one that names a device wins.
 
     Raises:
-        UserError: a share that is none, a file that holds none, an unknown device or a negative price.
+        UserError: ``mfu`` is no share, or its file holds none; an unknown device; a negative price.
     """
     value = ASSUMED_MFU
     source = "assumed; measure it with benchmarks/mfu.py"
@@ -251,17 +251,17 @@ class Plan:
     def totals(self) -> dict[str, float | None]:
         """Hours until the last member ends if all start at once, device-hours and dollars of all."""
         return {
-            "hours": self._over("hours", max),
-            "device_hours": self._over("device_hours", sum),
-            "dollars": self._over("dollars", sum),
+            "hours": self._combined("hours", max),
+            "device_hours": self._combined("device_hours", sum),
+            "dollars": self._combined("dollars", sum),
         }
 
-    def _over(self, figure: str, together: Callable[[list[float]], float]) -> float | None:
+    def _combined(self, figure: str, combine: Callable[[list[float]], float]) -> float | None:
         values = [getattr(member, figure) for member in self.members]
         if None in values:
             return None
 
-        return together(values)
+        return combine(values)
 
     def warnings(self) -> Iterator[str]:
         """Say what does not fit, and what would."""
@@ -379,7 +379,7 @@ class Planner:
 def smallest(cost: MemberCost, island: IslandConfig, num_bytes: int) -> Setting | None:
     """Find the fewest devices of one node that hold a member, with the largest micro-batches.
 
-    They have no more samples than ``island``'s own. Activation checkpointing comes after smaller micro-batches, which
+    Micro-batches are at most those of ``island``. Smaller ones are tried before activation checkpointing, because they
     cost no FLOPs.
 
     Args:
@@ -407,9 +407,10 @@ def smallest(cost: MemberCost, island: IslandConfig, num_bytes: int) -> Setting 
                 if least > room:
                     continue
 
-                # Nearly linear in the samples; to count each size would take some seconds.
+                # Memory is nearly linear in the samples; to count each size would take some seconds.
                 each = (most - least) / (size - 1)
-                size = 1 << (1 + int((room - least) / each)).bit_length() - 1
+                fitting = 1 + int((room - least) / each)
+                size = 1 << (fitting.bit_length() - 1)  # a power of 2
                 most = least + int(each * (size - 1))
 
             if most <= room:
@@ -433,7 +434,7 @@ def devices_of(experiment: Experiment, asked: Sequence[str] | None, rates: Rates
 
 
 def shortages(experiment: Experiment, members: Sequence[str], devices: Sequence[str]) -> list[str]:
-    """Say what does not fit on devices that are about to be rented; of a device that is not known, nothing.
+    """Say what does not fit on devices that are about to be rented; unknown devices are skipped.
 
     Raises:
         UserError: as ``Planner``.

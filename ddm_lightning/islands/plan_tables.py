@@ -58,7 +58,7 @@ def tables(plan: Plan) -> list[Table]:
         times = _times(one.hours, one.device_hours, one.dollars)
         training.append((one.member, str(one.devices), one.strategy, str(one.micro_batch_size), *times))
 
-    training.append(("all at once", "", "", "", *_times(*plan.totals.values())))
+    training.append(("all at once", "", "", "", *_times(**plan.totals)))
     heads = ("M\nparams", "GFLOP\na sample", "FLOP", "check-\npoint", "out,\nMB/s", "shards", "in,\nMB/s")
     parts = ["weights", "grads", "opti-\nmizer", "EMA", "activ-\nations", "tem-\nporary", "peak", "fits"]
     return [
@@ -76,7 +76,7 @@ def comparison(plans: Sequence[Plan]) -> Table:
     """One row per device."""
     rows = []
     for plan in plans:
-        rows.append((plan.device or "CPU", _FITS[plan.fits], *_times(*plan.totals.values())))
+        rows.append((plan.device or "CPU", _FITS[plan.fits], *_times(**plan.totals)))
 
     return table(["", "fits", *_TIMES], rows, "devices")
 

@@ -70,6 +70,7 @@ class Watch:
     def __init__(self, run: Run) -> None:
         self.run = run
         self._beats: dict[str, tuple[Any, float, bool]] = {}
+        """By member: the newest heartbeat, when it was first seen here, and whether it has changed since the first."""
 
     def look(self) -> list[Seen]:
         """Read the status of the ensemble's members, and of others that have started: at the run's URL if it has one.

@@ -31,7 +31,7 @@ class Training:
         return code
 
     def checkpoint(self) -> Any:
-        """Wait until the member, which has got the signal, too, has written its checkpoint; then requeue it."""
+        """Wait until the member, which also got the signal, has written its checkpoint; then requeue it."""
         from submitit.helpers import DelayedSubmission
 
         # Not ``wait``, whose lock the interrupted call above may hold.

@@ -74,7 +74,7 @@ class SshLauncher(Launcher):
         return [*self._ssh, host, f"sh -c {shlex.quote(script)}"]  # the user's own shell may be another
 
     def _answer(self, host: str, script: str) -> str:
-        """Number that a script on the host prints behind the mark."""
+        """Number that a script on the host prints after the mark."""
         prefix = f"ssh {host}"
         remedy = "check launch.ssh.hosts and try by hand"
         answers = re.findall(rf"{_MARK}(\d+)", ask(*self._command(host, script), prefix=prefix, remedy=remedy))
