@@ -97,7 +97,7 @@ def test_training_draws_anew_for_each_seed_member_step_rank_and_part(of):
 def test_captions_are_drawn_anew_for_each_seed_member_step_and_part():
     def key(seed, name, step, part):
         given = {**batch(64), "has_caption": torch.ones(64, 2, dtype=torch.uint8), "text_2": torch.zeros(64, 6)}
-        objective = expert(seed=seed, name=name, captions=(0.5, 0.5), condition_dropout=0.0)
+        objective = expert(seed=seed, name=name, caption_weights=(0.5, 0.5), condition_dropout=0.0)
         return numbers(objective.noisy_batch(given, Position(step, part=part)).condition.values)
 
     all_differ(key, {name: value for name, value in AT.items() if name != "rank"}, *PLACES)
@@ -138,7 +138,7 @@ def test_initial_weights_are_of_the_seed_and_the_section():
 def test_adapters_start_anew_for_each_seed():
     def key(seed):
         member = replace(MEMBER, seed=seed, lora=LoraConfig(2, target_modules=["0"]))
-        return numbers(*member.adapted(nn.Sequential(nn.Linear(3, 3))).state_dict().values())
+        return numbers(*member.add_adapters(nn.Sequential(nn.Linear(3, 3))).state_dict().values())
 
     all_differ(key, {"seed": 7}, {"seed": 8})
 

@@ -106,7 +106,7 @@ def start_time(pid: int) -> str:
 
 
 @contextlib.contextmanager
-def handling(handler: Any) -> Iterator[None]:
+def on_stop_signal(handler: Any) -> Iterator[None]:
     """Let ``handler`` receive the stop signals within the block."""
 
     def heard(number: int, frame: Any) -> None:

@@ -25,7 +25,7 @@ from ddm_lightning.core.environment import Ranks
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write_text
 from ddm_lightning.core.formatting import Bars
-from ddm_lightning.core.processes import FITTED_BY, STARTED, STOPPED, end_imports, handling, num_cores
+from ddm_lightning.core.processes import FITTED_BY, STARTED, STOPPED, end_imports, num_cores, on_stop_signal
 from ddm_lightning.islands.job import variables_of
 from ddm_lightning.islands.publish import published
 from ddm_lightning.islands.slots import LEAVING_SECONDS, Slot, seconds_left
@@ -69,7 +69,7 @@ def _stop_requests() -> Iterator[list[float]]:
         if not times or time.monotonic() > times[-1] + POLL_SECONDS:
             times.append(time.monotonic())
 
-    with handling(receive):  # SIGINT, too: a shell makes background commands ignore it
+    with on_stop_signal(receive):  # SIGINT, too: a shell makes background commands ignore it
         yield times
 
 

@@ -247,7 +247,7 @@ class MemberCost:
 
     def __init__(self, member: Member) -> None:
         self.member = member
-        self.network = member.adapted(member.plan_network())
+        self.network = member.add_adapters(member.plan_network())
         named = dict(self.network.named_parameters())
         self.num_parameters = sum(parameter.numel() for parameter in named.values())
         self.num_muon = 0

@@ -1,7 +1,8 @@
 """Members, the networks that train alone, and their roles: what an expert, the router, the monolith and a student are.
 
-A new role is an entry in ``ROLES``, a name in ``all_members``, what differs in ``section_of`` and ``Member.resolve``
-and, if its loss is new, an objective of training. ``Member`` is resolved from an experiment and the sizes of its data.
+A new role needs an entry in ``ROLES``, a name in ``all_members``, and what differs in ``section_of`` and
+``Member.resolve``; if its loss is new, an objective of training, too. A ``Member`` is resolved from an experiment and
+the sizes of its data.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import EXPERTS, ROUTERS
 from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.flow.path import PATHS
-from ddm_lightning.flow.randomness import keyed_generator
+from ddm_lightning.flow.randomness import keyed_seed
 from ddm_lightning.networks.lora import adapt
 from ddm_lightning.shards.manifest import DataSizes, Manifest
 
@@ -42,7 +43,7 @@ EXPERT, ROUTER, MONOLITH, STUDENT = ROLE_NAMES
 
 @dataclass(frozen=True)
 class Role:
-    """What members of one kind build, and how they are trained."""
+    """What the members of a role build, and how they are trained."""
 
     name: str
     section: str = "expert"
@@ -125,7 +126,7 @@ def parse_members(text: str, experiment: Experiment, key: str = "member") -> lis
 
 
 def section_of(name: str, experiment: Experiment) -> ExpertConfig | RouterConfig:
-    """The member's section of the experiment, with its overrides; a student has the steps of ``distill``."""
+    """The member's section of the experiment, with its overrides; a student's has steps and batch of ``distill``."""
     if name == ROUTER:
         return experiment.router
 
@@ -142,9 +143,9 @@ def section_of(name: str, experiment: Experiment) -> ExpertConfig | RouterConfig
 
 
 def batch_size_of(name: str, experiment: Experiment) -> int:
-    """Samples per optimizer step: of an expert 1/M of the monolith's (arXiv 2501.05450, section 4).
+    """Samples per optimizer step; each of M experts has 1/M of the monolith's (arXiv 2501.05450, section 4).
 
-    All experts together cost as much as the monolith, also those of one cluster that share its noise levels.
+    So all experts together cost as much as the monolith, even if several share the noise levels of one cluster.
     """
     size = section_of(name, experiment).train.global_batch_size
     if role_of(name).name == EXPERT:
@@ -180,7 +181,7 @@ class Member:
     name: str
     """``expert-0`` …, ``router``, ``monolith`` or ``student``; keys the noise of its training."""
     role: Role
-    """Its kind: what it builds, trains on and hands over."""
+    """What it builds, and its objective."""
     clusters: tuple[int, ...]
     """Clusters of its training data."""
     num_clusters: int
@@ -201,7 +202,7 @@ class Member:
     path: str
     """Path between data and noise; ``linear`` for a router."""
     loss: str
-    """Squared error in the loss: of the ``prediction`` or of the ``velocity``."""
+    """Whether the loss is the squared error of the ``prediction`` or of the implied ``velocity``."""
     image_encoder: PluginConfig
     caption_encoder: PluginConfig | None
     init_from: InitConfig | None = None
@@ -238,7 +239,7 @@ class Member:
             condition = condition_spec(experiment, sizes)
             condition_dropout = experiment.condition.dropout
         else:
-            expert = ExpertConfig()
+            expert = ExpertConfig()  # a router has defaults: the linear path, all times, no adapters
             condition = condition_spec(experiment, sizes) if config.conditional else ConditionSpec("none", 0)
             condition_dropout = config.condition_dropout
 
@@ -275,19 +276,20 @@ class Member:
         with self._seeded("initial weights"):
             network = self.role.build(self.network, self.x_shape, self.condition, self.num_clusters)
 
-        if (path := declared_path(network)) not in (None, self.path):
+        path = declared_path(network)
+        if path not in (None, self.path):
             raise UserError(
                 f"expert {self.network.name!r} works on the path {path!r}, not {self.path!r}; set expert.path={path}"
             )
 
         return network
 
-    def adapted(self, network: nn.Module, base: Mapping[str, Tensor] | None = None) -> nn.Module:
-        """Freeze a network's weights and add the member's adapters, in place; nothing if it trains all weights.
+    def add_adapters(self, network: nn.Module, base: Mapping[str, Tensor] | None = None) -> nn.Module:
+        """Freeze a network's weights and add the member's adapters, in place; do nothing if it trains all weights.
 
         Args:
             network: the built network.
-            base: weights to freeze, by their names in the network; None for its own, all of them.
+            base: weights to load and freeze, by their names in the network; None to freeze all of its own.
 
         Raises:
             UserError: as ``lora.adapt``.
@@ -302,7 +304,7 @@ class Member:
     def _seeded(self, purpose: str) -> Iterator[None]:
         """Seed torch's generator within the block, alike for all members of a section."""
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(keyed_generator(self.seed, purpose, self.role.section).initial_seed())
+            torch.manual_seed(keyed_seed(self.seed, purpose, self.role.section))
             yield
 
     def plan_network(self) -> nn.Module:

@@ -117,7 +117,7 @@ def check_networks(
                 member.initial.check(network)
 
         with _blaming(key, source, overrides):
-            member.adapted(network)
+            member.add_adapters(network)
 
         train = f"{key.removesuffix('.network')}.train.optimizer"
         if member.train.optimizer == "muon" and not any(is_muon_matrix(*named) for named in network.named_parameters()):

@@ -336,7 +336,7 @@ class StopOnRequest(L.Callback):
         self._hosts: ProcessGroup | None = None
 
     def request(self, _number: int, _frame: FrameType | None) -> None:
-        """Handle a signal; for ``processes.handling``.
+        """Handle a signal; for ``processes.on_stop_signal``.
 
         Raises:
             StopRequested: it came outside the training steps.

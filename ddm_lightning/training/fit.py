@@ -19,7 +19,7 @@ from ddm_lightning.core.devices import autocast, configure_torch, device_of, dev
 from ddm_lightning.core.environment import ALONE, Ranks
 from ddm_lightning.core.errors import UserError, first_line, say
 from ddm_lightning.core.formatting import format_bytes
-from ddm_lightning.core.processes import FITTED_BY, handling
+from ddm_lightning.core.processes import FITTED_BY, on_stop_signal
 from ddm_lightning.core.registry import CALLBACKS, require
 from ddm_lightning.members.artifact import hand_over
 from ddm_lightning.members.cost import state_bytes, step_cost
@@ -41,7 +41,8 @@ from ddm_lightning.training.previews import SampleLogger, build_loggers
 def fit_member(member: Member, run: Run, mine: Ranks) -> MemberStatus:
     """Train a member to its last step, from its newest checkpoint if there is one, and write its artifact.
 
-    A member started by a ``fit`` of several waits while another process trains it, and may then have nothing to do.
+    If a ``fit`` of several members started this process, it waits while another one trains the member, and may then
+    find it finished.
 
     Args:
         member: the member.
@@ -59,7 +60,7 @@ def fit_member(member: Member, run: Run, mine: Ranks) -> MemberStatus:
 
     name = member.name
     folder = run.folder.member(name)
-    waits = FITTED_BY in os.environ
+    waits = FITTED_BY in os.environ  # a ``fit`` of several members started this process
     max_steps = member.train.max_steps
     status = MemberStatus.read(folder, name, max_steps)
     status.max_steps = max_steps  # a finished training may be extended
@@ -68,7 +69,7 @@ def fit_member(member: Member, run: Run, mine: Ranks) -> MemberStatus:
         with contextlib.ExitStack() as locks:
             if mine.is_first:
                 user = f"another process ({status.pid})" if status.runs() else "another process"
-                locks.enter_context(lock_member(folder, user, -1 if waits else 0.0))
+                locks.enter_context(lock_member(folder, user, seconds=-1 if waits else 0.0))
 
             if not (waits and run.is_finished(name)):
                 return _train(member, run, status, mine)
@@ -109,14 +110,14 @@ def _train(member: Member, run: Run, status: MemberStatus, mine: Ranks) -> Membe
     if mine.is_first:
         newest = checkpoint.choose(folder / "checkpoints", origin)
 
-    told = ranks.broadcast_from_rank_zero(mine, "checkpoint", newest.name if newest else None)
+    newest_name = ranks.broadcast_from_rank_zero(mine, "checkpoint", newest.name if newest else None)
     resume = None
     first_step = 0
-    if told:
-        resume = folder / "checkpoints" / told
+    if newest_name:
+        resume = folder / "checkpoints" / newest_name
         first_step = checkpoint.step_of(resume)
     elif member.initial is not None:
-        # The base of adapters is in the network from the start.
+        # Under adapters, the initial weights are the frozen base, which ``build_objective`` has loaded.
         if member.lora is None:
             member.initial.load(module.network)
 
@@ -127,8 +128,8 @@ def _train(member: Member, run: Run, status: MemberStatus, mine: Ranks) -> Membe
     trainer, stop = build_trainer(member, run, status, strategy, origin, first_step, mine)
     with contextlib.closing(data):
         is_done = False
-        # Stopped even at the last step: weights or held-out figures may not be there yet.
-        with contextlib.suppress(callbacks.StopRequested), handling(stop.request):
+        # A stop leaves ``is_done`` False even at the last step: held-out figures may be missing.
+        with contextlib.suppress(callbacks.StopRequested), on_stop_signal(stop.request):
             status.state = "starting"
             status.device = devices_named(island.accelerator, island.num_ranks)
             if mine.is_first:
@@ -137,6 +138,7 @@ def _train(member: Member, run: Run, status: MemberStatus, mine: Ranks) -> Membe
             trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)
             is_done = trainer.global_step >= member.train.max_steps
 
+        # A stop may come before the Trainer has restored its step.
         status.step = max(trainer.global_step, first_step)
         if is_done:
             status.state = "done"
@@ -152,7 +154,7 @@ def _train(member: Member, run: Run, status: MemberStatus, mine: Ranks) -> Membe
 
 
 def _costs(module: MemberModule, num_parameters: int, reason: str) -> Iterator[str]:
-    """Describe the size of a training, why it has its strategy, what a step costs, and the kernel of attention."""
+    """Describe the number of parameters, the strategy and its ``reason``, the costs, and the attention kernel."""
     num_frozen = sum(weight.numel() for weight in frozen(module.network).values())
     on_base = f" on a frozen base of {num_frozen / 1e6:.2f} M" if num_frozen else ""
     yield f"{num_parameters / 1e6:.2f} M parameters{on_base}, {reason}"
@@ -172,11 +174,11 @@ def _costs(module: MemberModule, num_parameters: int, reason: str) -> Iterator[s
 
 
 def _hand_over(module: MemberModule, trainer: L.Trainer, run: Run, status: MemberStatus) -> None:
-    """Write the artifact, on rank zero; a collective of all ranks."""
+    """Write the artifact on rank zero. A collective: every rank calls it."""
     member = module.member
     weights = ema.unsharded_ema(module.network, trainer.optimizers[0], keeps=trainer.is_global_zero)
     if trainer.is_global_zero:
-        # An artifact that the command ``ema`` has replaced is older than this training.
+        # The command ``ema`` keeps the artifact that it replaces; that one is older than this training.
         shutil.rmtree(run.folder.member(member.name) / ema.FOLDER / "artifact", ignore_errors=True)
         hand_over(
             run.folder.artifact(member.name),
@@ -195,7 +197,7 @@ def build_data(member: Member, run: Run, node: int = 0) -> ClusterDataModule:
     manifest = run.manifest
     cache = run.folder.member(member.name) / "cache"
     if node:
-        cache /= f"node-{node}"  # of a disk that nodes may share
+        cache /= f"node-{node}"  # nodes may share a disk
 
     return ClusterDataModule(
         shards=run.shards,
@@ -228,7 +230,7 @@ def build_trainer(
         run: gives the island, the settings of sample images, and the folder for checkpoints, curves and the status.
         status: kept up to date.
         strategy: from ``choose_strategy``.
-        origin: of the checkpoints, from ``origin_of``.
+        origin: what a checkpoint records of its member and experiment, from ``origin_of``.
         first_step: step of the checkpoint to resume from; 0 for none.
         mine: this process's place among the ranks.
 
@@ -271,7 +273,7 @@ def build_trainer(
             enable_progress_bar=False,
             use_distributed_sampler=False,
             default_root_dir=folder,
-            **{"enable_model_summary": False, **island.trainer},
+            **{"enable_model_summary": False, **island.trainer},  # the island's flags may ask for it
         )
     except (MisconfigurationException, TypeError, ValueError) as error:
         if not (island.trainer or island.callbacks):
@@ -283,7 +285,7 @@ def build_trainer(
 
 
 def _quieten(*, keep_notes: bool) -> None:
-    """Hide the warnings and notes that Lightning gives in every run of this kind; a profiler's table is a note."""
+    """Hide the warnings and notes that Lightning gives in every training; a profiler's table is such a note."""
     disable_possible_user_warnings()
     for message in (r".*isinstance\(treespec, LeafSpec\).*", r".*exists and is not empty.*"):
         warnings.filterwarnings("ignore", message=message)

@@ -1,4 +1,4 @@
-"""LightningModule of every member: an ``Objective`` in a Trainer's steps, its optimizer and its curves."""
+"""The LightningModule of every member: runs an ``Objective`` in a Trainer, builds the optimizer, logs the curves."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class MemberModule(L.LightningModule):
 
     Args:
         objective: the network and its losses; ``configure_model`` shards and compiles the network.
-        island: attention, compilation, checkpointing and micro batches on this machine; defaults if None.
+        island: attention, compilation, activation checkpointing and micro batches here; defaults if None.
     """
 
     def __init__(self, objective: Objective, island: IslandConfig | None = None) -> None:
@@ -54,10 +54,10 @@ class MemberModule(L.LightningModule):
         self.speed = Speed(self.member.batch_size)
         self.guard = FiniteGuard(self.member.name, self.member.train.max_skipped_steps)
         self.averages: dict[str, float] = {}
-        """Training averages of the newest report."""
+        """Training averages that were logged last."""
         self._running = Averages()
-        times = range(NUM_VALIDATION_TIMESTEPS)
-        self._names_by_time = [f"train/{objective.loss_name}{time_suffix(index)}" for index in times]
+        indices = range(NUM_VALIDATION_TIMESTEPS)
+        self._names_by_time = [f"train/{objective.loss_name}{time_suffix(index)}" for index in indices]
         self._parameters_to_clip: list[nn.Parameter] = []
         self._averaged_weights = ExitStack()
 
@@ -71,6 +71,7 @@ class MemberModule(L.LightningModule):
         if isinstance(strategy, Sharded):
             mesh = self.device_mesh
             assert mesh is not None  # Lightning makes it
+            # "tensor_parallel" is Lightning's name for the devices of a node; several nodes hold copies of the shards.
             shard_blocks(
                 self.network,
                 mesh if self.island.nodes > 1 else mesh["tensor_parallel"],
@@ -82,8 +83,8 @@ class MemberModule(L.LightningModule):
         """Build AdamW or Muon with the EMAs in its state, and the learning-rate schedule."""
         check_float32(self.network)
         optimizer = build_optimizer(self.network, self.member.train)
-        starts = self.member.init_from is not None
-        track_ema(optimizer, self.member.train.ema_decay, self.member.train.ema_widths, from_initial=starts)
+        from_initial = self.member.init_from is not None
+        track_ema(optimizer, self.member.train.ema_decay, self.member.train.ema_widths, from_initial=from_initial)
         return {
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": build_schedule(optimizer, self.member.train), "interval": "step"},
@@ -126,14 +127,14 @@ class MemberModule(L.LightningModule):
         self._add_by_time(noisy.t, losses["loss"].detach())
         return loss
 
-    def _micro_batches(self, num: int) -> list[slice]:
+    def _micro_batches(self, num_samples: int) -> list[slice]:
         """Split a batch into nearly equal micro batches, so that compiled blocks see at most two sizes."""
         if self.island.micro_batch_size is None:
             num_parts = 1
         else:
-            num_parts = math.ceil(num / self.island.micro_batch_size)
+            num_parts = math.ceil(num_samples / self.island.micro_batch_size)
 
-        edges = [num * part // num_parts for part in range(num_parts + 1)]
+        edges = [num_samples * part // num_parts for part in range(num_parts + 1)]
         return [slice(*pair) for pair in itertools.pairwise(edges)]
 
     def _accumulate_gradients(
@@ -162,10 +163,10 @@ class MemberModule(L.LightningModule):
         return {name: torch.cat([one[name] for one in found]) for name in found[0]}, loss
 
     def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
-        """Clip by the global norm, also of sharded gradients, in the step; skip the step if it is not finite."""
+        """Let the step clip by the global norm, also of sharded gradients; skip it if the norm is not finite."""
         scaler = self.trainer.scaler
         if scaler is not None and isinstance(optimizer, AdamW):
-            # A fused optimizer unscales within its step, which comes later: the limit would be of scaled gradients.
+            # A fused optimizer unscales within its step, too late: the norm would be that of scaled gradients.
             scaler.unscale_(optimizer)
 
         if not self._parameters_to_clip:
@@ -244,7 +245,7 @@ class MemberModule(L.LightningModule):
     def on_validation_epoch_end(self) -> None:
         """Log the held-out averages, unless the validation was cut short; swap the training weights back.
 
-        A ``ModelCheckpoint`` saves after this, in ``on_validation_end``.
+        A ``ModelCheckpoint`` saves later, in ``on_validation_end``, and so saves the training weights.
         """
         held_out = self.objective.held_out_figures(self.trainer.world_size)
         if held_out and not self.trainer.should_stop:
@@ -264,14 +265,14 @@ class Speed:
     for the device.
 
     Args:
-        samples_per_step: over all devices.
+        samples_per_step: samples of an optimizer step, over all devices.
         cost: of one sample.
     """
 
     def __init__(self, samples_per_step: int, cost: StepCost = UNKNOWN_COST) -> None:
         self.samples_per_step = samples_per_step
         self.cost = cost
-        self._step_ended = math.inf
+        self._step_ended = math.inf  # nothing waits for the first batch
         self.start(0)
 
     def start(self, step: int) -> None:

@@ -1,7 +1,7 @@
-"""What members train on, in pure PyTorch: batch → noisy batch → losses, and held-out figures. Needs no Trainer.
+"""The objectives of members: batch → noisy batch → losses, and held-out figures. Pure PyTorch, without a Trainer.
 
-All randomness (timesteps, noise, dropped conditions, dropout within the network) is keyed by seed, member and
-``Position``. So ranks differ, and a resumed training neither repeats nor skips any.
+All random numbers (timesteps, noise, dropped conditions, dropout within the network) are keyed by seed, member and
+``Position``. So ranks get different ones, and a resumed training neither repeats nor skips any.
 """
 
 from __future__ import annotations
@@ -89,21 +89,21 @@ class Averages:
     def __init__(self) -> None:
         self._sums: dict[tuple[str, ...], Tensor] = {}
 
-    def add(self, value: Float[Tensor, "*n"], *names: str, count: int | Tensor = 1) -> None:
-        """Add values, unless they are not finite.
+    def add(self, sums: Float[Tensor, "*n"], *names: str, count: int | Tensor = 1) -> None:
+        """Add sums of values to the averages; skip a sum that is not finite.
 
         Args:
-            value: the sum of the values, or one sum per name.
+            sums: one sum, or one per name.
             names: names of the averages.
-            count: number of values in a sum.
+            count: number of values in each sum.
         """
-        value = value.detach().float().view(len(names))
-        finite = value.isfinite()
-        pair = torch.stack([torch.where(finite, value, 0.0), finite * count])
-        self._sums[names] = self._sums.get(names, 0.0) + pair
+        sums = sums.detach().float().view(len(names))
+        finite = sums.isfinite()
+        sums_and_counts = torch.stack([torch.where(finite, sums, 0.0), finite * count])
+        self._sums[names] = self._sums.get(names, 0.0) + sums_and_counts
 
     def drain(self, num_ranks: int = 1) -> dict[str, float]:
-        """Return and reset the averages over all ranks, sorted by name; empty ones are missing.
+        """Return and reset the averages over all ranks, sorted by name; skip those without values.
 
         The host waits for the device here. With several ranks this is a collective, and all need the same names.
         """
@@ -116,8 +116,9 @@ class Averages:
         if num_ranks > 1:
             torch.distributed.all_reduce(table)
 
-        averages = zip(itertools.chain(*groups), *table.tolist(), strict=True)
-        return {name: total / count for name, total, count in averages if count}
+        sums, counts = table.tolist()
+        names = itertools.chain(*groups)
+        return {name: total / count for name, total, count in zip(names, sums, counts, strict=True) if count}
 
 
 @dataclass(eq=False)
@@ -134,8 +135,8 @@ class Objective(ABC):
     """How the shards hold ``x_0``."""
     caption_encoder: CaptionEncoder | None = None
     """Encodes captions during training; None if the shards hold the result."""
-    captions: Sequence[float] = ()
-    """Weights of several captions per image, of which each step draws one; empty if there is only one."""
+    caption_weights: Sequence[float] = ()
+    """Weights of an image's captions, of which each step draws one; empty if images have only one."""
     num_held_out: int = sys.maxsize
     """Held-out samples of its clusters."""
 
@@ -144,7 +145,10 @@ class Objective(ABC):
         self.interval = low, high
         fixed = enumerate(stratified_timesteps(NUM_VALIDATION_TIMESTEPS).tolist())
         self.timesteps = {index: t for index, t in fixed if low <= t < high} or {0: (low + high) / 2}
-        """Validation timesteps by the index that keys their noise: those of 8 fixed ones on which the member trains."""
+        """Validation timesteps by the index that keys their noise.
+
+        Those of 8 fixed ones that lie in the member's interval, or else the middle of the interval.
+        """
         self.start_validation()
 
     @property
@@ -163,10 +167,10 @@ class Objective(ABC):
             return None
 
         parts = []
-        for one in kind.split("+"):
+        for part in kind.split("+"):
             if self.caption_encoder is None:
-                parts.append(batch[_COLUMNS[one]])
-            elif one == "text":
+                parts.append(batch[_COLUMNS[part]])
+            elif part == "text":
                 parts.append(self.caption_encoder.vectors_of_stored(batch))
             else:
                 parts.append(self.caption_encoder.tokens_of_stored(batch))
@@ -191,7 +195,7 @@ class Objective(ABC):
         stored = batch["x_0"]
         if self.member.train.horizontal_flip:
             flipped = torch.rand(len(stored), generator=generator, device=device) < 0.5
-            # A mirrored latent is not the latent of the mirrored image, so take that one if the shards hold it.
+            # A mirrored latent is not the latent of the mirrored image. Shards of latents hold the latter.
             if "x_0_flipped" in batch:
                 mirrored = batch["x_0_flipped"]
             else:
@@ -212,18 +216,18 @@ class Objective(ABC):
         return NoisyBatch(interpolate(x_0, noise, t, self.member.path), t, noise, x_0, condition)
 
     def _with_one_caption(self, batch: dict[str, Tensor], at: Position) -> dict[str, Tensor]:
-        """Draw captions as if for the samples of all ranks, so that the number of ranks changes no caption."""
-        if not self.captions or "has_caption" not in batch:
+        """Draw a caption per image, from numbers for all ranks' samples: the number of ranks changes no caption."""
+        if not self.caption_weights or "has_caption" not in batch:
             return batch
 
         key = (self.member.name, "caption", at.step, at.part)
         generator = keyed_generator(self.member.seed, *key, device=batch["x_0"].device)
         uniform = torch.rand(len(batch["x_0"]) * at.num_ranks, generator=generator, device=batch["x_0"].device)
-        return draw_caption(batch, self.captions, uniform[at.rank :: at.num_ranks])
+        return draw_caption(batch, self.caption_weights, uniform[at.rank :: at.num_ranks])
 
     @abstractmethod
     def compute_losses(self, noisy: NoisyBatch, batch: dict[str, Tensor]) -> dict[str, Float[Tensor, " b"]]:
-        """Return ``loss`` of each sample, in fp32, and further figures to show as curves."""
+        """Return the ``loss`` of each sample, in fp32, and under other names further figures for curves."""
 
     def weighted(self, losses: dict[str, Float[Tensor, " b"]], t: Float[Tensor, " b"]) -> Float[Tensor, " b"]:
         """Weight ``loss`` for training; curves show it unweighted."""
@@ -233,7 +237,7 @@ class Objective(ABC):
         return losses["loss"]
 
     def _key(self, purpose: str, at: Position) -> tuple[int | str, ...]:
-        # The first part has the key of a step without accumulation.
+        # Part 0 adds nothing: its key is that of a step without accumulation.
         return self.member.name, purpose, at.rank, at.step, *([at.part] if at.part else [])
 
     # Validation.
@@ -257,7 +261,9 @@ class Objective(ABC):
         rows of its own samples. The ranks' samples alternate in a step (``shards.datamodule.steps``).
         """
         x_0 = self.x_0(batch)
-        t = torch.full((len(x_0),), self.timesteps[index], device=x_0.device)  # a copy would wait for the device
+        # Filled on the device: a copy from the host would wait for it.
+        t = torch.full((len(x_0),), self.timesteps[index], device=x_0.device)
+        # The 0 was a rank once, and keeps the noise of earlier versions.
         generator = keyed_generator(self.member.seed, "validation", batch_idx, index, 0, device=x_0.device)
         # For the full batch even if this one is smaller: random values may depend on their number.
         noise = torch.randn((self.member.batch_size, *x_0.shape[1:]), generator=generator, device=x_0.device)
@@ -332,11 +338,13 @@ class Distillation(Regression):
         self.strategy = None
         if name != "owner":
             self.strategy = STRATEGIES.build(name, {})
+
+        # A strategy that does not override ``weights`` mixes something else than velocities.
         if self.strategy is not None and type(self.strategy).weights is Strategy.weights:
             raise UserError(f"key 'distill.teacher' = {name!r}: does not weight velocities; set owner, full or top-1")
 
-        is_blind = self.teacher.router is None and len(self.teacher.priors) > 1
-        if self.strategy is not None and is_blind and self.strategy.needs_router:
+        lacks_router = self.teacher.router is None and len(self.teacher.priors) > 1
+        if self.strategy is not None and self.strategy.needs_router and lacks_router:
             raise UserError(f"key 'distill.teacher' = {name!r}: needs the router, which the ensemble lacks; set owner")
 
     def ends(self, noisy: NoisyBatch, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -379,7 +387,8 @@ class Classification(Objective):
         """Add cross-entropy and accuracy, without and with the condition."""
         num = self.num_counted(batch, batch_idx, at)
         cluster = batch["cluster"][:num]
-        on_host = cluster.cpu(), batch["sample_id"][:num].cpu()
+        cluster_on_host = cluster.cpu()
+        sample_id = batch["sample_id"][:num].cpu()
         for index in range(NUM_VALIDATION_TIMESTEPS):
             noisy = self.noisy_validation_batch(batch, batch_idx, index, at)
             branches: dict[str, Condition | None] = {"": None}
@@ -395,12 +404,13 @@ class Classification(Objective):
                     self.held_out.add(hits, f"held_out/accuracy{suffix}", count=num)
 
                 logits = logits.cpu()
-                self.calibrations.setdefault(branch, Calibration(NUM_VALIDATION_TIMESTEPS)).add(index, logits, *on_host)
+                calibration = self.calibrations.setdefault(branch, Calibration(NUM_VALIDATION_TIMESTEPS))
+                calibration.add(index, logits, cluster_on_host, sample_id)
                 if not branch:
-                    self.confusion[index].index_add_(0, on_host[0], logits.softmax(1))
+                    self.confusion[index].index_add_(0, cluster_on_host, logits.softmax(1))
 
     def held_out_figures(self, num_ranks: int = 1) -> dict[str, float]:
-        """Return the averages, the temperatures, and the calibration error before and after; a collective."""
+        """Return the averages, the temperatures, and the calibration errors without and with them; a collective."""
         figures = super().held_out_figures(num_ranks)
         for branch, calibration in self.calibrations.items():
             self._sum_over_ranks(calibration.loss, num_ranks)
@@ -438,7 +448,7 @@ def build_objective(member: Member, run: Run, network: nn.Module | None = None) 
     """Build the objective of a member of ``run``, around ``network`` or else its untrained network.
 
     Raises:
-        UserError: unknown network or parameters, flips whose encodings the shards lack, a network too large for the
+        UserError: unknown network or parameters, shards without latents of mirrored images, a network too large for the
             memory, another caption encoder than that of the shards, or as ``teach``.
     """
     manifest = run.manifest
@@ -454,13 +464,13 @@ def build_objective(member: Member, run: Run, network: nn.Module | None = None) 
         check_memory([*planned.parameters(), *planned.buffers()], member.name)
         network = member.build_network()
         if member.lora is not None and member.initial is not None:
-            member.adapted(network, member.initial.fitting(network))
+            member.add_adapters(network, member.initial.fitting(network))
 
-    captions: list[float] = []
+    caption_weights: list[float] = []
     caption_encoder = None
     if member.condition.kind not in ("class", "none"):
         if len(manifest.captions) > 1:
-            captions = [one.weight for one in manifest.captions]
+            caption_weights = [caption.weight for caption in manifest.captions]
 
         caption_encoder = _caption_encoder(member, run)
 
@@ -469,7 +479,7 @@ def build_objective(member: Member, run: Run, network: nn.Module | None = None) 
         member,
         StoredForm(manifest.stores, manifest.normalisation),
         caption_encoder=caption_encoder,
-        captions=captions,
+        caption_weights=caption_weights,
         num_held_out=sum(manifest.clusters[k].held_out for k in member.clusters),
     )
     if isinstance(objective, Distillation):
@@ -481,7 +491,7 @@ def build_objective(member: Member, run: Run, network: nn.Module | None = None) 
 def _caption_encoder(member: Member, run: Run) -> CaptionEncoder | None:
     """Build the encoder of captions, unless the shards hold what it would return.
 
-    It has to be the model that prepared the shards, as on the other members' islands.
+    It has to be the model that prepared the shards: other islands use that one, too.
 
     Raises:
         UserError: its files differ.
@@ -507,5 +517,5 @@ def _caption_encoder(member: Member, run: Run) -> CaptionEncoder | None:
 
 
 def time_suffix(index: int) -> str:
-    """Ends the names of curves at the ``index``-th validation timestep, as in ``_t0.062``."""
+    """Suffix of the curves at the ``index``-th validation timestep, such as ``_t0.062``."""
     return f"_t{(index + 0.5) / NUM_VALIDATION_TIMESTEPS:.3f}"

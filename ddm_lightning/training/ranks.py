@@ -37,7 +37,7 @@ from torch.distributed.rendezvous import rendezvous
 from ddm_lightning.config.experiment import IslandConfig
 from ddm_lightning.core.environment import OWN_AGENT, Ranks, leave_ranks, place_of
 from ddm_lightning.core.errors import UserError, first_line, line_of, say
-from ddm_lightning.core.processes import handling, on_orphaned
+from ddm_lightning.core.processes import on_orphaned, on_stop_signal
 from ddm_lightning.members.run import Run
 
 RENDEZVOUS_SECONDS = 1800
@@ -144,7 +144,7 @@ def fit_on_ranks(run: Run, mine: Ranks) -> str:
 
         # Not in the main thread, in which it would take signals for itself and kill ranks that save for too long.
         thread = threading.Thread(target=run_agent, name="agent", daemon=True)
-        with handling(lambda number, _frame: requests.append(number)):
+        with on_stop_signal(lambda number, _frame: requests.append(number)):
             thread.start()
             was_killed = False
             reason: str | None = None

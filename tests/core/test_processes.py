@@ -46,7 +46,7 @@ HEEDS = """
 import os, signal, sys, time
 from ddm_lightning.core import processes
 number = []
-with processes.handling(lambda received, _: number.append(received)):
+with processes.on_stop_signal(lambda received, _: number.append(received)):
     open(sys.argv[1], "x").close()
     while not number:
         time.sleep(0.01)

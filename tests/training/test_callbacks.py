@@ -12,7 +12,7 @@ from training.members import Recorder, batch, expert
 from training.two_processes import in_two_processes, trainer_of
 
 from ddm_lightning.config.experiment import IslandConfig
-from ddm_lightning.core.processes import handling
+from ddm_lightning.core.processes import on_stop_signal
 from ddm_lightning.members.status import MemberStatus
 from ddm_lightning.training import callbacks
 from ddm_lightning.training.callbacks import RollingCheckpoints, StopOnRequest, StopRequested
@@ -54,7 +54,7 @@ def train(folder, told, rank=None, max_steps=10, every=1000, **island):
         callbacks=[stop.checkpoints, stop, told],
     )
     loader = DataLoader([batch()] * 100, batch_size=None)
-    with handling(stop.request):
+    with on_stop_signal(stop.request):
         trainer.fit(MemberModule(expert(Recorder())), loader, DataLoader([batch()], batch_size=None))
 
     return trainer.global_step, trainer.should_stop
@@ -112,7 +112,7 @@ def test_ranks_save_by_the_clock_of_rank_zero(tmp_path, late):
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_outside_of_the_steps_stops_at_once(tmp_path, number):
     stop = StopOnRequest(RollingCheckpoints(tmp_path, IslandConfig(), {}))
-    with pytest.raises(StopRequested), handling(stop.request):
+    with pytest.raises(StopRequested), on_stop_signal(stop.request):
         os.kill(os.getpid(), number)
 
 

@@ -120,7 +120,7 @@ def drawn(step, rank=0, num_ranks=1, num=4096, weights=(0.2, 0.5, 0.3)):
     for number, suffix in enumerate(("", "_2", "_3")):
         given[f"text{suffix}"] = torch.full_like(given["text"], float(number))
 
-    objective = expert(captions=weights, condition_dropout=0.0)
+    objective = expert(caption_weights=weights, condition_dropout=0.0)
     return objective.noisy_batch(given, Position(step, rank, num_ranks)).condition.values[:, 0].long()
 
 
