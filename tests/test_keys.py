@@ -437,7 +437,7 @@ def keys_of(folder, monkeypatch, values):
     found |= made.part_jobs()[0].keys
     told = []
     monkeypatch.setattr(
-        stages, "fit_partition", lambda *_, kept_fine, **__: told.append(kept_fine[1]) or (None, np.zeros(0))
+        stages, "fit_partition", lambda *_, fine_cache, **__: told.append(fine_cache[1]) or (None, np.zeros(0))
     )
     made_stages["partition"].begin()
     return found | {"fine": told[0]}

@@ -19,7 +19,7 @@ from filelock import FileLock, SoftFileLock
 
 from ddm_lightning.core.errors import UserError
 
-# What disks answer that lack an operation.
+# Errors of disks that lack an operation.
 _UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
@@ -41,8 +41,9 @@ def _naming(path: Path, temporary: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        place = error.filename2 or error.filename  # shutil blames the source of a copy first
-        if error.errno and (place is None or str(place) == str(path) or Path(place).is_relative_to(temporary)):
+        named = error.filename2 or error.filename  # of a copy, the target comes second
+        is_ours = named is None or str(named) == str(path) or Path(named).is_relative_to(temporary)
+        if error.errno and is_ours:
             error.filename = str(path)
             error.filename2 = None
 
@@ -52,7 +53,7 @@ def _naming(path: Path, temporary: Path) -> Iterator[None]:
 def atomic_write(
     path: Path, write: Callable[[Path], object], move: Callable[[Path, Path], object] | None = None
 ) -> None:
-    """Call ``write`` on a temporary path beside ``path``, then rename it, or ``move`` it otherwise, into place.
+    """Call ``write`` on a temporary path beside ``path``, then ``move`` the file into place, by default by renaming.
 
     An exception in ``write`` leaves ``path`` unchanged.
     """
@@ -107,7 +108,7 @@ def locked(path: Path, seconds: float = 0.0) -> AbstractContextManager[Any]:
             raise
 
     if path.exists() and not path.stat().st_size:
-        path.unlink()  # left by the attempt
+        path.unlink()  # left by ``FileLock``
 
     return SoftFileLock(path).acquire(timeout=seconds)
 
@@ -192,7 +193,7 @@ def check_file(path: Path, *, link: bool = False) -> int:
 
     Raises:
         OSError: the file is missing or cannot be read.
-        ValueError: it is a folder, pipe or device, or a link out of its folder.
+        ValueError: it is a folder, pipe or device, or a link out of its folder that is not allowed.
     """
     found = path.stat()
     if not stat.S_ISREG(found.st_mode):
@@ -267,8 +268,8 @@ def inside(folder: Path, relative: str, named_by: Path) -> Path:
     """
     try:
         target = (folder / relative).resolve()
-        target.is_file()
-    except (ValueError, OSError, RuntimeError):  # null byte, too long a name, circular links
+        target.is_file()  # raises for a name that ``resolve`` accepts, such as one that is too long
+    except (ValueError, OSError, RuntimeError):  # a null byte, too long a name, circular links
         raise UserError(f"{named_by}: path {relative!r} names no file; refuse this file or fix the path") from None
 
     if Path(relative).is_absolute() or not target.is_relative_to(folder.resolve()):

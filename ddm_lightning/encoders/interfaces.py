@@ -2,8 +2,7 @@
 
 Each is built from its name and plain parameters, in several processes at once. All are built before anything is
 written, so building must be cheap and must raise ``UserError`` when a package or a path is missing
-(``registry.require``); load weights on first use. ``packages`` names the distributions whose version affects the
-result. The same input must give the same bytes in any process and order.
+(``registry.require``); load weights on first use. The same input must give the same bytes in any process and order.
 """
 
 from __future__ import annotations
@@ -25,14 +24,16 @@ Images: TypeAlias = UInt8[np.ndarray, "n h w 3"]
 Vectors: TypeAlias = Float[np.ndarray, "n size"]
 TokenVectors: TypeAlias = Float[np.ndarray, "n m width"]
 TextVectors: TypeAlias = Float[Tensor, "n size"]
-"""The same as tensors, which training reads from the shards."""
+"""``Vectors`` of captions as tensors, as training needs them."""
 TextTokens: TypeAlias = Float[Tensor, "n m width"]
+"""``TokenVectors`` as tensors."""
 
 
 class Provenance(Protocol):
-    """Names everything that affects the result: by default nothing, as without packages and weights."""
+    """Names the packages and weights that affect the result; by default none."""
 
     packages: tuple[str, ...] = ()
+    """Distributions whose versions affect the result."""
 
     def provenance(self) -> dict[str, str]:
         """Return ``weights_sha256`` and ``revision`` for the manifest; empty without weights."""
@@ -116,7 +117,7 @@ def _per_channel(values: tuple[float, ...], device: torch.device, dtype: torch.d
 
 
 def numbered(name: str, number: int) -> str:
-    """Return the name of the column of an image's caption ``number``: ``text``, ``text_2``, ``text_3`` …"""
+    """Return a column's name for an image's caption ``number``, from 0: ``text``, ``text_2``, ``text_3`` …"""
     if number:
         return f"{name}_{number + 1}"
 
@@ -126,18 +127,18 @@ def numbered(name: str, number: int) -> str:
 def draw_caption(
     batch: Mapping[str, Tensor], weights: Sequence[float], uniform: Float[Tensor, " b"]
 ) -> dict[str, Tensor]:
-    """Return a batch of shards with several captions per image, with the columns of one of them.
+    """Choose one of several captions for each image; return the batch with that one's columns as ``text…``.
 
-    The column ``has_caption`` [b n] tells which of the n captions an image has; its first one stands in for those that
-    it lacks.
+    The column ``has_caption`` [b n] tells which of the n captions an image has. Only these are chosen; the
+    columns of the others hold the image's first caption.
 
     Args:
         batch: columns of the shards.
-        weights: share of the steps of each caption, over the sum of those that an image has.
+        weights: weight of each caption; an image's captions are chosen in proportion to their weights.
         uniform: random numbers in [0, 1).
     """
-    shares = [batch["has_caption"][:, number] * weight for number, weight in enumerate(weights)]
-    ends = torch.stack(shares, 1).cumsum(1)
+    weights_here = [batch["has_caption"][:, number] * weight for number, weight in enumerate(weights)]
+    ends = torch.stack(weights_here, 1).cumsum(1)
     chosen = (ends <= uniform[:, None] * ends[:, -1:]).sum(1)
     drawn = dict(batch)
     for number in range(1, len(weights)):

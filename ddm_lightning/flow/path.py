@@ -1,11 +1,15 @@
 """Paths from data (t = 0) to noise (t = 1), and the velocity that a network's prediction implies (DDM, 2501.05450).
 
-Sampling runs on the linear path. A prediction of any kind, on any path, becomes its velocity here and nowhere else.
+Sampling runs on the linear path. Here and nowhere else, a prediction of any kind on any path becomes the velocity of
+the linear path.
 
 The loss of a velocity network:
 
-    >>> network, x_0 = (lambda x_t, t: torch.zeros_like(x_t)), torch.randn(16, 4, 8, 8)
-    >>> noise, t = torch.randn_like(x_0), torch.rand(16)
+    >>> def network(x_t, t):
+    ...     return torch.zeros_like(x_t)
+    >>> x_0 = torch.randn(16, 4, 8, 8)
+    >>> noise = torch.randn_like(x_0)
+    >>> t = torch.rand(16)
     >>> predicted = network(interpolate(x_0, noise, t), t)
     >>> loss = (predicted - (noise - x_0)).square().mean()
 """
@@ -119,8 +123,8 @@ PATHS: dict[str, Path] = {"linear": Path(), "cosine": Cosine(), "vp": VariancePr
 def times_on_path(t: Sequence[float], path: str) -> tuple[float, ...]:
     """Times of ``path`` with the signal-to-noise ratios of the linear path at ``t``."""
     times = torch.tensor(t, dtype=torch.float64)
-    own = PATHS[path].from_linear(times, times)[1]
-    return tuple(torch.where(times % 1 == 0, times, own).tolist())  # 0 and 1, which may round
+    own = PATHS[path].tau(times)
+    return tuple(torch.where(times % 1 == 0, times, own).tolist())  # ``own`` may round 0 and 1
 
 
 def interpolate(x_0: Samples, noise: Samples, t: Times, path: str = "linear") -> Samples:
@@ -162,8 +166,9 @@ def to_velocity(prediction: Samples, x_t: Samples, t: Times, kind: str, path: st
     time = expand_rows(t, x_t)
     if kind == "velocity":
         _, _, d_alpha, d_sigma = own.scales(tau)
-        error = prediction - expand_rows(d_alpha + d_sigma, x_t) * x_t
-        return error * expand_rows(own.velocity_scale(tau), x_t)
+        # The derivative of ``x_tau = (alpha + sigma)·x_t``, solved for the velocity of x_t.
+        along_x_t = prediction - expand_rows(d_alpha + d_sigma, x_t) * x_t
+        return along_x_t * expand_rows(own.velocity_scale(tau), x_t)
 
     if kind == "epsilon":
         x_0 = (x_t - time * prediction) / (1 - time).clamp(min=MIN_DATA_SCALE)
@@ -211,12 +216,12 @@ def training_target(x_0: Samples, noise: Samples, t: Times, kind: str, path: str
 def velocity_loss_weights(t: Times, kind: str, path: str = "linear") -> Times:
     """Loss weights that turn a squared error of ``kind`` into that of the implied velocity of the linear path.
 
-    The error in the velocity is the error in x_0 divided by t, and that in the noise divided by 1 - t, where t is the
-    linear path's time of equal signal-to-noise ratio. Divisors are at least ``MIN_LOSS_SCALE``, as in JiT (Li and He,
-    2511.13720), which trains x_0 predictions with this loss.
+    An error in x_0 is divided by t in the velocity, an error in the noise by 1 - t. Here t is the linear path's time of
+    equal signal-to-noise ratio. Divisors are at least ``MIN_LOSS_SCALE``, as in JiT (Li and He, 2511.13720), which
+    trains x_0 predictions with this loss.
     """
     scale = PATHS[path].velocity_scale(t)
-    _, t = PATHS[path].to_linear(t, t)
+    _, t = PATHS[path].to_linear(t, t)  # only the time counts
     divisor = {"velocity": 1 / scale, "epsilon": 1 - t, "x_0": t}[kind]
     return divisor.clamp(min=MIN_LOSS_SCALE) ** -2
 

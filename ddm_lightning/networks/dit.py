@@ -26,7 +26,7 @@ from ddm_lightning.networks.blocks import (
 
 
 class PatchTransformer(embeddings.Conditioned):
-    """Base of all networks: embeddings of patches and time, for any kind of block.
+    """Base of the transformers: embeddings of patches and time, for any kind of block.
 
     A subclass adds ``blocks`` and calls ``initialise`` once all parameters exist.
 
@@ -77,7 +77,7 @@ class PatchTransformer(embeddings.Conditioned):
         if self.positions is not None:
             return embedded + self.positions
 
-        # Keep float32 under autocast, so that blocks do not sum in half precision.
+        # Float32 even under autocast, as with positions, so that blocks do not sum in half precision.
         assert self.rotation is not None
         return embedded.to(self.rotation.dtype)
 
@@ -91,7 +91,7 @@ class Trunk(PatchTransformer):
     Args:
         x_shape: (channels, height, width) of ``x_t``; height and width in pixels or latent cells.
         condition: kind and size of the condition.
-        options: patches, size and recipe.
+        options: patch size, network size and kinds of layers.
         out_features: outputs per token.
 
     Raises:
@@ -191,7 +191,7 @@ class RouterDiT(Trunk):
     """Logits of p(cluster | x_t, t, condition), as in Decentralized Diffusion Models (2501.05450).
 
     A learned class token without a position joins the patches. After the last block a linear layer reads it. That layer
-    starts at zero, so all clusters are equally likely. Takes the parameters of ``DiT``, and:
+    starts at zero, so at first all clusters are equally likely. Takes the parameters of ``DiT`` and:
 
     Args:
         num_clusters: K.
@@ -245,9 +245,9 @@ class RouterDiT(Trunk):
         class_token = self.class_token.to(patches.dtype).expand(len(patches), 1, -1)
         tokens = torch.cat([class_token, patches], dim=1)
         if rotation is not None:
-            still = torch.zeros_like(rotation[:, :1])  # sines of the class token
-            still[:, :, 0] = 1  # cosines
-            rotation = torch.cat([still, rotation], dim=1)
+            unrotated = torch.zeros_like(rotation[:, :1])  # sines of the class token
+            unrotated[:, :, 0] = 1  # its cosines
+            rotation = torch.cat([unrotated, rotation], dim=1)
 
         tokens = self.run(tokens, conditioning, rotation, condition)
         # A copy, because FSDP2 warns about views, which it cannot track.

@@ -1,10 +1,10 @@
 """Build the partition of a data set.
 
 ``kmeans`` is balanced k-means of the features in two stages, as in MoDE (2404.16030), whose code the DDM paper
-(2501.05450) used. Both see a sample of the data set, in memory. K-means gives fine centroids; balanced k-means groups
-these into K clusters, weighting each by its samples, because clusters must balance samples, not centroids.
-In small data sets, prices balance the fine cells (``kmeans``), which needs all distances in memory. In large ones,
-plain k-means splits crowded cells (``lloyd``).
+(2501.05450) used. Both stages see a sample of the data set, in memory. K-means gives fine centroids; balanced k-means
+groups these into K clusters, weighting each by its samples, because clusters must balance samples, not centroids.
+In small data sets, prices balance the fine cells (``kmeans.py``), which needs all distances in memory. In large ones,
+plain k-means splits crowded cells (``lloyd.py``).
 
 ``flat`` is balanced k-means of the samples themselves: a price per cluster balances single samples instead of cells.
 
@@ -48,17 +48,18 @@ from ddm_lightning.partition.partition import (
 )
 
 _CLUSTER_RESTARTS = 10
-# Largest problem balanced by prices, in distances and in numbers that the features hold: seconds on a CPU.
+# Largest problem that prices balance, in distances and in entries of the features. It takes a CPU seconds.
 _PRICED_DISTANCES = 1 << 22
-_PRICED_NUMBERS = 1 << 26
+_PRICED_ENTRIES = 1 << 26
+# Samples that ``displaced_fractions`` compares, about.
 _MOST_COMPARED = 30_000
 
 
 def check_partition(config: PartitionConfig, num_samples: int | None) -> None:
-    """Refuse a device that this machine lacks, and more parts than samples, if their number is known.
+    """Refuse a device that this machine lacks, and more centroids than samples, if their number is known.
 
     Raises:
-        UserError: no such device, too many clusters or fine centroids, or too small a part to fit them on.
+        UserError: no such device, or too many clusters or fine centroids for the samples that are fitted.
     """
     devices = ["cpu"]
     num_gpus = torch.cuda.device_count()
@@ -72,7 +73,7 @@ def check_partition(config: PartitionConfig, num_samples: int | None) -> None:
 
     key = "num_clusters"
     if config.kind == "kmeans":
-        key = "num_fine_centroids"  # at least as many
+        key = "num_fine_centroids"  # at least as many as clusters
 
     num_fitted = max(1, round(config.fit_fraction * num_samples))
     if getattr(config, key) > num_fitted:
@@ -87,30 +88,30 @@ def fit_partition(
     *,
     features: str = "",
     on_progress: OnProgress = lambda *_: None,
-    kept_fine: tuple[Path, str] | None = None,
+    fine_cache: tuple[Path, str] | None = None,
 ) -> tuple[Partition, Int32[np.ndarray, "n"]]:
     """Fit the partition to a sample of the data set; the same samples, config and seed give the same partition.
 
     Args:
-        samples: those to fit; ``kmeans`` and ``flat`` read their features into memory, ``random`` depends on the keys.
+        samples: the fitted sample; ``kmeans`` and ``flat`` read its features into memory, ``random`` uses its keys.
         config: kind, sizes, iterations and the limit of the largest cluster.
         seed: seed of everything random.
         features: name of the feature network; ``existing`` refuses a partition made with another.
         on_progress: called with progress.
-        kept_fine: cache of the first stage: a file, and a key that it must carry to be reused.
+        fine_cache: a file that keeps the first stage of ``kmeans``, and the key under which it may be reused.
 
     Returns:
         The partition, and the cluster of each sample.
 
     Raises:
-        UserError: more parts than (distinct) samples or classes, features that are not finite, a largest cluster
+        UserError: more clusters than (distinct) samples or classes, features that are not finite, a largest cluster
             over the configured limit, or an existing partition that does not fit.
     """
     check_partition(config, round(len(samples.labels) / config.fit_fraction))
     if config.kind == "kmeans":
-        rule, clusters = _two_stages(samples.features, config, seed, features, on_progress, kept_fine)
+        rule, clusters = _fit_two_stages(samples.features, config, seed, features, on_progress, fine_cache)
     else:
-        rule = _rule(samples, config, seed, features)
+        rule = _fit_rule(samples, config, seed, features)
         clusters = rule.assign(samples, config.device, on_progress)
 
     counts = torch.from_numpy(np.bincount(clusters, minlength=config.num_clusters))
@@ -119,7 +120,7 @@ def fit_partition(
 
 
 def _in_memory(rows: Rows, config: PartitionConfig) -> Shaped[np.ndarray, "n d"]:
-    """Read all features, if the fit has memory for them."""
+    """Read all features; refuse them if the fit needs more memory than there is."""
     row_bytes = rows.row_shape[0] * rows.dtype.itemsize
     if config.kind == "flat":  # four copies in float32, and twice the distances from all centroids
         row_bytes = 16 * rows.row_shape[0] + 8 * config.num_clusters
@@ -136,11 +137,11 @@ def _in_memory(rows: Rows, config: PartitionConfig) -> Shaped[np.ndarray, "n d"]
 def displaced_fractions(
     partition: Partition, rows: Rows, clusters: Int[np.ndarray, "n"], device: str = "cpu"
 ) -> tuple[float, float] | None:
-    """Measure the share of samples nearer to the mean of another cluster, and the part of it caused by balancing.
+    """Measure the share of displaced samples, and the share of samples that balancing displaces.
 
-    Of ``kmeans``, a sample is displaced by balancing if its fine cell as a whole is nearer to another mean. The other
-    displaced samples just follow their cell, which is assigned as a whole. Of ``flat``, balancing displaces them all.
-    Measured on about 30,000 samples; None for other rules.
+    A sample is displaced if the mean of another cluster is nearer. In ``kmeans``, balancing displaces it if that is
+    also so for its fine cell; else it follows its cell, which is assigned as a whole. In ``flat``, balancing displaces
+    them all. Measured on about 30,000 samples; None for other rules.
     """
     rule = partition.rule
     if not isinstance(rule, CentroidRule):
@@ -167,10 +168,10 @@ def fit_fine(
         UserError: more fine centroids than distinct samples.
     """
     num_fine = config.num_fine_centroids
-    num_numbers = len(rows) * rows.row_shape[0]
-    is_small = len(rows) * num_fine <= _PRICED_DISTANCES and num_numbers <= _PRICED_NUMBERS
+    num_entries = len(rows) * rows.row_shape[0]
+    is_large = len(rows) * num_fine > _PRICED_DISTANCES or num_entries > _PRICED_ENTRIES
     with _refusing(config, "num_fine_centroids", "use fewer, or remove duplicates from the source"):
-        if not is_small:
+        if is_large:
             return lloyd_kmeans(rows, config, generator, on_progress)
 
         torch.randperm(len(rows), generator=generator)  # unused; keeps the clusters of earlier versions
@@ -236,7 +237,7 @@ def fit_flat(rows: Rows, config: PartitionConfig, generator: torch.Generator, fe
     """
     largest_over_mean = config.max_largest_over_mean
     if config.fit_fraction < 1:
-        # Other samples divide a little differently: three standard deviations of a cluster's share.
+        # Samples that are not fitted divide a little differently. The margin is three standard deviations of a share.
         largest_over_mean = max(1.0, largest_over_mean - 3 * (config.num_clusters / len(rows)) ** 0.5)
 
     with one_thread(), _refusing(config, "num_clusters", "use fewer, or remove duplicates from the source"):
@@ -273,14 +274,18 @@ def _refusing(config: PartitionConfig, key: str, remedy: str) -> Iterator[None]:
         raise _refusal(config, key, f"{error}; {remedy}") from None
 
 
-def _two_stages(
+def _fit_two_stages(
     rows: Rows,
     config: PartitionConfig,
     seed: int,
     features: str,
     on_progress: OnProgress,
-    kept_fine: tuple[Path, str] | None,
+    fine_cache: tuple[Path, str] | None,
 ) -> tuple[Rule, Int64[np.ndarray, "n"]]:
+    """Fit the rule of ``kmeans``, and return the clusters of the rows with it.
+
+    The cache also holds the generator's state: the second stage continues its numbers, even if the first is reused.
+    """
     generator = torch.Generator().manual_seed(seed)
     rows = Rows([_in_memory(rows, config)])
 
@@ -289,10 +294,10 @@ def _two_stages(
         nearest_fine = nearest_of_rows(rows, fine, config.metric, config.device)
         return {"fine": fine, "nearest": torch.from_numpy(nearest_fine), "generator": generator.get_state()}
 
-    if kept_fine is None:
+    if fine_cache is None:
         found = fit()
     else:
-        found = _cached(*kept_fine, fit)
+        found = _cached(*fine_cache, fit)
 
     generator.set_state(found["generator"])
     fine = found["fine"]
@@ -302,7 +307,7 @@ def _two_stages(
 
 
 def _cached(path: Path, key: str, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the tensors of a file if it carries this key; otherwise make them and write the file."""
+    """Return the tensors of a file with this key; if there is none, make them and write the file."""
     with suppress(FileNotFoundError), safe_open(path, framework="pt") as stored:
         if stored.metadata() == {"key": key}:
             return {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
@@ -312,7 +317,8 @@ def _cached(path: Path, key: str, make: Callable[[], dict[str, Tensor]]) -> dict
     return tensors
 
 
-def _rule(samples: Samples, config: PartitionConfig, seed: int, features: str) -> Rule:
+def _fit_rule(samples: Samples, config: PartitionConfig, seed: int, features: str) -> Rule:
+    """Fit the rule of any kind but ``kmeans``."""
     if config.kind == "random":
         return KeyHash.equal(samples.keys, config.num_clusters, seed)
     if config.kind == "flat":
@@ -350,8 +356,8 @@ def check_balance(counts: Int64[Tensor, "k"], config: PartitionConfig, num_fitte
     Args:
         counts: samples in each cluster.
         config: kind, and the limit of the largest cluster.
-        num_fitted: size of the sample that met the limit, if ``counts`` are of more samples than that: four standard
-            errors of a cluster's share are then allowed.
+        num_fitted: size of the fitted sample, if ``counts`` are of all samples; four standard errors of a share are
+            then allowed above the limit.
 
     Raises:
         UserError: a cluster is empty or too large.

@@ -64,7 +64,8 @@ STAGES_VERSION = 5
 STAGES = ("source", "encode", "index", "partition", "shards", "merge")
 RECHECK_SECONDS = 600.0
 """Time after which a waiting machine reads all ledgers anew: another may have found that its parts have changed."""
-_OTHER = " (published, but of other settings or parts: compare the commands of all machines)"
+# Ends a line that waits for work which is there, but with other inputs.
+_DIFFERS = " (published, but of other settings or parts: compare the commands of all machines)"
 
 Check: TypeAlias = Callable[[DataSizes], None]
 
@@ -80,8 +81,8 @@ def prepare(
     """Bring ``run_dir``/prepared up to date with the experiment, or do one machine's share of that.
 
     Several processes may call it at once: one works, the others wait. Machines with shares have nothing in common but
-    the experiment's ``remote``. Each publishes what it has made, waits for what it needs of others, and can be replaced
-    by one with an empty folder. Machine 1 also fits the clusters and merges.
+    the experiment's ``remote``. Each publishes its results, waits for the results that it needs of others, and can be
+    replaced by one with an empty folder. Machine 1 also fits the clusters and merges.
 
     Args:
         experiment: its ``prepare`` section and its seed are used.
@@ -89,14 +90,14 @@ def prepare(
         reporter: receives progress; None for silence.
         check: called before anything is written; refuses experiments that do not fit the data.
         prune: whether to remove encoded parts that the source no longer lists.
-        share: of this machine; None to do all here, without a URL.
+        share: this machine's share of parts and groups; None to do all here, without a URL.
 
     Returns:
         The manifest; None if another machine ends the work.
 
     Raises:
         UserError: bad input. Nothing is written; if only a stage can detect it (too many broken samples, unbalanced
-            clusters), no further stage runs. Or ledgers at the URL that are damaged or of other versions.
+            clusters), no further stage runs. Also if ledgers at the URL are damaged or of other versions.
     """
     preparation = Preparation(experiment, run_dir, reporter or Reporter(), share)
     preparation.bring_up_to_date(check)
@@ -121,9 +122,9 @@ class Stage:
     begin: Callable[[], object] = lambda: None
     """Called before ``write``, while the old files are still there; raises for bad input."""
     jobs: Sequence[Job] = ()
-    """Jobs of a map, which have keys of their own."""
+    """The jobs, if the stage is a map; each has keys of its own."""
     kind: str = ""
-    """Folder of their ledgers."""
+    """``parts`` or ``groups``: what the jobs are for, and the folder of their ledgers."""
 
     @property
     def key(self) -> str:
@@ -135,7 +136,7 @@ _Job = TypeVar("_Job", bound=Job)
 
 
 class Preparation:
-    """One call of ``prepare``, whose arguments it takes. Plug-ins are built only when a stage needs them.
+    """One call of ``prepare``, with the same arguments. Plug-ins are built only when a stage needs them.
 
     Raises:
         UserError: the source cannot be listed, unless its shards are finished; it has no parts, or two of one name; or
@@ -176,6 +177,7 @@ class Preparation:
             return prepared.parts
 
     def _read_ledgers(self) -> None:
+        """Read the ledgers of stages, parts and groups from the folder."""
         self.ledger = Ledger(self.folder / "stages.json")
         self.prepared = Prepared(self.folder, self.parts, store=self.store)
         self.groups = []
@@ -185,7 +187,6 @@ class Preparation:
     def _stages(self) -> Iterator[Stage]:
         """Yield the stages; the inputs of each are known when those before it are done."""
         config = self.config
-        seed = self.experiment.seed
         columns = self.columns
         if self.store is None:
             parts = [*map(asdict, self.parts)]
@@ -214,7 +215,7 @@ class Preparation:
         fit = [asdict(config.partition), asdict(config.features), self._hash_of_other_partition()]
         yield Stage(
             "partition",
-            [fit, seed, config.held_out_fraction, *samples],
+            [fit, self.experiment.seed, config.held_out_fraction, *samples],
             self._write_partition,
             ("rule.safetensors", "split.json", "clusters.npy"),
             partial(self._fit_partition, samples),
@@ -299,9 +300,9 @@ class Preparation:
         return ""
 
     def _do_share(self, store: Store, stage: Stage) -> str:
-        """Do this machine's share of the jobs of a stage; return what it needs of those of others."""
+        """Do this machine's share of a stage's jobs; return the jobs of others that it has to wait for."""
         jobs = stage.jobs
-        there = take_over(store, self.share, stage.kind, jobs)
+        published = take_over(store, self.share, stage.kind, jobs)
         self._run_unless_done(stage)
         missing = [job for job in jobs if not job.ledger.is_stored]
         self.reporter.advance(f"{stage.kind} of all machines", len(jobs) - len(missing), len(jobs))
@@ -309,12 +310,16 @@ class Preparation:
             return ""
 
         owners = sorted({self.share.owner_of(job.number) for job in missing})
-        machines = f"machine{'s' * (len(owners) > 1)} {', '.join(map(str, owners))}"
-        others = _OTHER * any(job.name in there for job in missing)
-        return f"{stage.kind} of {machines}{others}"
+        plural = "s" if len(owners) > 1 else ""
+        machines = f"machine{plural} {', '.join(map(str, owners))}"
+        differs = ""
+        if any(job.name in published for job in missing):
+            differs = _DIFFERS
+
+        return f"{stage.kind} of {machines}{differs}"
 
     def _take_or_make(self, store: Store, stage: Stage) -> str:
-        """Take over what machine 1 has made of all parts, or make it there; return what is missing."""
+        """Take over a stage of all parts from machine 1, or run it on machine 1; return what is missing."""
         name = f"partition/{stage.name}"
         found = store.read(name)
         if stage.name in found and found[stage.name]["key"] == stage.key:
@@ -325,12 +330,12 @@ class Preparation:
             self._run_unless_done(stage)
             store.publish(name, self.folder, {stage.name: self.ledger.entries[stage.name]})
         else:
-            return f"the {stage.name} of machine 1{_OTHER * bool(found)}"
+            return f"the {stage.name} of machine 1{_DIFFERS if found else ''}"
 
         return ""
 
     def _fetch_sample(self) -> None:
-        """Bring what the fit and the report read of all parts."""
+        """Download the columns of all parts that the fit and the report read."""
         partition = self.config.partition
         names = [ROWS_FILE, "codes.npy", "sample.npy"]
         if partition.fit_fraction == 1:
@@ -341,7 +346,7 @@ class Preparation:
         self.prepared.fetch(range(len(self.parts)), *names)
 
     def _fetch_for_merge(self, groups: Sequence[GroupJob]) -> None:
-        """Bring what the report and the merged indices read."""
+        """Download the files that the report and the merged indices read."""
         self._fetch_sample()
         remote.in_threads(lambda job: job.pull(".npz", "index.json"), groups)
 
@@ -386,18 +391,18 @@ class Preparation:
 
     def pending(self) -> tuple[str, ...]:
         """Name the first stage that is not done and all later ones."""
-        done = takewhile(self._is_done, self._stages())
-        return STAGES[len([*done]) :]
+        done = list(takewhile(self._is_done, self._stages()))
+        return STAGES[len(done) :]
 
     def _is_done(self, stage: Stage) -> bool:
         return self.ledger.is_done(stage.name, stage.key) and not self.unfinished(stage.jobs)
 
     def _renew(self) -> None:
-        """Forget what is cached of files that have changed."""
+        """Reopen the folder, so that nothing cached of changed files is used."""
         self.prepared = Prepared(self.folder, self.parts, ledgers=self.prepared.ledgers, store=self.store)
 
     def part_jobs(self) -> list[PartJob]:
-        """List the parts, with keys of all that their columns are made from."""
+        """List a job per part, with a key per column set: a hash of its inputs."""
         digests = {name: sha256_json(inputs) for name, inputs in self.columns.items()}
         jobs = []
         for number, (part, ledger) in enumerate(zip(self.parts, self.prepared.ledgers, strict=True)):
@@ -409,11 +414,11 @@ class Preparation:
         return jobs
 
     def group_jobs(self) -> list[GroupJob]:
-        """List the groups of parts whose shards are written together, with keys of all that they are made from."""
+        """List a job per group of parts, whose shards are written together; its key is a hash of their inputs."""
         config = self.config
         seed = self.experiment.seed
-        stored = [config.held_out_fraction, asdict(config.shards), seed]
-        stored += [self.ledger.files("index"), self.ledger.files("partition"), *config.keep]
+        common = [config.held_out_fraction, asdict(config.shards), seed]
+        common += [self.ledger.files("index"), self.ledger.files("partition"), *config.keep]
         columns = self.columns.keys() - {SAMPLE, CODES}
         jobs = []
         for number, ledger in enumerate(self.groups):
@@ -421,7 +426,7 @@ class Preparation:
             name = f"groups/{number:05}"
             if prepared.filled_parts:
                 files = hash_of_files(prepared.ledgers, columns)
-                keys = {GROUP: sha256_json([STAGES_VERSION, stored, files])}
+                keys = {GROUP: sha256_json([STAGES_VERSION, common, files])}
                 jobs.append(GroupJob(number, name, ledger, keys, self.store, prepared, seed))
 
         return jobs
@@ -490,7 +495,7 @@ class Preparation:
             check_broken(broken, num_read, self.config.max_bad_fraction, job.ledger.folder / TEXTS_FILE)
 
         num_parts = len(parts)
-        line = f"{num_parts:,} part{'s' * (num_parts != 1)}"
+        line = f"{num_parts:,} part" if num_parts == 1 else f"{num_parts:,} parts"
         num_kept = num_parts - len(jobs)
         if num_kept:
             line += f", {num_kept:,} already encoded"
@@ -517,7 +522,7 @@ class Preparation:
             seed,
             features=sha256_json(asdict(self.config.features)),
             on_progress=partial(self.reporter.advance, "partition"),
-            kept_fine=(self.folder / "fine.safetensors", fine_key),
+            fine_cache=(self.folder / "fine.safetensors", fine_key),
         )
         self._split = Split.of(hashes, self._clusters, self.config.held_out_fraction)
 
@@ -546,6 +551,7 @@ class Preparation:
 
     def _merge(self, groups: Sequence[GroupJob]) -> None:
         entries = {job.ledger.file.stem: job.ledger.entries[GROUP] for job in groups}
+        # Remove ledgers and thumbnails of groups that are no more.
         for path in list((self.folder / "groups").iterdir()):
             if path.stem not in entries:
                 path.unlink()

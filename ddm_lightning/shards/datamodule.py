@@ -45,7 +45,7 @@ class ClusterDataModule(L.LightningDataModule):
     Several clusters are mixed in their natural proportions (every sample once per epoch), as the router and the
     monolith need them. A batch holds every column of fixed size: ``sample_id``, ``cluster`` and ``label`` int64
     ``[b]``, ``text`` float32 ``[b d]``, and all others as stored: ``x_0`` ``[b c h w]``, ``x_0_flipped``,
-    ``text_ids``, ``text_tokens`` … Captions are skipped.
+    ``text_ids``, ``text_tokens`` … The words of captions are skipped.
 
     Batches and their order do not depend on the place of the shards or the number of threads. With another number of
     ranks each step has the same samples. The loaders' ``state_dict`` resumes exactly with any of these.
@@ -54,8 +54,8 @@ class ClusterDataModule(L.LightningDataModule):
     shards: str | Path
     """Folder, or URL of a folder, with ``cluster-{k}/train`` and ``cluster-{k}/held-out``.
 
-    Shards behind a URL (``s3://``, ``sftp://``, ``gs://``, ``hf://`` …; ``file://`` for a mounted folder) are fetched,
-    compressed ones of a folder are decompressed into the cache."""
+    Shards behind a URL (``s3://``, ``sftp://``, ``gs://``, ``hf://`` …; ``file://`` for a mounted folder) are fetched
+    into the cache. Compressed shards of a folder are decompressed into it."""
     clusters: Sequence[int]
     """The clusters k to load."""
     batch_size: int
@@ -67,7 +67,7 @@ class ClusterDataModule(L.LightningDataModule):
     num_workers: int = 0
     """Threads per rank that gather batches ahead; 0 gathers each when it is needed."""
     max_cache_bytes: float | None = None
-    """Size of the cache; None keeps every shard that was fetched."""
+    """Largest size of the cache; None keeps every shard that was fetched."""
     held_out_clusters: Sequence[int] = ()
     """Clusters whose held-out samples validate."""
     columns: Mapping[str, str] = field(default_factory=dict)
@@ -137,6 +137,7 @@ class ClusterDataModule(L.LightningDataModule):
         return {name: value.to(device, non_blocking=device.type == "cuda") for name, value in batch.items()}
 
     def _open(self, names: Sequence[str], training: bool) -> FetchedShards:
+        """Open shards at their place or through the cache, if both the disk and ``max_cache_bytes`` have room."""
         share = 1.0
         if self._held_out:
             share = 1 - _HELD_OUT_SHARE if training else _HELD_OUT_SHARE
@@ -147,7 +148,8 @@ class ClusterDataModule(L.LightningDataModule):
         origins = [Origin(f"{address}/{name}", store / name, self.index_sha256.get(name)) for name in names]
         is_keeper = self.trainer is None or self.trainer.local_rank == 0
         shards = FetchedShards(origins, max_bytes, is_keeper=is_keeper)
-        least = shards.least_bytes(window(shards.sizes) if training else 0)
+        num_scattered = window(shards.sizes) if training else 0
+        least = shards.least_bytes(num_scattered)
         if max_bytes is not None and max_bytes < least:
             raise UserError(
                 f"key 'island.cache_gb': {max_bytes / share / 1e9:g} GB are too few for the shards of "
@@ -166,6 +168,7 @@ class ClusterDataModule(L.LightningDataModule):
         return shards
 
     def _loader(self, names: Sequence[str], training: bool) -> ShardLoader:
+        """Build this rank's loader, after checking the columns of the shards."""
         rank = 0
         num_ranks = 1
         if self.trainer:
@@ -229,7 +232,7 @@ class ShardLoader:
     rank: int = 0
     """This rank."""
     num_ranks: int = 1
-    """Number of all."""
+    """Number of ranks."""
     num_workers: int = 0
     """Threads that gather batches ahead; NumPy releases Python's lock meanwhile."""
     pin_memory: bool = False
@@ -268,15 +271,16 @@ class ShardLoader:
 
         order = order[self._sample :]
         rest = steps(order, self.rank, self.num_ranks, self.batch_size, full=self.training)
-        # Otherwise threads would page-lock memory for the first GPU, and use it.
+        # Without it, the threads would page-lock memory through the first GPU, whichever this rank has.
         initializer = partial(torch.cuda.set_device, torch.cuda.current_device()) if self.pin_memory else None
         pool = ThreadPoolExecutor(max(1, self.num_workers), "loader", initializer)
+        num_ahead = _BATCHES_PER_THREAD * self.num_workers
         waiting: deque[Future[dict[str, Tensor]]] = deque()
         try:
-            # Its end comes first, because threads of the pool may wait for a shard.
+            # This ends before the pool does, whose threads may wait for a shard.
             with self.shards.reading(order, self.batch_size * self.num_ranks):
                 for step, ids in enumerate(rest):
-                    for later in rest[step + len(waiting) : step + _BATCHES_PER_THREAD * self.num_workers]:
+                    for later in rest[step + len(waiting) : step + num_ahead]:
                         waiting.append(pool.submit(self._load, later))
 
                     batch = waiting.popleft().result() if waiting else self._load(ids)

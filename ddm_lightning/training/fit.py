@@ -100,8 +100,7 @@ def _train(member: Member, run: Run, status: MemberStatus, mine: Ranks) -> Membe
 
     module.speed.cost = step_cost(member, island, module.network)
     num_parameters = sum(parameter.numel() for parameter in module.network.parameters())
-    num_copies = member.train.num_copies
-    strategy, reason = choose_strategy(island, num_parameters, num_copies, member.train.optimizer)
+    strategy, reason = choose_strategy(island, num_parameters, member.train.num_copies, member.train.optimizer)
     for line in _costs(module, num_parameters, reason):
         tell(line)
 

@@ -63,11 +63,11 @@ class MemberModule(L.LightningModule):
 
     def configure_model(self) -> None:
         """Apply the island's settings to the network, and shard it under FSDP2."""
+        strategy = self.trainer.strategy
         with self.trainer.precision_plugin.forward_context():
-            check_attention(self.island.attention, self.trainer.strategy.root_device)
+            check_attention(self.island.attention, strategy.root_device)
 
         apply_island(self.network, self.island)
-        strategy = self.trainer.strategy
         if isinstance(strategy, Sharded):
             mesh = self.device_mesh
             assert mesh is not None  # Lightning makes it

@@ -190,9 +190,9 @@ class Objective(ABC):
     def noisy_batch(self, batch: dict[str, Tensor], at: Position) -> NoisyBatch:
         """Sample timesteps, noise, captions and dropped conditions for a batch."""
         config = self.member.timesteps
-        device = batch["x_0"].device
-        generator = keyed_generator(self.member.seed, *self._key("noise", at), device=device)
         stored = batch["x_0"]
+        device = stored.device
+        generator = keyed_generator(self.member.seed, *self._key("noise", at), device=device)
         if self.member.train.horizontal_flip:
             flipped = torch.rand(len(stored), generator=generator, device=device) < 0.5
             # A mirrored latent is not the latent of the mirrored image. Shards of latents hold the latter.
@@ -220,9 +220,9 @@ class Objective(ABC):
         if not self.caption_weights or "has_caption" not in batch:
             return batch
 
-        key = (self.member.name, "caption", at.step, at.part)
-        generator = keyed_generator(self.member.seed, *key, device=batch["x_0"].device)
-        uniform = torch.rand(len(batch["x_0"]) * at.num_ranks, generator=generator, device=batch["x_0"].device)
+        device = batch["x_0"].device
+        generator = keyed_generator(self.member.seed, self.member.name, "caption", at.step, at.part, device=device)
+        uniform = torch.rand(len(batch["x_0"]) * at.num_ranks, generator=generator, device=device)
         return draw_caption(batch, self.caption_weights, uniform[at.rank :: at.num_ranks])
 
     @abstractmethod
@@ -339,7 +339,7 @@ class Distillation(Regression):
         if name != "owner":
             self.strategy = STRATEGIES.build(name, {})
 
-        # A strategy that does not override ``weights`` mixes something else than velocities.
+        # The base's ``weights`` is not implemented: the strategy overrides ``field`` or ``generate``.
         if self.strategy is not None and type(self.strategy).weights is Strategy.weights:
             raise UserError(f"key 'distill.teacher' = {name!r}: does not weight velocities; set owner, full or top-1")
 

@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from io import StringIO
-from operator import itemgetter
 from posixpath import join, normpath, splitext
 from typing import Any
 
@@ -21,19 +20,21 @@ from ddm_lightning.prepare.sources.decode import caption_in, decode
 from ddm_lightning.prepare.sources.urls import PARAMS, Files
 
 _CAPTION_FILES = ("captions.jsonl", "metadata.jsonl", "captions.csv", "metadata.csv")
+# Files that look like caption files, but are not read.
 _UNREAD = re.compile(r"(captions|metadata)\.(json|parquet|tsv|xlsx)")
-_TEXTS = (".caption", ".txt")
+_TEXT_SUFFIXES = (".caption", ".txt")
 _CAPTION = "caption"
+# Key of the cells of a CSV row that no column names.
 _REST = ""
 
 
 @SOURCES.register("imagefolder")
 class ImageFolder:
-    """All images below a folder; the key is the path in it.
+    """All images below a folder; the key of a sample is its path in the folder.
 
     The class is the first-level folder, numbered in alphabetical order. Captions come from ``captions.jsonl``,
     ``metadata.jsonl``, ``captions.csv`` or ``metadata.csv`` of any folder (its ``file_name`` is a path in that folder),
-    or else from the text file of the same name (``cat.jpg``, ``cat.txt`` or ``cat.caption``). An image without either
+    or else from a text file of the image's name (``cat.txt`` or ``cat.caption`` for ``cat.jpg``). An image with neither
     has an empty caption.
 
     Args:
@@ -81,12 +82,12 @@ class ImageFolder:
         return [*map(self._part, blocks)]
 
     def read(self, part: Part) -> Iterator[Record | BrokenSample]:
-        # From the part, so that no worker lists the folder again.
-        where = part.where
-        self.num_classes = where["num_classes"]
-        texts = self.files.contents([*filter(None, map(itemgetter(3), where["images"]))])
-        images = self.files.contents([*map(itemgetter(0), where["images"])])
-        for (name, label, caption, text), data in zip(where["images"], images, strict=True):
+        # Everything comes from the part, so that no worker lists the folder again.
+        self.num_classes = part.where["num_classes"]
+        rows = part.where["images"]
+        texts = self.files.contents([text for *_, text in rows if text])
+        images = self.files.contents([name for name, *_ in rows])
+        for (name, label, caption, text), data in zip(rows, images, strict=True):
             if text:
                 caption = next(texts)
 
@@ -116,18 +117,18 @@ class ImageFolder:
 
     @cached_property
     def _texts(self) -> dict[str, str]:
-        """Text files by their names without the ending, in lower and upper case; the last one counts."""
+        """Text files by their names without the suffix, which may be in upper case; of several, the last one counts."""
         if self.caption_column is None:
             return {}
 
-        return {splitext(name)[0]: name for name in self.files.states if name.lower().endswith(_TEXTS)}
+        return {splitext(name)[0]: name for name in self.files.states if name.lower().endswith(_TEXT_SUFFIXES)}
 
     @cached_property
     def _captions(self) -> dict[str, str]:
         """Captions in caption files, by name of the image."""
         captions = dict[str, str]()
-        files = dict[str, str]()
-        lacking = []
+        files = dict[str, str]()  # the caption file of each folder
+        lacking = []  # files without the caption column, and the columns that they have
         existing = set[str]()
         if self.caption_column is None:
             return captions
@@ -136,7 +137,11 @@ class ImageFolder:
             folder, _, base = file.rpartition("/")
             if _UNREAD.fullmatch(base.lower()):
                 note(f"{self.files.shown(file)}: is not read; captions may be in one of {', '.join(_CAPTION_FILES)}")
-            if base.lower() not in _CAPTION_FILES or (rows := self._rows(file)) is None:
+            if base.lower() not in _CAPTION_FILES:
+                continue
+
+            rows = self._rows(file)
+            if rows is None:
                 continue
 
             other = files.setdefault(folder, file)
@@ -151,7 +156,9 @@ class ImageFolder:
                 lacking.append(file)
                 existing |= columns
 
-        if lacking or (not captions and (files or self.caption_column != _CAPTION)):
+        # A folder without caption files is fine, unless the user names a column of theirs.
+        has_none = not captions and (files or self.caption_column != _CAPTION)
+        if lacking or has_none:
             raise UserError(
                 f"key '{PARAMS}.caption_column': the caption files in {self.files.shown()} "
                 f"({', '.join(lacking or files.values()) or 'none'}) have no column {self.caption_column!r}; "
@@ -165,7 +172,7 @@ class ImageFolder:
         try:
             if isinstance(row, bytes):
                 row = parse_json(row)
-            if isinstance(row.get(_REST), list):  # of CSV
+            if isinstance(row.get(_REST), list):  # only ``csv`` makes such a list
                 raise ValueError("it has more cells than the first line: put text with commas in quotes")
 
             name = self._image_of(file.rpartition("/")[0], row["file_name"])
@@ -182,7 +189,7 @@ class ImageFolder:
         return set(row)
 
     def _rows(self, file: str) -> Iterable[tuple[int, Any]] | None:
-        """Return number and content of each line of a caption file; None for a table of something else."""
+        """Return number and content of each line of a caption file; None for a CSV file about something else."""
         content = self.files.content(file)
         if not file.lower().endswith(".csv"):
             return ((number, line) for number, line in enumerate(content.split(b"\n"), 1) if line.strip())
@@ -206,7 +213,7 @@ class ImageFolder:
         return None
 
     def _image_of(self, folder: str, given: str) -> str:
-        """Return the image that a caption file in ``folder`` names, perhaps as on Windows."""
+        """Return the image that a caption file in ``folder`` calls ``given``, perhaps with Windows' backslashes."""
         joined = join(folder, given)
         name = normpath(joined)
         of_windows = normpath(joined.replace("\\", "/"))
@@ -218,13 +225,14 @@ class ImageFolder:
         return name
 
     def _part(self, names: list[str]) -> Part:
+        """Return a block with the label and caption of each image, and a hash of all that they are read from."""
         states = self.files.states
         digest = hashlib.sha256()
         images = []
         classes = {folder: number for number, folder in enumerate(self.class_names)}
         for name in names:
             caption = self._captions.get(name)
-            text = self._texts.get(splitext(name)[0]) or self._texts.get(name)
+            text = self._texts.get(splitext(name)[0]) or self._texts.get(name)  # cat.txt, or cat.jpg.txt
             state_of_text = states.get(text or "")
             if name in self._captions:
                 text = None
@@ -235,10 +243,11 @@ class ImageFolder:
                 label = classes.get(folder if mark else "", -1)
 
             images.append([name, label, caption, text])
+            # True stands for a caption in a text file.
             facts = (name, label, bool(text) or caption, states.get(name), state_of_text)
             digest.update(json.dumps(facts).encode())
 
-        # A block is named after the file that begins it; only the first one may lack such a file.
+        # A block is named after the image that begins it; the first block may begin with any image.
         block = "block-first"
         if self._begins_block(names[0]):
             block = f"block-{_hash(names[0])}"
