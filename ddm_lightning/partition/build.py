@@ -48,7 +48,7 @@ from ddm_lightning.partition.partition import (
 )
 
 _CLUSTER_RESTARTS = 10
-# Largest problem that prices balance, in distances and in entries of the features. It takes a CPU seconds.
+# Largest problem that prices balance, in distances and in entries of the features: seconds on a CPU.
 _PRICED_DISTANCES = 1 << 22
 _PRICED_ENTRIES = 1 << 26
 # Samples that ``displaced_fractions`` compares, about.

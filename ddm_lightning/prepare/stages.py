@@ -64,7 +64,7 @@ STAGES_VERSION = 5
 STAGES = ("source", "encode", "index", "partition", "shards", "merge")
 RECHECK_SECONDS = 600.0
 """Time after which a waiting machine reads all ledgers anew: another may have found that its parts have changed."""
-# Ends a line that waits for work which is there, but with other inputs.
+# Ends a line about work that is awaited, although something is published in its place.
 _DIFFERS = " (published, but of other settings or parts: compare the commands of all machines)"
 
 Check: TypeAlias = Callable[[DataSizes], None]

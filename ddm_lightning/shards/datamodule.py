@@ -142,7 +142,10 @@ class ClusterDataModule(L.LightningDataModule):
         if self._held_out:
             share = 1 - _HELD_OUT_SHARE if training else _HELD_OUT_SHARE
 
-        max_bytes = self.max_cache_bytes and share * self.max_cache_bytes
+        max_bytes = self.max_cache_bytes
+        if max_bytes is not None:
+            max_bytes *= share
+
         address = str(self.shards).rstrip("/")
         store = self.cache / _STORE
         origins = [Origin(f"{address}/{name}", store / name, self.index_sha256.get(name)) for name in names]

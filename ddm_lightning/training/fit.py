@@ -64,7 +64,8 @@ def fit_member(member: Member, run: Run, mine: Ranks) -> MemberStatus:
     max_steps = member.train.max_steps
     status = MemberStatus.read(folder, name, max_steps)
     status.max_steps = max_steps  # a finished training may be extended
-    if not ranks.broadcast_from_rank_zero(mine, "finished", run.is_finished(name)):
+    is_finished = ranks.broadcast_from_rank_zero(mine, "finished", run.is_finished(name))
+    if not is_finished:
         folder.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as locks:
             if mine.is_first:
@@ -127,7 +128,7 @@ def _train(member: Member, run: Run, status: MemberStatus, mine: Ranks) -> Membe
     trainer, stop = build_trainer(member, run, status, strategy, origin, first_step, mine)
     with contextlib.closing(data):
         is_done = False
-        # A stop leaves ``is_done`` False even at the last step: held-out figures may be missing.
+        # ``StopRequested`` leaves ``is_done`` False even at the last step: held-out figures may be missing.
         with contextlib.suppress(callbacks.StopRequested), on_stop_signal(stop.request):
             status.state = "starting"
             status.device = devices_named(island.accelerator, island.num_ranks)

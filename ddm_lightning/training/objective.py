@@ -237,8 +237,12 @@ class Objective(ABC):
         return losses["loss"]
 
     def _key(self, purpose: str, at: Position) -> tuple[int | str, ...]:
-        # Part 0 adds nothing: its key is that of a step without accumulation.
-        return self.member.name, purpose, at.rank, at.step, *([at.part] if at.part else [])
+        """Key of a batch's random numbers; the part is in it only where a Trainer accumulates."""
+        key = (self.member.name, purpose, at.rank, at.step)
+        if at.part:
+            return *key, at.part
+
+        return key
 
     # Validation.
 
@@ -328,23 +332,23 @@ class Distillation(Regression):
                 its router.
         """
         experiment = run.experiment
-        name = run.experiment.distill.teacher
+        name = experiment.distill.teacher
         manifest = read_ensemble(run.folder.ensemble)
         for member, folder in manifest.folders.items():
             check_signature(member, folder, experiment)
 
         self.teacher = load_ensemble(manifest, device_of(experiment.island.accelerator))
         self.teacher.precision = experiment.sample.precision
-        self.strategy = None
-        if name != "owner":
-            self.strategy = STRATEGIES.build(name, {})
+        if name == "owner":
+            return
 
+        self.strategy = STRATEGIES.build(name, {})
         # The base's ``weights`` is not implemented: the strategy overrides ``field`` or ``generate``.
-        if self.strategy is not None and type(self.strategy).weights is Strategy.weights:
+        if type(self.strategy).weights is Strategy.weights:
             raise UserError(f"key 'distill.teacher' = {name!r}: does not weight velocities; set owner, full or top-1")
 
         lacks_router = self.teacher.router is None and len(self.teacher.priors) > 1
-        if self.strategy is not None and self.strategy.needs_router and lacks_router:
+        if self.strategy.needs_router and lacks_router:
             raise UserError(f"key 'distill.teacher' = {name!r}: needs the router, which the ensemble lacks; set owner")
 
     def ends(self, noisy: NoisyBatch, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:

@@ -172,7 +172,7 @@ class ImageFolder:
         try:
             if isinstance(row, bytes):
                 row = parse_json(row)
-            if isinstance(row.get(_REST), list):  # only ``csv`` makes such a list
+            if isinstance(row.get(_REST), list):  # surplus cells of a CSV row
                 raise ValueError("it has more cells than the first line: put text with commas in quotes")
 
             name = self._image_of(file.rpartition("/")[0], row["file_name"])
