@@ -80,7 +80,9 @@ def test_a_member_of_several_waits_while_another_process_trains_it(finished, tin
     locked = threading.Event()
     asked = threading.Event()
     folder.mkdir(parents=True)
-    monkeypatch.setattr("ddm_lightning.training.fit.lock_member", lambda *its: asked.set() or lock_member(*its))
+    monkeypatch.setattr(
+        "ddm_lightning.training.fit.lock_member", lambda *its, **named: asked.set() or lock_member(*its, **named)
+    )
 
     def train_there():
         with FileLock(folder / ".lock"):
