@@ -30,7 +30,7 @@ _COLUMNS = r"x_0|x_0_flipped|label|sample_id|cluster|has_caption|(text|caption).
 
 
 def blamed(source: str | Path, overrides: Sequence[str], key: str, problem: str = "") -> str:
-    """Name ``source``, such as a file, and the override that caused the ``problem`` of ``key``, if there is one."""
+    """Name ``source``, such as a file, and the override that caused the ``problem`` of ``key``, if one did."""
     culprit = None
     # If two keys contradict each other, ``key`` may be in the file, and ``problem`` names the overridden one.
     for text in overrides:

@@ -179,7 +179,7 @@ class Batch:
                 own = [route(part) for part in self.probabilities(x_t, t).split(len(x_t))]
 
             scale = self.guidance_scale(t) if self._is_guided else 1.0
-            # Of one branch, both are the same weights.
+            # With one branch, both are the same weights.
             found = self.ensemble.velocity(
                 x_t, t, self.condition, weights=own[0], null_weights=own[-1], guidance_scale=scale
             )

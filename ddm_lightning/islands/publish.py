@@ -286,7 +286,7 @@ class Publisher:
 
         Raises:
             UserError: another process has taken the member over, or the artifact cannot be published. If only
-                the last checkpoint cannot, a line says so, because the training itself has ended well.
+                the last checkpoint cannot, a line says so: the training itself has not failed.
         """
         self.training_over.set()
         self._publishing.join()

@@ -93,7 +93,7 @@ class Slot:
         self.folder = run.folder.member(member.name) / "checkpoints"
         self._needed = LEAVING_SECONDS
         self._grace_end = 0.0
-        """Until then, a stopping process is not ended; 0 before it is told to stop."""
+        """Time until which a stopping process is not killed; 0 before it is told to stop."""
         self._over = threading.Event()
 
     def __enter__(self) -> Slot:

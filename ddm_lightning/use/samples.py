@@ -182,6 +182,7 @@ def write_trajectory(
         picked = torch.linspace(0, num_times - 1, min(num, num_times)).round().long()
         rows = []
         for key, label in labels.items():
+            # Without a label, the row is called x_t.
             rows.append((f"{label}: x_t".lstrip(": "), list(decode(trace.x_t[key][picked]))))
             rows.append(("estimate of x_0", list(decode(trace.x_0[key][picked]))))
 
@@ -198,7 +199,7 @@ def write_trajectory(
         headings, rows = decoded(_GIF_FRAMES)
         frames = []
         for column, time in enumerate(headings):
-            images = [row[column] for _, row in rows]
+            images = [row[column] for _, row in rows]  # of x_t and x_0 in turn
             x_t = ("x_t", images[::2])
             x_0 = ("estimate of x_0", images[1::2])
             frames.append(labelled_grid([x_t, x_0], scale, f"t = {time}", footer))

@@ -217,7 +217,7 @@ class KernelInceptionDistance(FeatureMetric):
 
 
 def _sums(features: Rows) -> Float[Tensor, "d1 d1"]:
-    """``XᵀX`` in float64, X with a column of ones: sums of products, of features and of ones; parts add up."""
+    """``XᵀX`` in float64, X with a column of ones: sums of products, of features and of rows. Those of parts add up."""
     rows = F.pad(features, (0, 1), value=1.0).double()
     return rows.T @ rows
 
