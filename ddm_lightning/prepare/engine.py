@@ -7,7 +7,6 @@ or machine that dies are run again.
 from __future__ import annotations
 
 import logging
-import math
 import multiprocessing
 import os
 import pickle
@@ -217,13 +216,13 @@ def run_ray(
     if on_gpus and not resources.get("GPU"):
         raise UserError("the Ray cluster has no GPU for the encoders; add one, or set their device to cpu")
 
-    room = min(resources["CPU"], PROCESSES_PER_GPU * resources["GPU"] if on_gpus else math.inf)
-    num_actors = min(num_actors or len(jobs), len(jobs), max(1, int(room)))
+    room = resources["CPU"]
+    gpus = 0.0
     if on_gpus:
+        room = min(room, PROCESSES_PER_GPU * resources["GPU"])
         gpus = 1 / PROCESSES_PER_GPU
-    else:
-        gpus = 0
 
+    num_actors = min(num_actors or len(jobs), len(jobs), max(1, int(room)))
     actor = ray.remote(num_cpus=1, num_gpus=gpus, max_restarts=-1, max_task_retries=_MOST_DEATHS)(_Actor)
     pool = ActorPool([actor.remote(work, Path.cwd()) for _ in range(num_actors)])
     try:

@@ -198,13 +198,15 @@ class Preparation:
         ledgers = self.prepared.ledgers
         filtered = [ledger.entries[RECORDS]["filtered"] for ledger in ledgers]
         limits = [config.max_bad_fraction]
-        if config.near_duplicates is not None:
+        if config.near_duplicates is not None:  # without it, the hash is that of earlier versions
             limits.append(config.near_duplicates)
 
         yield Stage(
             "index",
             [hash_of_files(ledgers, columns), filtered, *limits],
-            lambda: write_index(self.prepared, columns.keys() - {SAMPLE, CODES}, *limits),
+            lambda: write_index(
+                self.prepared, columns.keys() - {SAMPLE, CODES}, config.max_bad_fraction, config.near_duplicates
+            ),
             ("index.json", "broken.jsonl"),
             self._fetch_sample,
         )
@@ -245,10 +247,11 @@ class Preparation:
         Raises:
             UserError: it cannot be read.
         """
-        if self.config.partition.path is None:
+        given = self.config.partition.path
+        if given is None:
             return None
 
-        path = Path(self.config.partition.path).expanduser()
+        path = Path(given).expanduser()
         if not path.is_file():
             raise UserError(
                 f"key 'prepare.partition.path': {path} is no file; give another run's prepared/partition.safetensors"
@@ -306,6 +309,7 @@ class Preparation:
         self._run_unless_done(stage)
         missing = [job for job in jobs if not job.ledger.is_stored]
         self.reporter.advance(f"{stage.kind} of all machines", len(jobs) - len(missing), len(jobs))
+        # Machine 1 alone merges, so it alone waits for the shards of others.
         if not missing or (stage.name == "shards" and not self.share.is_first):
             return ""
 
@@ -337,9 +341,11 @@ class Preparation:
     def _fetch_sample(self) -> None:
         """Download the columns of all parts that the fit and the report read."""
         partition = self.config.partition
-        names = [ROWS_FILE, "codes.npy", "sample.npy"]
+        features = "sample.npy"
         if partition.fit_fraction == 1:
-            names[-1] = "features.npy"
+            features = "features.npy"
+
+        names = [ROWS_FILE, "codes.npy", features]
         if partition.kind in ("random", "existing"):
             names.append(TEXTS_FILE)
 

@@ -82,12 +82,12 @@ class MemberModule(L.LightningModule):
     def configure_optimizers(self) -> Any:
         """Build AdamW or Muon with the EMAs in its state, and the learning-rate schedule."""
         check_float32(self.network)
-        optimizer = build_optimizer(self.network, self.member.train)
-        from_initial = self.member.init_from is not None
-        track_ema(optimizer, self.member.train.ema_decay, self.member.train.ema_widths, from_initial=from_initial)
+        train = self.member.train
+        optimizer = build_optimizer(self.network, train)
+        track_ema(optimizer, train.ema_decay, train.ema_widths, from_initial=self.member.init_from is not None)
         return {
             "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": build_schedule(optimizer, self.member.train), "interval": "step"},
+            "lr_scheduler": {"scheduler": build_schedule(optimizer, train), "interval": "step"},
         }
 
     def position(self, batch_idx: int = 0) -> Position:

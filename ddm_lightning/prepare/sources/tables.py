@@ -81,10 +81,12 @@ class TableSource:
 
     def _find_classes(self) -> None:
         """Complete ``num_classes`` and ``class_names`` from each other, or from the files."""
-        if (self.class_names is not None) + (self.num_classes is not None) > (self.label_column is not None):
+        given = [value for value in (self.class_names, self.num_classes) if value is not None]
+        if len(given) > 1 or (given and self.label_column is None):
             raise ValueError("give one of num_classes and class_names, and only with a label_column")
 
-        self._has_numbers = all(map(isnan, map(number_in, self.class_names or ())))
+        # If all names are words, a number in a cell is the label itself.
+        self._takes_numbers = all(map(isnan, map(number_in, self.class_names or ())))
         if self.label_column is None:
             self.num_classes = 1
         elif self.num_classes is None:
@@ -189,7 +191,7 @@ class TableSource:
         with suppress(TypeError, ValueError, OverflowError):
             number = int(value)
             label = number
-            if not self._has_numbers:
+            if not self._takes_numbers:
                 label = self._number_of.get(str(number), -1)
             if 0 <= label < (self.num_classes or 1) and number == float(value):
                 return label
@@ -210,7 +212,7 @@ class TableSource:
 
     def _fetch(self, path: str) -> bytes | Exception:
         """Read an image file, or return the error."""
-        scheme, mark, inner = path.rpartition("::")[2].partition("://")
+        scheme, mark, inner = path.rpartition("::")[2].partition("://")  # of the last in a chain
         if _UNCHAINED.match(path) or (mark and scheme not in ("file", "local")):
             return content_or_error(path)
 
