@@ -148,7 +148,7 @@ def encode_part(job: PartJob, plugins: Plugins, on_progress: OnProgress) -> Entr
 
 
 def _wanted(job: PartJob, plugins: Plugins) -> set[str]:
-    """Return the column sets to compute: not those of unchanged samples whose files were only touched or copied."""
+    """Return the column sets to compute; not those of unchanged samples in files that were only touched or copied."""
     ledger = job.ledger
     keys = job.keys
     missing = {name for name, key in keys.items() if not ledger.is_done(name, key)}
@@ -157,6 +157,7 @@ def _wanted(job: PartJob, plugins: Plugins) -> set[str]:
     elif FEATURES in missing:
         missing |= {SAMPLE, CODES} & keys.keys()
 
+    # Sets of which only the part's hash, before the space, has changed. The part's content decides on them.
     entries = ledger.entries
     alike = set()
     for name in missing:

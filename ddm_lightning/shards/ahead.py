@@ -75,6 +75,7 @@ class FetchedShards(Shards):
             order: samples of the rest of the epoch, of all ranks.
             step_size: samples per step, of all ranks.
         """
+        # The first and the last step that needs each shard.
         shards = self.shards_of(order)
         step = np.arange(len(order)) // step_size
         self._first = np.full(len(self.shards), _NEVER)
@@ -84,16 +85,21 @@ class FetchedShards(Shards):
         self._last[shards] = step
         del shards, step  # gigabytes, for the hundreds of millions of samples of an epoch
         self._wanted = -1  # latest step that has asked for a shard
+
+        # Make room for the shards that are needed first.
         by_need = self._first.argsort(kind="stable")
         self._drop_from_cache(by_need[self.num_bytes[by_need].cumsum() > self._max_bytes])
         is_held = self._in_cache()
         self._held_bytes = self.num_bytes[is_held].sum()
+
+        # Shards still to fetch, and still to open, by first step; shards still to drop, by last step.
         by_need = by_need[: np.count_nonzero(self._last >= 0)]
         is_missing = (self._is_fetched & ~is_held)[by_need]
         self._missing = by_need[is_missing].tolist()
         self._present = by_need[~is_missing].tolist()
         self._to_pass = [shard for shard in self._last.argsort().tolist() if self._last[shard] >= 0]
         self._read_ahead_steps = -(-_READ_AHEAD * len(self) // (step_size * len(self.shards)))
+
         self._jobs: PriorityQueue[tuple[int, int]] = PriorityQueue()
         self._stop = stop = Event()
         for _ in range(_NUM_THREADS):
@@ -129,6 +135,7 @@ class FetchedShards(Shards):
             self._open_ahead()
 
     def _visit(self, ids: Ids, visit: Any) -> None:
+        """Visit samples once their shards are here."""
         shards = np.unique(self.shards_of(ids)).tolist()
         with self._lock:
             if self._stop.is_set():
@@ -149,6 +156,7 @@ class FetchedShards(Shards):
         super()._visit(ids, visit)
 
     def _open_ahead(self) -> None:
+        """Order what may be fetched into the cache by now, and what will be read soon."""
         while self._missing and self._may_fetch(self._missing[0]):
             self._held_bytes += self.num_bytes[self._missing[0]]
             self._open(self._missing.pop(0))
@@ -157,14 +165,17 @@ class FetchedShards(Shards):
             self._open(self._present.pop(0))
 
     def _may_fetch(self, shard: int) -> bool:
+        """Whether a step waits for the shard, or the cache has room for it."""
         has_room = self._held_bytes + self.num_bytes[shard] <= self._max_bytes
         return bool(self._first[shard] <= self._wanted or (self._is_keeper and has_room))
 
     def _open(self, shard: int) -> None:
+        """Order a shard from the threads; ``_ready`` tells when it is here."""
         self._ready[shard] = Future()
         self._jobs.put((int(self._first[shard]), shard))
 
     def _bring(self, jobs: PriorityQueue[tuple[int, int]], stop: Event) -> None:
+        """Bring the ordered shards here, those of the earliest step first; runs in each thread."""
         while True:
             job = jobs.get()
             if job == _END or stop.is_set():
