@@ -54,7 +54,7 @@ def begin() -> None:
 
 
 def _report(failed: threading.ExceptHookArgs) -> None:
-    """Report the error of a thread, one that the user can fix in a line: TensorBoard's meets a full disk."""
+    """Report the error of a thread; in one line if the user can fix it, such as TensorBoard's on a full disk."""
     line = failed.exc_value and line_of(failed.exc_value)
     if line:
         note(line)

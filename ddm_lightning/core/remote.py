@@ -111,7 +111,7 @@ def get(url: str, path: Path) -> None:
     """
 
     def fetch(remote: AbstractFileSystem, inner: str) -> None:
-        # fsspec's own takes a local file that it may not read for a missing one.
+        # fsspec's own reports a local file that may not be read as missing.
         copy = shutil.copyfile if isinstance(remote, LocalFileSystem) else remote.get_file
         atomic_write(path, lambda temporary: copy(inner, str(temporary)))
 
@@ -149,7 +149,7 @@ def put(path: Path, url: str) -> None:
         else:  # an object store shows no object before it is complete
             remote.put_file(str(path), inner)
 
-        # A proxy may answer every request with a page and 200. A log may grow meanwhile.
+        # Compare sizes: a proxy may answer every request with a page and 200. A log may grow meanwhile.
         if not num_bytes <= remote.info(inner)["size"] <= path.stat().st_size:
             raise ConnectionError("the store does not hold what was sent")
 
@@ -240,7 +240,7 @@ def remove(url: str) -> None:
 def files(url: str, recursive: bool = True) -> dict[str, int]:
     """Return bytes of each file below ``url``, by its relative path; nothing if there is no such folder.
 
-    Without ``recursive``, files in folders below it are left out.
+    Without ``recursive``, files in folders below it are skipped.
 
     Raises:
         OSError: it cannot be listed, after several attempts; the message begins with the URL.
@@ -284,7 +284,7 @@ def in_threads(function: Callable[..., _Result], items: Iterable[Any]) -> list[_
         return list(pool.map(function, items))
     except Exception:
         raise
-    except BaseException:  # a signal as a thread starts hides it from Python's exit, which then hangs
+    except BaseException:  # if a signal comes while a thread starts, Python's exit does not know it, and hangs
         _threads.cache_clear()
         pool.shutdown(wait=False)
         raise
@@ -331,7 +331,7 @@ def attempt(url: str, action: Callable[[Any, str], _Result]) -> _Result:
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """The error itself, or what fsspec's HTTP takes for a missing file, such as a refused connection."""
+    """The error itself, or its cause where fsspec's HTTP reports, say, a refused connection as a missing file."""
     cause = error.__cause__
     if cause and "aiohttp" in type(cause).__module__:
         return cause

@@ -64,8 +64,9 @@ class Initial:
         self.source = redacted(config.source)
         """Where they come from, without a password."""
         self.differing: list[str] = []
-        """Weights that start anew or were left out, and params of the network that differ, by ``fitting``."""
+        """Lines on weights that start anew or are skipped, and on params that differ; ``fitting`` fills it in."""
         self._url = url and f"{url}/{self.root.name}"
+        # The member whose weights are taken, if the source is a run.
         if member.role.classifies:
             self._of_run = ROUTER
         else:
@@ -108,7 +109,7 @@ class Initial:
         return path
 
     def _configured(self, member: Member) -> PluginConfig:
-        """The member's network with its params, for which the weights are not fetched."""
+        """The member's network, with the params that the source describes; the weights are not fetched for this."""
         network = member.network
         params_of = None if member.role.classifies else getattr(EXPERTS.get(network.name), "params_of", None)
         if network.params or params_of is None:
@@ -197,7 +198,7 @@ class Initial:
         notes = self._check_description(getattr(network, "prediction", None))
         needs = network.state_dict()
         named = prefixed(weights, network)
-        if named is not weights:  # of the model within, which lacks the rest
+        if named is not weights:  # weights of the model that the network wraps; the wrapper's own are not needed
             needs = {name: value for name, value in needs.items() if name.startswith(str(network.wraps))}
 
         odd = misfits(named, needs)
@@ -277,7 +278,7 @@ class Initial:
             else:
                 found = sha256_file(weights)
 
-            # Refuses some for their values.
+            # Refuses weights that are not finite, too.
             load_weights(weights, found, "give other weights; they are never unpickled")
             self._require(self.config.sha256 or found, found)
             if not (self.root / found).exists():

@@ -328,9 +328,9 @@ def blocks_of(network: nn.Module) -> list[nn.Module]:
 
 
 class _Forward:
-    """A block's forward pass, in a frame of this file: the compiler begins no graph in torch's own classes.
+    """A block's forward pass, called from this file: the compiler begins no graph in torch's own classes.
 
-    A copied block has to call its own forward pass, which a closure would not.
+    A class, not a closure: the copy of a block then calls the copy's own forward pass.
     """
 
     def __init__(self, forward: Callable[..., Any]) -> None:
@@ -341,7 +341,7 @@ class _Forward:
 
 
 class _Recomputed(_Forward):
-    """A forward pass that is recomputed in the backward pass; a compiler skips torch's partial."""
+    """A forward pass that is recomputed in the backward pass. A class, because the compiler skips a partial."""
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         return checkpoint(self.forward, *inputs, use_reentrant=False, **named)

@@ -112,7 +112,7 @@ def write_peft(folder: Path, lora: LoraConfig, state: Mapping[str, Tensor], inne
     Args:
         folder: exists.
         lora: as in ``adapt``.
-        state: ``state_dict`` of the adapted network; what are no adapters is left out.
+        state: ``state_dict`` of the adapted network; entries that are no adapters are skipped.
         inner: what the names of a network within it begin with, to which the written adapters belong.
     """
     adapters = {}

@@ -102,7 +102,7 @@ def track_ema(optimizer: Optimizer, decay: float, widths: Sequence[float] = (), 
 
     # Asking DTensors for their shards at each step takes longer than the average.
     shard_of = functools.cache(local)
-    # Not in the optimizer's state: it takes one that is not empty for its own.
+    # Not in the optimizer's state, which the optimizer would then take for its own and not initialise.
     initial: dict[Tensor, Tensor] = {}
     if from_initial:
         for group in optimizer.param_groups:
@@ -112,10 +112,10 @@ def track_ema(optimizer: Optimizer, decay: float, widths: Sequence[float] = (), 
     def after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         for group in optimizer.param_groups:
             steps = group[STEPS]
-            shares = {KEY: min(decay, (1 + steps) / (10 + steps))}
-            shares |= {key: power_decay(exponent, steps + 1) for key, exponent in exponents.items()}
+            decays = {KEY: min(decay, (1 + steps) / (10 + steps))}
+            decays |= {key: power_decay(exponent, steps + 1) for key, exponent in exponents.items()}
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            for key, share in shares.items():
+            for key, decay_now in decays.items():
                 averages = []
                 for parameter in parameters:
                     state = optimizer.state[parameter]
@@ -126,7 +126,7 @@ def track_ema(optimizer: Optimizer, decay: float, widths: Sequence[float] = (), 
                     averages.append(shard_of(state[key]))
 
                 if averages:
-                    get_ema_multi_avg_fn(share)(averages, [shard_of(parameter) for parameter in parameters], steps)
+                    get_ema_multi_avg_fn(decay_now)(averages, [shard_of(parameter) for parameter in parameters], steps)
 
             group[STEPS] = steps + 1
 
@@ -147,7 +147,7 @@ def ema_tensors(module: nn.Module, optimizer: Optimizer, key: str = KEY) -> dict
 
 
 def unsharded_ema(module: nn.Module, optimizer: Optimizer, key: str = KEY, *, keeps: bool = True) -> dict[str, Tensor]:
-    """Unsharded averages on the CPU, fp32; a collective of all ranks.
+    """Unsharded averages on the CPU, fp32. A collective: every rank calls it.
 
     Args:
         module: the network.

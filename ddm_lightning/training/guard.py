@@ -86,7 +86,7 @@ class FiniteGuard:
         if not self._seen:
             return
 
-        longest = 0, 0
+        longest = 0, 0  # number of consecutive skipped steps, and the last of them
         finite = torch.stack([norm for _, _, norm, _ in self._seen]).isfinite().tolist()
         for (step, rank, _, batches), is_finite in zip(self._seen, finite, strict=True):
             if is_finite:
@@ -96,6 +96,7 @@ class FiniteGuard:
             self._consecutive += 1
             self.num_skipped += 1
             longest = max(longest, (self._consecutive, step))
+            # A step has several batches if the Trainer accumulates gradients.
             ids, times, losses = (torch.cat(parts).tolist() for parts in zip(*batches, strict=True))
             self._skipped.append(SkippedStep(step, rank, ids, times, losses))
 
