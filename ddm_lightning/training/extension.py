@@ -37,7 +37,7 @@ def extend_router(
         ensemble: with a router.
         expert: artifact of the expert of the new cluster.
         share: of the new cluster among all images.
-        seen: run folder on whose shards the router was trained; clusters without an expert are left out.
+        seen: run folder on whose shards the router was trained; clusters without an expert are skipped.
         new: run folder with the shards of the new cluster.
         out: artifact folder of the new router.
 

@@ -82,7 +82,7 @@ class Family:
     first_block: int = 0
     """The first block to compile and to shard.
 
-    FSDP2 gathers a block's weights for its forward pass only, so a block into which the model reaches is left out.
+    FSDP2 gathers a block's weights for its forward pass only, so a block into which the model reaches is skipped.
     """
     prediction: str = "velocity"
     path: str = "linear"
