@@ -75,7 +75,7 @@ def test_tensorboard_reads_starts_in_order_whatever_their_clocks(tmp_path, ahead
     start(0, range(5, 101, 5), 1.0)
     (first,) = (tmp_path / "tensorboard").glob("events*")
     prefix, began, host = first.name.partition(str(int(first.name.split(".")[3])))
-    first.rename(first.with_name(f"{prefix}{int(began) + ahead}{host}"))
+    first.rename(first.with_name(f"{prefix}{int(began) + ahead}.zz{host}"))  # of another machine, last by its name
 
     start(64, range(65, 151, 5), 2.0)
     start(104, range(105, 201, 5), 3.0)
