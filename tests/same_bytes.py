@@ -28,7 +28,7 @@ def git(*words):
 def hashes(code, name, folder):
     """Train the experiment ``name`` of the checkout ``code`` to the end and hash its weights and grids."""
     command = [sys.executable, "-m", "ddm_lightning", "fit", "-c", f"experiments/{name}.yaml", f"run_dir={folder}"]
-    environment = {**os.environ, "PYTHONPATH": str(code), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": f"{code}:{code / 'data'}", "OMP_NUM_THREADS": "1"}
     subprocess.run([*command, *OVERRIDES.get(name, ())], check=True, cwd=code, env=environment, stdout=sys.stderr)
     files = [*folder.glob("members/*/artifact/model.safetensors"), *folder.glob("samples/*.png")]
     return {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(files)}
