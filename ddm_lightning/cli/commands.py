@@ -184,7 +184,7 @@ def _fit_one(member: str, experiment: Experiment, options: argparse.Namespace) -
 
 def _fit_several(members: list[str], experiment: Experiment, options: argparse.Namespace) -> int | None:
     console = Console()
-    check_strategy(experiment, options.config, options.overrides)
+    check_strategy(experiment.sample, options.config, options.overrides)
     started = Ranks.read().world_size
     if started > 1:
         raise UserError(f"{started} processes of fit were started, as by torchrun; start it once, or name a member")
@@ -327,7 +327,7 @@ def _grid_to_write(experiment: Experiment, settings: SampleConfig, options: argp
 
 
 def _evaluate(experiment: Experiment, options: argparse.Namespace) -> None:
-    check_strategy(experiment, options.config, options.overrides)
+    check_strategy(experiment.sample, options.config, options.overrides)
     check_devices(experiment.island.accelerator, 1)
 
     from ddm_lightning.evaluation.evaluate import evaluate
@@ -469,7 +469,7 @@ def _demo(experiment: Experiment, options: argparse.Namespace) -> None:
     from ddm_lightning.prepare.prepared import example_captions
     from ddm_lightning.use.page import NUM_EXAMPLES, listen, serve
 
-    check_strategy(experiment, options.config, options.overrides)
+    check_strategy(experiment.sample, options.config, options.overrides)
     with listen(options.host, options.port) as listener:  # before anything is loaded
         ensemble = DecentralizedEnsemble.open(experiment, partial=True)
         serve(ensemble, listener, options.host, example_captions(RunFolder.of(experiment).prepared, NUM_EXAMPLES))

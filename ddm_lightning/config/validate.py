@@ -12,11 +12,13 @@ from omegaconf import OmegaConf
 
 from ddm_lightning.config.experiment import (
     ROLE_NAMES,
+    ConditionConfig,
     Experiment,
     ExpertConfig,
     InitConfig,
     IslandConfig,
     PrepareConfig,
+    SampleConfig,
 )
 from ddm_lightning.config.merge import expert_clusters, expert_section, init_keys, init_of, island_of
 from ddm_lightning.core import checks
@@ -50,29 +52,45 @@ def blamed(source: str | Path, overrides: Sequence[str], key: str, problem: str 
     return f"{source} with {culprit!r}"
 
 
-def check_experiment(
-    experiment: Experiment, source: str | Path, overrides: Sequence[str] = (), *, sampling_only: bool = False
-) -> None:
+def check_experiment(experiment: Experiment, source: str | Path, overrides: Sequence[str] = ()) -> None:
     """Refuse fields out of their limits, and fields that contradict each other.
 
     Args:
         experiment: the resolved experiment.
         source: begins the error line, such as the file's name.
         overrides: ``key=value`` pairs; the error line names the one at fault, if any.
-        sampling_only: whether to check sampling alone, because a saved ensemble has no settings of training.
 
     Raises:
         UserError: the line names ``source``, key and remedy.
     """
     checks.check(asdict(experiment), Experiment, "", str(source), references=False)
-    if sampling_only:
-        problems = _problems_of_sampling(experiment)
-    else:
-        _check_changes(experiment, source, overrides)
-        problems = _problems(experiment)
+    _check_changes(experiment, source, overrides)
+    _refuse(_problems(experiment), asdict(experiment), source, overrides)
 
+
+def check_sampling(
+    sample: SampleConfig, condition: ConditionConfig, source: str | Path, overrides: Sequence[str] = ()
+) -> None:
+    """Refuse settings of sampling out of their limits, or that do not go with the experts' condition.
+
+    Args:
+        sample: the settings.
+        condition: of the experts.
+        source: as in ``check_experiment``.
+        overrides: as in ``check_experiment``.
+
+    Raises:
+        UserError: the line names ``source``, key and remedy.
+    """
+    sections = {"sample": asdict(sample), "condition": asdict(condition)}
+    checks.check(sections, Experiment, "", str(source), references=False)
+    _refuse(_problems_of_sampling(sample, condition), sections, source, overrides)
+
+
+def _refuse(problems: Iterator[Problem], values: dict[str, Any], source: str | Path, overrides: Sequence[str]) -> None:
+    """Raise the first of the ``problems``, if there is one; ``values`` are those of all keys."""
     for key, problem in problems:
-        value = OmegaConf.select(OmegaConf.create(asdict(experiment)), key)
+        value = OmegaConf.select(OmegaConf.create(values), key)
         raise UserError(f"{blamed(source, overrides, key, problem)}: key {key!r} = {value!r}: {problem}")
 
 
@@ -155,7 +173,7 @@ def _problems(experiment: Experiment) -> Iterator[Problem]:
     for name, batch_size in batch_sizes.items():
         yield from _problems_of_island(name, batch_size, experiment)
 
-    yield from _problems_of_sampling(experiment)
+    yield from _problems_of_sampling(experiment.sample, experiment.condition)
 
 
 def _problems_of_columns(prepare: PrepareConfig) -> Iterator[Problem]:
@@ -244,9 +262,7 @@ def _problems_of_devices(name: str, batch_size: int, island: IslandConfig) -> It
         yield "attention", "needs a CUDA device, but island.accelerator = 'cpu'; set sdpa or auto"
 
 
-def _problems_of_sampling(experiment: Experiment) -> Iterator[Problem]:
-    sample = experiment.sample
-    condition = experiment.condition
+def _problems_of_sampling(sample: SampleConfig, condition: ConditionConfig) -> Iterator[Problem]:
     reads_text = condition.kind not in ("class", "none")
     if sample.strategy not in STRATEGIES.names():
         yield "sample.strategy", f"is unknown; {STRATEGIES.known()}"

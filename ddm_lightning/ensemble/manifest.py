@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
-from ddm_lightning.config.experiment import SampleConfig
+from ddm_lightning.config.experiment import ConditionConfig, SampleConfig
 from ddm_lightning.config.merge import expert_clusters
 from ddm_lightning.core import checks
 from ddm_lightning.core.errors import UserError
@@ -106,6 +106,15 @@ class EnsembleManifest:
         """The part ``about``, where there is one; ``use.saved.manifest_with_about`` fills it in."""
         assert self.about is not None
         return self.about
+
+    @property
+    def condition(self) -> ConditionConfig:
+        """Kind of the experts' condition; its ``dropout`` is 0 if one of them never dropped it."""
+        condition = ConditionConfig(kind=self.meta.condition.kind)
+        if any(self.metas[name].condition_dropout == 0 for name in self.experts):
+            condition.dropout = 0.0
+
+        return condition
 
     @property
     def experts(self) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from ddm_lightning.config.experiment import Experiment, PluginConfig
+from ddm_lightning.config.experiment import Experiment, PluginConfig, SampleConfig
 from ddm_lightning.config.merge import expert_section
 from ddm_lightning.config.validate import blamed
 from ddm_lightning.core import registry
@@ -45,7 +45,7 @@ def check_plugins(experiment: Experiment, source: str, overrides: Sequence[str] 
     for plugin in experiment.island.callbacks:
         check("island.callbacks", registry.CALLBACKS, plugin)
 
-    check_strategy(experiment, source, overrides)
+    check_strategy(experiment.sample, source, overrides)
 
 
 def _expert_networks(experiment: Experiment) -> list[tuple[str, str]]:
@@ -65,13 +65,12 @@ def _blaming(key: str, source: str, overrides: Sequence[str], value: str = "") -
         raise UserError(f"{blamed(source, overrides, key, str(error))}: key {key!r}{value}: {error}") from None
 
 
-def check_strategy(experiment: Experiment, source: str, overrides: Sequence[str] = ()) -> None:
+def check_strategy(sample: SampleConfig, source: str, overrides: Sequence[str] = ()) -> None:
     """Refuse a routing strategy whose params or solver do not fit, and params of the solver.
 
     Raises:
         UserError: naming ``source`` and the key.
     """
-    sample = experiment.sample
     with _blaming("sample.strategy", source, overrides, f" = {sample.strategy!r}"):
         strategy = registry.STRATEGIES.build(sample.strategy, sample.strategy_params)
         strategy.check_solver(sample.solver)

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 from omegaconf import OmegaConf
 
-from ddm_lightning.config.experiment import ConditionConfig, Experiment, SampleConfig
+from ddm_lightning.config.experiment import Experiment, SampleConfig
 from ddm_lightning.config.load import read_override
 from ddm_lightning.config.merge import changed
-from ddm_lightning.config.validate import check_experiment
+from ddm_lightning.config.validate import check_sampling
 from ddm_lightning.core import checks, remote
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.ensemble.manifest import EnsembleManifest
@@ -58,9 +58,14 @@ def load_settings(place: str, overrides: Sequence[str], *, allow_paths: bool) ->
     if not allow_paths:
         refuse_paths(manifest)
 
-    experiment = _experiment_of(manifest)
-    experiment.run_dir = str(folder)
-    experiment.sample.member = None
+    about = manifest.description
+    experiment = Experiment(
+        name=about.name,
+        run_dir=str(folder),
+        seed=about.seed,
+        sample=replace(about.sample, member=None),
+        condition=manifest.condition,
+    )
     for text in overrides:
         source = f"{place} with {text!r}"
         change = read_override(text, place)
@@ -74,18 +79,8 @@ def load_settings(place: str, overrides: Sequence[str], *, allow_paths: bool) ->
     if experiment.sample.member is not None:
         raise UserError(f"{place}: key 'sample.member': a saved ensemble is sampled as a whole; leave it out")
 
-    check_experiment(experiment, place, overrides, sampling_only=True)
+    check_sampling(experiment.sample, experiment.condition, place, overrides)
     return experiment
-
-
-def _experiment_of(manifest: EnsembleManifest) -> Experiment:
-    """Experiment with the settings of sampling alone."""
-    about = manifest.description
-    condition = ConditionConfig(kind=manifest.meta.condition.kind)
-    if any(manifest.metas[name].condition_dropout == 0 for name in manifest.experts):
-        condition.dropout = 0.0
-
-    return Experiment(name=about.name, seed=about.seed, sample=replace(about.sample), condition=condition)
 
 
 def refuse_paths(manifest: EnsembleManifest) -> None:
@@ -129,15 +124,16 @@ def resolve(
         if value is not None:
             given[key] = value.item() if isinstance(value, np.generic) else value
 
-    resolved = _experiment_of(ensemble)
-    resolved.seed = given.pop("seed", resolved.seed)
-    before = resolved.sample
+    about = ensemble.description
+    seed = given.pop("seed", about.seed)
+    checks.check({"seed": seed}, Experiment, "", source, references=False)
+    before = about.sample
     known = [field.name for field in fields(SampleConfig) if field.name != "member"]
     for key in given:
         if key not in known:
             raise UserError(f"{source}: no setting {key!r}; known: {', '.join(known)}")
 
-    resolved.sample = sample = replace(before, **given)
+    sample = replace(before, **given)
     overridden = [text.partition("=")[0] for text in overrides]
     if sample.strategy != before.strategy and "strategy_params" not in given:
         sample.strategy_params = {}
@@ -148,12 +144,12 @@ def resolve(
     if sample.solver != before.solver and "solver_params" not in given:
         sample.solver_params = {}
 
-    check_experiment(resolved, source, overrides, sampling_only=True)
+    check_sampling(sample, ensemble.condition, source, overrides)
     if "strategy" in given and "solver" not in given and "sample.solver" not in overridden:
         solvers = strategy_of(sample).solvers
         if solvers and sample.solver not in solvers:
             sample.solver = solvers[0]
             sample.solver_params = {}
 
-    check_strategy(resolved, source, overrides)
-    return replace(ensemble, about=replace(ensemble.description, seed=resolved.seed, sample=sample))
+    check_strategy(sample, source, overrides)
+    return replace(ensemble, about=replace(about, seed=seed, sample=sample))
