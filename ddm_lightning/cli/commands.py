@@ -250,8 +250,8 @@ def _sample_command(experiment: Experiment, options: argparse.Namespace) -> str:
     return command_line("sample", options) + {"class": " --class …", "none": ""}.get(kind, " --prompt …")
 
 
-def _print_captions(experiment: Experiment, given: str) -> None:
-    """Print the captions that contain a word."""
+def _print_captions(experiment: Experiment, options: argparse.Namespace) -> None:
+    """Print the captions that contain a word, for ``sample --captions``."""
     from ddm_lightning.prepare.prepared import Prepared
 
     prepared = Prepared(Run.open(experiment).folder.prepared)
@@ -259,19 +259,15 @@ def _print_captions(experiment: Experiment, given: str) -> None:
         if not file.exists():
             raise UserError(f"{file}: is missing; search for captions on the machine that has the images")
 
-    word = given.casefold()
+    word = options.captions.casefold()
     found = sorted({text for text in prepared.texts("captions") if word in text.casefold()})
     if not found:
-        raise UserError(f"--captions {given!r}: no caption contains it; give another word, or '' for all")
+        raise UserError(f"--captions {options.captions!r}: no caption contains it; give another word, or '' for all")
 
     print(*found, sep="\n")
 
 
 def _sample(experiment: Experiment, options: argparse.Namespace) -> None:
-    if options.captions is not None:
-        _print_captions(experiment, options.captions)
-        return
-
     from ddm_lightning.use.samples import settings_line, write_samples
 
     given = {"--strategy": options.strategy, "--num": options.num, "--seed": options.seed}
@@ -482,6 +478,10 @@ def run_command(experiment: Experiment, options: argparse.Namespace) -> int:
 
     check_meeting()
     configure_torch(experiment.island.accelerator, experiment.island.num_threads)
+    if getattr(options, "captions", None) is not None:
+        _print_captions(experiment, options)
+        return 0
+
     # Only the first rank of ``evaluate`` fetches; the others wait for it.
     if options.command in _NEED_ENSEMBLE and Ranks.read().rank == 0:
         member = experiment.sample.member
