@@ -83,6 +83,7 @@ def test_a_member_killed_with_its_folder_goes_on_elsewhere_to_the_same_bits(
 
 def test_several_members_of_one_machine_publish_each_for_itself(store, finished_run, tmp_path, capsys):
     url, _ = store
+    shutil.copytree(finished_run / "prepared", tmp_path / "island/prepared")
     finish(start("fit", tmp_path / "island", f"remote={url}"))
     shutil.rmtree(tmp_path / "island")
     capsys.readouterr()

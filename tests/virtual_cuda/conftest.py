@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from tiny_runs import TINY
 from virtual_cuda.runs import Command, run
@@ -27,6 +29,14 @@ SETTINGS = (
 )
 
 
+def strategies_with_solvers():
+    """Every strategy and every solver, in few pairs."""
+    solvers = itertools.cycle(SOLVERS.names())
+    for name in STRATEGIES.names():
+        own = STRATEGIES.build(name, {}).solvers
+        yield "--strategy", name, f"sample.solver={own[0] if own else next(solvers)}"
+
+
 def commands(run_dir):
     """Every way to train and to use a run."""
 
@@ -45,8 +55,7 @@ def commands(run_dir):
         command("fit", "member=monolith"),
         command("fit"),  # all are trained: assemble, and draw the grid
         command("fit", "member=student"),
-        *(command("sample", "--strategy", name) for name in STRATEGIES.names()),
-        *(command("sample", f"sample.solver={name}") for name in SOLVERS.names()),
+        *(command("sample", *pair) for pair in strategies_with_solvers()),
         command("sample", guided, "sample.guidance=expert"),
         command("sample", guided, "sample.guidance=mixture", "sample.guidance_interval=[0.2,0.9]"),
         command("sample", "sample.strategy=full", "sample.resident_experts=2"),
