@@ -15,9 +15,17 @@ from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import STRATEGIES
 from ddm_lightning.ensemble.velocity import Ensemble, Route, Weights, both_branches, finite
 from ddm_lightning.flow.condition import Condition
-from ddm_lightning.flow.path import Samples, Times, VelocityField, guided, time_rows, x_0_from_velocity
+from ddm_lightning.flow.path import (
+    Samples,
+    Times,
+    VelocityField,
+    guided,
+    interpolate,
+    time_rows,
+    x_0_from_velocity,
+)
 from ddm_lightning.flow.randomness import keyed_generator
-from ddm_lightning.flow.solvers import Solver
+from ddm_lightning.flow.solvers import OnStep, Solver, unchanged
 
 Key: TypeAlias = tuple[int | str, ...]
 """Key of a sample's noise, such as ``("red apple", 0)``."""
@@ -102,8 +110,8 @@ class Batch:
     """Key of each sample's noise."""
     x_shape: tuple[int, int, int]
     """Channels, height and width of a sample."""
-    seed: int
-    """Seed of all noise."""
+    seed: int | Sequence[int]
+    """Seed of all noise, or one per sample."""
     settings: SampleConfig
     """Guidance and the router's temperature."""
     on_evaluation: Callable[[Tensor], object] = lambda _: None
@@ -112,10 +120,25 @@ class Batch:
     """Records every evaluation; None records nothing."""
     clusters: Int[Tensor, " b"] | None = None
     """Cluster of the image that each condition describes, on the CPU; None if unknown."""
+    negative: Condition | None = None
+    """One per sample in place of the null condition; None is the null condition."""
+    own_noise: Images | None = None
+    """Noise at t = 1; None draws it by the keys."""
+    image: Images | None = None
+    """x_0 to start from, noisy; None starts from noise."""
+    skipped_times: Sequence[float] = (1.0,)
+    """Times from 1 to the start of sampling, both included; the steps between them are not run."""
+    on_step: OnStep = unchanged
+    """Called after each step."""
 
     def __post_init__(self) -> None:
+        device = self.ensemble.device
+        if self.negative is not None:
+            self.negative = self.negative.to(device)
+            if self.condition is None:
+                self.condition = self.negative.null()
         if self.condition is not None:
-            self.condition = self.condition.to(self.ensemble.device)
+            self.condition = self.condition.to(device)
 
         self._is_guided = self.condition is not None and self.settings.guidance_scale != 1
         self.num_branches = 1
@@ -123,14 +146,28 @@ class Batch:
         if self._is_guided and self.settings.guidance == "mixture":
             self.num_branches = 2
         if self.trace is not None:
-            self.trace.begin(self.keys, self.ensemble.device)
+            self.trace.begin(self.keys, device)
 
-        self.x_1 = self._drawn(torch.randn, self.x_shape, "x_1")
+        if self.own_noise is None:
+            self.noise_1 = self._drawn(torch.randn, self.x_shape, "x_1")
+        else:
+            self.noise_1 = self.own_noise.to(device, torch.float32)
+
+        self.x_1 = self.noise_1
+        """Value at ``start``: noise, or the noisy image."""
+        if self.image is not None:
+            self.image = self.image.to(self.x_1)
+            self.x_1 = interpolate(self.image, self.noise_1, time_rows(self.start, self.noise_1))
+
+    @property
+    def start(self) -> float:
+        """Time at which sampling starts: 1 without an image."""
+        return self.skipped_times[-1]
 
     def guidance_scale(self, t: Times) -> Times:
-        """Scale of each row's guidance: 1 is none, as outside ``guidance_interval``."""
+        """Scale of each row's guidance: 1 is none, as outside ``guidance_interval`` and before ``start``."""
         low, high = self.settings.guidance_interval
-        return torch.where((t >= low) & (t <= high), self.settings.guidance_scale, 1.0).to(t)
+        return torch.where((t >= low) & (t <= min(high, self.start)), self.settings.guidance_scale, 1.0).to(t)
 
     def noise(self, step: int) -> Images:
         """Standard normal numbers of one step."""
@@ -145,7 +182,7 @@ class Batch:
         if self.condition is None or self.num_branches == 1:
             return x_t, t, self.condition
 
-        return both_branches(x_t, t, self.condition)
+        return both_branches(x_t, t, self.condition, self.negative)
 
     def probabilities(self, x_t: Samples, t: Times) -> BranchWeights:
         """The router's p(k | x_t, t, condition) of all ``num_branches``.
@@ -157,16 +194,18 @@ class Batch:
         return self.ensemble.probabilities(x_t, t, condition, self.settings.router_temperature)
 
     def initial_weights(self, *, use_router: bool = True) -> BranchWeights:
-        """Compute p(k | x_1, t = 1, condition) of all ``num_branches``: the router's, or ``Ensemble.prior_weights``.
+        """Compute p(k | x_1, t = ``start``, condition) of all ``num_branches`` by the router.
+
+        Without a router, ``Ensemble.prior_weights``, which hold at t = 1 only.
 
         Raises:
-            UserError: the router returns NaN.
+            UserError: the router returns NaN, or sampling starts from an image and there is no router to read it.
         """
-        ones = time_rows(1.0, self.x_1)
-        if use_router and self.ensemble.router is not None:
-            return finite(self.probabilities(self.x_1, ones))
+        t = time_rows(self.start, self.x_1)
+        if use_router and (self.ensemble.router is not None or self.image is not None):
+            return finite(self.probabilities(self.x_1, t))
 
-        x_1, _, condition = self.branches(self.x_1, ones)
+        x_1, _, condition = self.branches(self.x_1, t)
         return self.ensemble.prior_weights(condition, len(x_1))
 
     def field(self, *, route: Route | None = None, weights: Weights | None = None) -> VelocityField:
@@ -181,7 +220,13 @@ class Batch:
             scale = self.guidance_scale(t) if self._is_guided else 1.0
             # With one branch, both are the same weights.
             found = self.ensemble.velocity(
-                x_t, t, self.condition, weights=own[0], null_weights=own[-1], guidance_scale=scale
+                x_t,
+                t,
+                self.condition,
+                weights=own[0],
+                null_weights=own[-1],
+                guidance_scale=scale,
+                negative=self.negative,
             )
             self.record(x_t, t, own[0], found)
             return found
@@ -218,15 +263,19 @@ class Batch:
 
         scale = self.guidance_scale(t)
         active = torch.cat([active, active & (scale != 1)[:, None]])
-        both = self.ensemble.expert_velocities(*both_branches(x_t, t, self.condition), active)
+        both = self.ensemble.expert_velocities(*both_branches(x_t, t, self.condition, self.negative), active)
         conditional, unconditional = both.chunk(2)
         return guided(conditional, unconditional, scale)
 
     def _drawn(self, draw: Callable[..., Tensor], shape: tuple[int, ...], *key: str | int) -> Samples:
         # Generated on the CPU, so that every device produces the same images.
         rows = []
-        for own in self.keys:
-            generator = keyed_generator(self.seed, *key, *own)
+        seeds = self.seed
+        if isinstance(seeds, int):
+            seeds = [seeds] * len(self.keys)
+
+        for seed, own in zip(seeds, self.keys, strict=True):
+            generator = keyed_generator(seed, *key, *own)
             rows.append(draw(shape, generator=generator))
 
         return torch.stack(rows).to(self.ensemble.device, non_blocking=True)
@@ -274,7 +323,7 @@ class Strategy:
 
     def generate(self, batch: Batch, times: Float[Tensor, " num_times"], solver: Solver) -> Images:
         """Go from ``batch.x_1`` at ``times[0]`` to x_0 with the velocity of ``field``."""
-        return solver.solve(self.field(batch), batch.x_1, times, batch.noise)
+        return solver.solve(self.field(batch), batch.x_1, times, batch.noise, batch.on_step)
 
 
 def strategy_of(settings: SampleConfig) -> Strategy:

@@ -14,7 +14,7 @@ from ddm_lightning.core.registry import SOLVERS
 from ddm_lightning.ensemble.routing import Batch, Key, Trace, strategy_of
 from ddm_lightning.ensemble.velocity import Ensemble, NotFiniteError
 from ddm_lightning.flow.condition import Condition
-from ddm_lightning.flow.solvers import Solver
+from ddm_lightning.flow.solvers import OnStep, Solver, unchanged
 from ddm_lightning.flow.timesteps import sampling_times
 
 
@@ -27,12 +27,17 @@ def sample(
     settings: SampleConfig,
     *,
     shift: float,
-    seed: int,
+    seed: int | Sequence[int],
     batch_size: int,
     keys: Sequence[Key] | None = None,
     progress: Callable[[float], object] | None = None,
     trace: Trace | None = None,
     clusters: Int[Tensor, " num"] | None = None,
+    negative: Condition | None = None,
+    x_1: Float[Tensor, "num c h w"] | None = None,
+    image: Float[Tensor, "num c h w"] | None = None,
+    strength: float = 1.0,
+    on_step_end: OnStep | None = None,
 ) -> Float[Tensor, "num c h w"]:
     """Generate ``num`` samples.
 
@@ -48,20 +53,32 @@ def sample(
         x_shape: channels, height and width of one sample.
         settings: strategy, solver, steps, guidance, ``compile`` and ``precision``.
         shift: resolution shift of the times, as recorded in the experts' artifacts.
-        seed: seed of all noise.
+        seed: seed of all noise, or one per sample.
         batch_size: samples computed at once.
         keys: key of each sample's noise, such as ``("red apple", 0)``; None for its number.
         progress: called with the number of finished samples, fractional, after every evaluation and batch.
         trace: keeps the sampling trajectory; None records nothing and costs nothing.
         clusters: cluster of the image that each condition describes, on the CPU, for the strategy ``oracle``.
+        negative: one per sample, to take the place of the null condition in guidance, in experts and router; None is
+            the null condition. See ``Ensemble.velocity``.
+        x_1: noise at t = 1, instead of that of ``seed`` and ``keys``. Other noise, such as that of ancestral steps,
+            stays theirs.
+        image: x_0 to start from, in the value range that the experts model (SDEdit, Meng et al., 2108.01073). Only the
+            last ``int(num_steps·strength)`` steps are run, at least one, from the noisy image at the first of their
+            times. A strategy that chooses the expert once draws it from the router at the noisy image.
+        strength: above 0 and at most 1, which ignores ``image``.
+        on_step_end: called as ``on_step_end(step, t, x_t)`` after each step of each batch, with the step's number from
+            0, the time that it reached and x_t, [b c h w], on the ensemble's device. What it returns replaces x_t.
+            ``dormand-prince`` chooses its own steps and calls it once, at the end.
 
     Returns:
         x_0, float32, on the CPU, in the value range that the experts model.
 
     Raises:
-        UserError: unknown strategy or solver, a pair that does not work together, no router, or options that do not
-            go together.
+        UserError: unknown strategy or solver, a pair that does not work together, no router, options that do not
+            go together, or tensors or seeds of other sizes.
     """
+    _check_inputs(num, x_shape, seed, x_1, image, strength)
     solver: Solver = SOLVERS.build(settings.solver, settings.solver_params)
     strategy = strategy_of(settings)
     strategy.check_solver(settings.solver)
@@ -73,13 +90,19 @@ def sample(
         ensemble.compile()
 
     times = sampling_times(settings.num_steps, shift)
+    num_skipped = 0
+    if image is not None:
+        num_skipped = settings.num_steps - max(1, int(settings.num_steps * strength))
+
+    skipped_times = times[: num_skipped + 1].tolist()
+    times = times[num_skipped:]
     done: list[Tensor] = [torch.empty(0, *x_shape)]
     rows = range(0)
 
     def advance(t: Tensor) -> None:
         if progress is not None:
             steps_done = int((times > t.max().cpu()).sum())
-            progress(rows.start + len(rows) * steps_done / settings.num_steps)
+            progress(rows.start + len(rows) * steps_done / (len(times) - 1))
 
     def generate(ensemble: Ensemble, chosen: Sequence[int]) -> Tensor:
         indices = torch.tensor(chosen)
@@ -88,11 +111,16 @@ def sample(
             condition and condition.rows(indices),
             [keys[row] for row in chosen],
             x_shape,
-            seed,
+            seed if isinstance(seed, int) else [seed[row] for row in chosen],
             settings,
             on_evaluation=advance,
             trace=trace,
             clusters=None if clusters is None else clusters[indices],
+            negative=negative and negative.rows(indices),
+            own_noise=None if x_1 is None else x_1[indices],
+            image=image[indices] if image is not None and num_skipped else None,
+            skipped_times=skipped_times,
+            on_step=on_step_end or unchanged,
         )
         x_0 = strategy.generate(batch, times, solver).cpu()
         if trace is not None:
@@ -112,6 +140,27 @@ def sample(
 
     ensemble.work.images += num
     return torch.cat(done)
+
+
+def _check_inputs(
+    num: int,
+    x_shape: tuple[int, int, int],
+    seed: int | Sequence[int],
+    x_1: Tensor | None,
+    image: Tensor | None,
+    strength: float,
+) -> None:
+    """Refuse what does not fit ``num`` samples."""
+    if not 0 < strength <= 1:
+        raise UserError(f"strength = {strength}: give a number above 0 and at most 1")
+    if not isinstance(seed, int) and len(seed) != num:
+        raise UserError(f"{len(seed)} seeds for {num} images: give one, or one per image")
+
+    for name, given in (("x_1", x_1), ("image", image)):
+        if given is not None and given.shape != (num, *x_shape):
+            raise UserError(f"{name} has shape {list(given.shape)}; give {[num, *x_shape]}, one per image")
+        if given is not None and not given.isfinite().all():
+            raise UserError(f"{name} has numbers that are not finite; give finite ones")
 
 
 def _without_failed(

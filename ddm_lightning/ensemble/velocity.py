@@ -296,24 +296,31 @@ class Ensemble:
         weights: Weights | None = None,
         null_weights: Weights | None = None,
         guidance_scale: float | Times = 1.0,
+        negative: Condition | None = None,
     ) -> Samples:
         """Sum the experts' velocities, weighted by the router: by default the exact mixture.
 
         Guidance takes ``u_0 + scale·(u_c - u_0)`` of the weighted sums with and without the condition. If both have the
         same weights, that is guidance inside each expert (Paris, 2510.03434). With ``null_weights`` p(k | x_t, t), it
-        is guidance of the mixture, as a single model trained on all data has it.
+        is guidance of the mixture, as a single model trained on all data has it. With a ``negative`` condition n, u_n
+        and p(k | x_t, t, n) take the place of u_0 and p(k | x_t, t). Guidance inside each expert then moves expert k
+        from n to c within its own cluster, and the weights stay those of c.
 
         Args:
             x_t: noisy samples.
             t: their times.
-            condition: one per row, or None for the null condition in all, which guidance does not change.
+            condition: one per row, or None for the null condition in all, which guidance without ``negative`` does not
+                change.
             weights: the experts' weights, instead of the router's probabilities; weight 0 skips an expert on that row.
-            null_weights: weights without the condition; None for the same.
+            null_weights: weights without the condition, or under ``negative``; None for the same.
             guidance_scale: one number, or one per row; 1 is none. Both branches are evaluated as one batch.
+            negative: one per row, which guidance leads away from; None for the null condition in all.
 
         Raises:
             UserError: several experts and no router.
         """
+        if condition is None and negative is not None:
+            condition = negative.null()
         if weights is None:
             weights = self.probabilities(x_t, t, condition)
         if condition is None or (isinstance(guidance_scale, float) and guidance_scale == 1):
@@ -324,7 +331,7 @@ class Ensemble:
             null_weights = weights
 
         both = torch.cat([weights, null_weights * (scale != 1)[:, None]])
-        conditional, unconditional = self._sum(*both_branches(x_t, t, condition), both).chunk(2)
+        conditional, unconditional = self._sum(*both_branches(x_t, t, condition, negative), both).chunk(2)
         return guided(conditional, unconditional, scale)
 
     def _sum(self, x_t: Samples, t: Times, condition: Condition | None, weights: Weights) -> Samples:
@@ -394,10 +401,13 @@ def finite(probabilities: Weights) -> Weights:
 
 
 def both_branches(
-    x_t: Samples, t: Times, condition: Condition
+    x_t: Samples, t: Times, condition: Condition, negative: Condition | None = None
 ) -> tuple[Float[Tensor, "r *shape"], Float[Tensor, " r"], Condition]:
-    """Rows with the condition, then as many with the null condition."""
-    return torch.cat([x_t, x_t]), torch.cat([t, t]), Condition.cat([condition, condition.null()])
+    """Rows with the condition, then as many with the ``negative`` condition, by default the null condition."""
+    if negative is None:
+        negative = condition.null()
+
+    return torch.cat([x_t, x_t]), torch.cat([t, t]), Condition.cat([condition, negative])
 
 
 def rows_by_expert(active: Active) -> tuple[list[Int[Tensor, " _"]], int]:

@@ -47,6 +47,11 @@ class Bayes(Strategy):
     ``(scale - 1)·(Σ_k p(k | x_t, c)·μ_k(c) - Σ_k p(k | x_t)·μ_k)``. In the limit of small steps this is the chain of
     one guided model of all data. Below the guidance interval, weights without the condition no longer change.
 
+    From an image, the filter starts from the router's p(k | x_t, t, condition) of the noisy image. Without a router it
+    runs from t = 1 down to the noisy image on a chain of known steps, x_s ~ q(x_s | x_t, image), without guidance. By
+    the same identity this gives p(k | x_t, condition). The steps cost what free ones do, and the noisy image is the
+    chain's, with other noise than in other strategies.
+
     This is a discrete-time relative of SuperDiff's density-weighted OR (2412.17762), with priors and pruning.
     Cooperative sampling from a mixture of decentralized diffusion models (OpenReview 1GCWcrZTX8) mixes experts by
     Langevin steps, also without a router.
@@ -58,13 +63,22 @@ class Bayes(Strategy):
 
     @torch.no_grad()
     def generate(self, batch: Batch, times: Float[Tensor, " num_times"], solver: Solver) -> Images:
-        """Run the filter from ``batch.x_1``."""
+        """Run the filter from ``batch.x_1``, or to and from the noisy image."""
         x_t = batch.x_1
+        num_known = 0
+        use_router = self.router_prior
+        image = batch.image
+        if image is not None and not (use_router and batch.ensemble.router is not None):
+            use_router = False
+            x_t = batch.noise_1
+            num_known = len(batch.skipped_times) - 1
+            times = torch.cat([times.new_tensor(batch.skipped_times[:-1]), times])
+
         num = len(x_t)
         rows = torch.arange(num, device=x_t.device)
         low, _ = batch.settings.guidance_interval
         # Logarithms, because likelihoods of many pixels underflow; float64, because their ratios are small differences.
-        initial = batch.initial_weights(use_router=self.router_prior)
+        initial = batch.initial_weights(use_router=use_router)
         log_weights = _pruned(initial.to(x_t.device, torch.float64).log())
         for i, (t, s) in enumerate(intervals(times)):
             weights = log_weights.exp()
@@ -80,13 +94,18 @@ class Bayes(Strategy):
             x = torch.cat([x_t] * batch.num_branches)[:, None]
             means, variance = reverse_kernel(x.expand_as(found), x - t * found, t, s)
             x_s = means[rows, choose(weights[:num], batch.uniform(i))]
-            if batch.num_branches == 2:
+            if image is not None and i < num_known:
+                x_s, _ = reverse_kernel(x_t, image, t, s)
+            elif batch.num_branches == 2:
                 conditional, unconditional = mixture(weights, means).chunk(2)
                 scale = expand_rows(batch.guidance_scale(time), x_s)
                 x_s = x_s + (scale - 1) * (conditional - unconditional)
 
             if s > 0:
                 x_s = x_s + (variance.sqrt() * batch.noise(i)).to(x_s.dtype)
+            if i >= num_known:
+                x_s = batch.on_step(i - num_known, s, x_s)
+            if s > 0:
                 differences = torch.cat([x_s] * batch.num_branches)[:, None] - means
                 squares = differences.flatten(2).square().sum(dim=2, dtype=torch.float64)
                 log_weights = _pruned(log_weights - squares / (2 * variance))

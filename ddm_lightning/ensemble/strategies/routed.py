@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -116,7 +119,7 @@ class Sample1(Strategy):
         experts = choose(batch.initial_weights()[: len(x_t)], batch.uniform(0))
         if not self.threshold:
             velocity = batch.field(weights=one_hot(experts, num_clusters).to(x_t))
-            return solver.solve(velocity, x_t, times, batch.noise)
+            return solver.solve(velocity, x_t, times, batch.noise, batch.on_step)
 
         for step in range(len(times) - 1):
             if step:
@@ -127,9 +130,16 @@ class Sample1(Strategy):
 
             velocity = batch.field(weights=one_hot(experts, num_clusters).to(x_t))
             ends = times[step : step + 2]
-            x_t = solver.solve(velocity, x_t, ends, lambda _, step=step: batch.noise(step))  # type: ignore[misc]
+            noise = partial(_of_step, batch.noise, step)
+            on_step = partial(_of_step, batch.on_step, step)
+            x_t = solver.solve(velocity, x_t, ends, noise, on_step)
 
         return x_t
+
+
+def _of_step(call: Callable[..., Tensor], step: int, _: int, *more: Any) -> Tensor:
+    """Call a function of one step of the grid, which the solver knows as its first."""
+    return call(step, *more)
 
 
 @STRATEGIES.register("oracle")
@@ -139,7 +149,7 @@ class Oracle(Strategy):
 
     The expert is that of ``cluster``. Without it, ``evaluate``, ``diagnose`` and the benchmarks give the cluster of the
     image that each held-out condition describes; others choose one from p(k | class), or from the priors without
-    classes.
+    classes. From an image, they choose one by the router.
     """
 
     needs_router = False
@@ -157,7 +167,9 @@ class Oracle(Strategy):
             clusters = torch.full((num,), self.cluster)
 
         if clusters is None:
-            places = choose(batch.initial_weights(use_router=False)[:num], batch.uniform(0))
+            # At t = 1 the router would have nothing to read.
+            initial = batch.initial_weights(use_router=batch.image is not None)
+            places = choose(initial[:num], batch.uniform(0))
         else:
             places = _places(clusters.tolist(), batch.ensemble.clusters).to(batch.x_1.device)
 

@@ -24,11 +24,18 @@ TimeGrid: TypeAlias = Float[Tensor, " num_times"]
 """Decreasing times, as from ``timesteps.sampling_times``."""
 Noise: TypeAlias = Callable[[int], Samples]
 """``noise(i)``: the standard normal noise of step i."""
+OnStep: TypeAlias = Callable[[int, float, Samples], Samples]
+"""``on_step(i, s, x_s)``: called after step i has reached time s; returns the x_s to go on with."""
 
 
 def no_noise(step: int) -> Samples:
     """Noise source of ODE solvers, which must not ask for noise: raises ``ValueError``."""
     raise ValueError(f"a stochastic solver needs noise for step {step}")
+
+
+def unchanged(_step: int, _s: float, x_s: Samples) -> Samples:
+    """Return ``x_s``: what ``on_step`` is by default."""
+    return x_s
 
 
 class Solver:
@@ -47,7 +54,14 @@ class Solver:
         """Step from time ``t`` to ``s`` < ``t``."""
         raise NotImplementedError
 
-    def solve(self, velocity: VelocityField, x_1: Samples, times: TimeGrid, noise: Noise = no_noise) -> Samples:
+    def solve(
+        self,
+        velocity: VelocityField,
+        x_1: Samples,
+        times: TimeGrid,
+        noise: Noise = no_noise,
+        on_step: OnStep = unchanged,
+    ) -> Samples:
         """Go from ``times[0]`` to ``times[-1]``.
 
         Args:
@@ -55,12 +69,15 @@ class Solver:
             x_1: the value at ``times[0]``; standard normal if that is 1.
             times: at least two, strictly decreasing within [0, 1], as from ``timesteps.sampling_times``.
             noise: only stochastic solvers call it; a step to 0 needs none.
+            on_step: called after each step, numbered from 0, the last one included. A solver that chooses its own steps
+                calls it once, at the end, with the number of the last interval. The next step starts from its result;
+                a solver with memory keeps what it remembers of earlier steps.
 
         Returns:
             The value at ``times[-1]``: x_0.
         """
         x_t = x_1
-        for t, s in intervals(times):
-            x_t = self.step(velocity, x_t, t, s)
+        for step, (t, s) in enumerate(intervals(times)):
+            x_t = on_step(step, s, self.step(velocity, x_t, t, s))
 
         return x_t

@@ -21,7 +21,7 @@ from ddm_lightning.flow.path import (
     time_rows,
     x_0_from_velocity,
 )
-from ddm_lightning.flow.solvers import Noise, Solver, TimeGrid, no_noise
+from ddm_lightning.flow.solvers import Noise, OnStep, Solver, TimeGrid, no_noise, unchanged
 from ddm_lightning.flow.timesteps import intervals
 
 _STAGES: tuple[tuple[float, tuple[float, ...]], ...] = (
@@ -91,10 +91,17 @@ class DPMSolver2M(Solver):
     infinite there.
     """
 
-    def solve(self, velocity: VelocityField, x_1: Samples, times: TimeGrid, noise: Noise = no_noise) -> Samples:
+    def solve(
+        self,
+        velocity: VelocityField,
+        x_1: Samples,
+        times: TimeGrid,
+        noise: Noise = no_noise,
+        on_step: OnStep = unchanged,
+    ) -> Samples:
         x_t = before = x_1
         last = math.inf
-        for t, s in intervals(times):
+        for step, (t, s) in enumerate(intervals(times)):
             rows = time_rows(t, x_t)
             x_0 = x_0_from_velocity(x_t, velocity(x_t, rows), rows)
             length = _log_snr(s) - _log_snr(t)
@@ -102,7 +109,7 @@ class DPMSolver2M(Solver):
             if s > 0 and last < math.inf:
                 weight = length / (2 * last)
 
-            x_t = s / t * x_t + (t - s) / t * (x_0 + weight * (x_0 - before))
+            x_t = on_step(step, s, s / t * x_t + (t - s) / t * (x_0 + weight * (x_0 - before)))
             before = x_0
             last = length
 
@@ -128,7 +135,14 @@ class Ancestral(Solver):
 
     is_stochastic = True
 
-    def solve(self, velocity: VelocityField, x_1: Samples, times: TimeGrid, noise: Noise = no_noise) -> Samples:
+    def solve(
+        self,
+        velocity: VelocityField,
+        x_1: Samples,
+        times: TimeGrid,
+        noise: Noise = no_noise,
+        on_step: OnStep = unchanged,
+    ) -> Samples:
         x_t = x_1
         for step, (t, s) in enumerate(intervals(times)):
             rows = time_rows(t, x_t)
@@ -136,6 +150,8 @@ class Ancestral(Solver):
             x_t, variance = reverse_kernel(x_t, x_0, t, s)
             if s > 0:
                 x_t = x_t + variance.sqrt() * noise(step)
+
+            x_t = on_step(step, s, x_t)
 
         return x_t
 
@@ -177,7 +193,7 @@ class DormandPrince(Solver):
     interval, which is the first step tried. A step evaluates the whole batch six times, and the slowest row sets the
     number of steps.
 
-    The last step, from t = ``path.MIN_NOISE_SCALE`` to 0, is Euler's.
+    The last step, from t = ``path.MIN_NOISE_SCALE`` to 0, is Euler's. ``on_step`` is called once, at the end.
 
     Args:
         rtol: tolerance relative to the sample.
@@ -191,7 +207,14 @@ class DormandPrince(Solver):
         if not (self.rtol >= 0 and self.atol > 0):
             raise ValueError(f"rtol = {self.rtol} must be at least 0, and atol = {self.atol} above 0")
 
-    def solve(self, velocity: VelocityField, x_1: Samples, times: TimeGrid, noise: Noise = no_noise) -> Samples:
+    def solve(
+        self,
+        velocity: VelocityField,
+        x_1: Samples,
+        times: TimeGrid,
+        noise: Noise = no_noise,
+        on_step: OnStep = unchanged,
+    ) -> Samples:
         steps = intervals(times)
         start, second = steps[0]
         end = steps[-1][1]
@@ -213,10 +236,10 @@ class DormandPrince(Solver):
             t = torch.where(accepted, reached, t)
             step = step * (0.9 * error**-0.2).nan_to_num(nan=5.0).clamp(0.2, 5.0)
 
-        if end:
-            return x_t
+        if not end:
+            x_t = x_t - expand_rows(t, x_t) * slope
 
-        return x_t - expand_rows(t, x_t) * slope
+        return on_step(len(steps) - 1, end, x_t)
 
     def _attempt(
         self, velocity: VelocityField, x_t: Samples, t: Times, step: Times, slope: Samples

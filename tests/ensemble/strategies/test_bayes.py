@@ -14,6 +14,7 @@ from ddm_lightning.config.experiment import SampleConfig
 from ddm_lightning.ensemble.routing import Batch
 from ddm_lightning.ensemble.strategies.bayes import MIN_WEIGHT, Bayes
 from ddm_lightning.flow.path import expand_rows, guided
+from ddm_lightning.flow.solvers import unchanged
 from ddm_lightning.flow.solvers.built_in import Ancestral
 from ddm_lightning.flow.timesteps import sampling_times
 
@@ -85,6 +86,7 @@ class Chain(Batch):
         self.num_branches = len(branches)
         self.noise = noise
         self.uniform = uniform
+        self.on_step = unchanged
         self.settings = SampleConfig(**settings)
         self.trace = self
         self.states = []
