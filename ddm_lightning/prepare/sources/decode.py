@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from contextlib import suppress
 from functools import cache
 from io import BytesIO
 from typing import Any
 
-import numpy as np
-from PIL import Image, ImageOps, PngImagePlugin, UnidentifiedImageError
+from PIL import Image, PngImagePlugin, UnidentifiedImageError
 
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.rgb import rgb
 from ddm_lightning.prepare.records import BrokenSample, Pixels
 
 MAX_PIXELS = 1 << 27
@@ -26,8 +26,7 @@ _SIGNATURES = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF8", b"RIFF", b"II*\x0
 def decode(data: bytes | Image.Image | Exception, key: str, max_pixels: int = MAX_PIXELS) -> Pixels | BrokenSample:
     """Decode an image: upright, on white where it is transparent, the first frame of an animation.
 
-    The one decoder of images from other people. Grey of more than 8 bits is scaled to 8: from 12 bits if no value is
-    larger, else from 16. CMYK is converted by Pillow's formula. Colour profiles are not applied.
+    The one decoder of images from other people; ``rgb`` says what becomes of their pixels.
 
     Args:
         data: the encoded image, an image that Pillow has opened, or the error of reading it.
@@ -67,30 +66,10 @@ def _rgb(image: Image.Image, key: str, max_pixels: int) -> Pixels | BrokenSample
     if not image.width * image.height:
         return BrokenSample(key, "no image", "no pixels")
 
-    image.load()
-    with suppress(Exception):  # damaged Exif data is no reason to lose an image
-        ImageOps.exif_transpose(image, in_place=True)
-
-    if image.mode == "I" or image.mode.startswith("I;16"):
-        # Pillow would clip. Some of its versions open 16-bit files as mode I.
-        grey = np.asarray(image).astype(np.float64)
-        white = 65535
-        if grey.max() <= 4095:
-            white = 4095
-
-        grey = np.clip(grey * (255 / white), 0, 255)
-        image = Image.fromarray(np.rint(grey).astype(np.uint8))
-
-    if image.mode == "F":
-        return BrokenSample(key, "unsupported pixels", "floating-point numbers of unknown range")
-    if image.palette is not None and not image.palette.palette:  # Streaming's encoding ``pil`` loses it
-        return BrokenSample(key, "unsupported pixels", "numbers of a palette that was not stored")
-    if image.mode == "La":  # Pillow converts it to nothing else
-        image = image.convert("LA")
-    if image.has_transparency_data:
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
-
-    return np.asarray(image.convert("RGB"))
+    try:
+        return rgb(image)
+    except UserError as error:
+        return BrokenSample(key, "unsupported pixels", str(error))
 
 
 def caption_in(value: Any, key: str) -> str | BrokenSample:
