@@ -48,7 +48,7 @@ from ddm_lightning.prepare.stages import Preparation, prepare
 from ddm_lightning.shards.manifest import HELD_OUT, TRAIN, Manifest
 from ddm_lightning.training.objective import Position
 from ddm_lightning.training.previews import sample_like
-from ddm_lightning.use.ensemble import built_encoder
+from ddm_lightning.use.rows import built_encoder
 
 SMALL = SampleConfig(num_steps=1)
 

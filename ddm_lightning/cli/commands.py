@@ -276,7 +276,7 @@ def _sample(experiment: Experiment, options: argparse.Namespace) -> None:
     ensemble.manifest = resolve(
         ensemble.manifest,
         options.overrides,
-        source=" ".join(words) or options.config,
+        " ".join(words) or options.config,
         strategy=options.strategy,
         num_per_prompt=options.num,
         seed=options.seed,

@@ -422,8 +422,9 @@ class SampleConfig:
     """Divisor of the router's calibrated logits; below 1 makes it more confident."""
     compile: bool = False
     """Whether to compile the transformer blocks; takes a minute and pays off for many images."""
-    precision: str = choice("auto", "32-true", "bf16-mixed")
-    """Precision within the networks: ``32-true``, ``bf16-mixed`` or ``auto``, which is ``bf16-mixed`` on a GPU only."""
+    precision: str = choice("auto", "32-true", "bf16-mixed", "16-mixed")
+    """Precision within the networks: ``32-true``, ``bf16-mixed``, ``16-mixed`` or ``auto``, which is ``bf16-mixed`` on
+    a GPU only."""
     resident_experts: int | None = option(None, low=2)
     """Experts kept at once on a device too small for all, while the next one loads; null keeps all."""
     prompts: list[str] = field(default_factory=list)

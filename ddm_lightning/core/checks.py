@@ -146,6 +146,12 @@ def option(
     return field(default=default, metadata=metadata)
 
 
+def guess(name: str, known: Iterable[str]) -> str:
+    """Part of a line about an unknown ``name``: the known one that resembles it, or nothing."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]!r}? " if near else ""
+
+
 @functools.cache
 def hints(kind: Any) -> dict[str, Any]:
     """Types of a dataclass's fields by name, with the checks that narrow them."""
@@ -338,10 +344,8 @@ class _Checker:
 
         for name in value:
             if name not in kinds:
-                near = difflib.get_close_matches(str(name), kinds, n=1)
-                guess = f"did you mean {near[0]!r}? " if near else ""
                 below = f"{key}.{name}".lstrip(".")
-                self._refuse(f"unknown key {below!r}; {guess}{known}")
+                self._refuse(f"unknown key {below!r}; {guess(str(name), kinds)}{known}")
 
         if not self.remedy:
             return found

@@ -31,7 +31,8 @@ from ddm_lightning.prepare.sources.urls import Files
 from ddm_lightning.shards.manifest import HELD_OUT, TRAIN, Manifest, shard_name
 from ddm_lightning.shards.mds import Shards, open_shards
 from ddm_lightning.shards.verify import verify_shards
-from ddm_lightning.use.ensemble import DecentralizedEnsemble, built_encoder, text_condition
+from ddm_lightning.use.ensemble import DecentralizedEnsemble
+from ddm_lightning.use.rows import built_encoder, text_condition
 
 PART_SIZE = 256
 Images = UInt8[np.ndarray, "n h w 3"]

@@ -126,6 +126,7 @@ def page(ensemble: DecentralizedEnsemble, captions: Sequence[str] = ()) -> gr.Bl
     kind = ensemble.meta.condition.kind
     defaults = ensemble.about.sample
     num_threads = torch.get_num_threads()
+    ensemble.set_progress_bar_config(disable=True)  # the browser shows its own
 
     def check(prompt: str) -> None:
         """Refuse a prompt before the images of an earlier one are cleared."""

@@ -22,7 +22,8 @@ from ddm_lightning.core.files import atomic_files
 from ddm_lightning.core.formatting import Bars, format_bytes
 from ddm_lightning.core.grids import labelled_grid, save_png, scale_of
 from ddm_lightning.ensemble.routing import Key, Trace
-from ddm_lightning.use.ensemble import MAX_ROWS, DecentralizedEnsemble
+from ddm_lightning.use.ensemble import DecentralizedEnsemble
+from ddm_lightning.use.rows import MAX_ROWS
 
 # Images whose trajectory is drawn.
 MAX_TRAJECTORIES = 4

@@ -8,12 +8,15 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from ddm_lightning.config.experiment import Experiment
-from ddm_lightning.core.errors import UserError
+from ddm_lightning.config.experiment import Experiment, SampleConfig
+from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.files import atomic_folder, check_file
+from ddm_lightning.core.registry import require
 from ddm_lightning.core.weights import check_recorded
 from ddm_lightning.ensemble.manifest import About, EnsembleManifest, read_ensemble, single, write_manifest
 from ddm_lightning.members.artifact import REMEDY, WEIGHTS_FILE, base_file
@@ -75,6 +78,34 @@ def manifest_with_about(
 
     num_images = max(1, round(about.num_images * ensemble.share))
     return replace(ensemble, about=replace(about, num_images=num_images))
+
+
+def artifact_in(folder: Path) -> Path | None:
+    """The artifact in a folder that is one, or in a member's folder; None for an ensemble."""
+    for place in (folder, folder / "artifact"):
+        if (place / MEMBER_FILE).exists():
+            return place
+
+    return None
+
+
+def single_with_about(artifact: Path) -> tuple[EnsembleManifest, Experiment | None]:
+    """Manifest of one artifact as an ensemble of one, and the experiment of the run that it lies in, if any.
+
+    Settings of sampling are those of the run; without one, the defaults.
+
+    Raises:
+        UserError: as ``single`` or ``manifest_with_about``.
+    """
+    member = artifact.absolute().parent
+    run = RunFolder(member.parent.parent)
+    if run.experiment.exists() and run.artifact(member.name) == artifact.absolute():
+        experiment = load_run(run.experiment)
+        return manifest_with_about(run.root, experiment, member=member.name), experiment
+
+    alone = single(artifact)
+    about = About(name=alone.meta.member, credit="", class_names=None, num_images=1, seed=0, sample=SampleConfig())
+    return replace(alone, about=about), None
 
 
 def _refuse_unfinished(run: RunFolder, experiment: Experiment, member: str | None) -> None:
@@ -165,3 +196,23 @@ def _copy_artifact(folder: Path, copy: Path) -> None:
                 raise UserError(f"{path}: {error}; {REMEDY}") from None
 
             shutil.copyfile(path, copy / name)
+
+
+def push_to_hub(ensemble: EnsembleManifest, repo_id: str, licence: str | None, options: dict[str, Any]) -> str:
+    """Upload a saved ensemble to the Hugging Face hub; see ``DecentralizedEnsemble.push_to_hub``."""
+    require("push_to_hub", "huggingface_hub", extra="latents")
+    from huggingface_hub import HfApi
+
+    with TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "ensemble"
+        hub = HfApi(token=options.pop("token", None))
+        save_ensemble(ensemble, folder, licence)
+        try:
+            url = hub.create_repo(repo_id, exist_ok=True, **options)
+            hub.upload_folder(repo_id=repo_id, folder_path=folder)
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"{repo_id}: cannot be uploaded ({first_line(error)}); check name and network, or run: hf auth login"
+            ) from None
+
+    return str(url)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from ddm_lightning.config.merge import changed
 from ddm_lightning.config.validate import check_sampling
 from ddm_lightning.core import checks, remote
 from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.registry import SOLVERS, STRATEGIES, parameters_of
 from ddm_lightning.ensemble.manifest import EnsembleManifest
 from ddm_lightning.ensemble.routing import strategy_of
 from ddm_lightning.members.preflight import check_strategy
@@ -30,6 +31,8 @@ from ddm_lightning.use.saved import manifest_with_about
 
 # Sections that may be overridden for a saved ensemble.
 _FREE = ("island", "sample", "evaluate")
+# Arguments of diffusers whose names do not resemble ours.
+_OF_DIFFUSERS = {"scheduler": "solver"}
 
 
 def load_settings(place: str, overrides: Sequence[str], *, allow_paths: bool) -> Experiment:
@@ -99,8 +102,33 @@ def refuse_paths(manifest: EnsembleManifest) -> None:
             )
 
 
+def unknown(name: str, known: Iterable[str], value: Any = None) -> str:
+    """Say that a function takes no argument ``name``, and what to give instead of it.
+
+    Args:
+        name: of the argument.
+        known: names that it takes.
+        value: of the argument, if strategies or solvers may have it as a parameter.
+    """
+    for setting, registry in (("strategy", STRATEGIES), ("solver", SOLVERS)):
+        for plugin in registry.names():
+            if value is not None and name in parameters_of(registry.get(plugin)):
+                return (
+                    f"no setting {name!r}; it is a parameter of {plugin!r}: "
+                    f"give {setting}={plugin!r}, {setting}_params={{{name!r}: {value!r:.60}}}"
+                )
+
+    guess = checks.guess(_OF_DIFFUSERS.get(name, name), known)
+    return f"no setting {name!r}; {guess}known: {', '.join(known)}"
+
+
 def resolve(
-    ensemble: EnsembleManifest, overrides: Sequence[str] = (), source: str = "sample", **arguments: Any
+    ensemble: EnsembleManifest,
+    overrides: Sequence[str] = (),
+    source: str = "sample",
+    offered: Sequence[str] = (),
+    /,
+    **arguments: Any,
 ) -> EnsembleManifest:
     """Give an ensemble the settings of one call, and check them.
 
@@ -111,6 +139,7 @@ def resolve(
         ensemble: from ``manifest_with_about``.
         overrides: ``key=value`` pairs that the experiment was loaded with.
         source: begins error lines.
+        offered: further arguments that the caller takes, for the line about an unknown one.
         arguments: ``seed`` and keys of the section ``sample``; None is the ensemble's.
 
     Returns:
@@ -131,7 +160,7 @@ def resolve(
     known = [field.name for field in fields(SampleConfig) if field.name != "member"]
     for key in given:
         if key not in known:
-            raise UserError(f"{source}: no setting {key!r}; known: {', '.join(known)}")
+            raise UserError(f"{source}: {unknown(key, [*offered, *known], given[key])}")
 
     sample = replace(before, **given)
     overridden = [text.partition("=")[0] for text in overrides]

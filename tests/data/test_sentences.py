@@ -7,7 +7,7 @@ import pytest
 from ddm_data import sentences
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.registry import CAPTION_ENCODERS
-from ddm_lightning.use.ensemble import text_condition
+from ddm_lightning.use.rows import text_condition
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 

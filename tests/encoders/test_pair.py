@@ -18,7 +18,7 @@ from ddm_lightning.core.registry import CAPTION_ENCODERS
 from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.members.artifact import read_meta
 from ddm_lightning.prepare.engine import num_gpus_for
-from ddm_lightning.use.ensemble import text_condition
+from ddm_lightning.use.rows import text_condition
 
 pytestmark = WARNINGS
 CAPTIONS = ["a red apple", "dog on the table", ""]

@@ -33,7 +33,7 @@ from ddm_lightning.members.run_folder import lock_member
 from ddm_lightning.training.fit import build_data
 from ddm_lightning.training.guard import read_skipped
 from ddm_lightning.training.module import MemberModule
-from ddm_lightning.use.ensemble import text_condition
+from ddm_lightning.use.rows import text_condition
 
 pytestmark = WARNINGS
 

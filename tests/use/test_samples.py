@@ -20,7 +20,7 @@ from ddm_lightning.cli.parser import main
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.ensemble.manifest import EnsembleManifest
 from ddm_lightning.flow.condition import ConditionSpec
-from ddm_lightning.use import ensemble, samples
+from ddm_lightning.use import ensemble, loaded, samples
 
 
 def by_class(kind="class"):
@@ -86,7 +86,7 @@ def test_memory_does_not_grow_with_the_number_of_images(monkeypatch, tmp_path):
         nums.append(arguments[2])
         return torch.zeros(arguments[2], 3, 4, 4)
 
-    monkeypatch.setattr(ensemble, "sample", sample)
+    monkeypatch.setattr(loaded, "sample", sample)
     one = DecentralizedEnsemble.from_pretrained(saved(tmp_path, (100,)), "cpu")
     grid = tmp_path / "grid.png"
     singles = tmp_path / "singles"
@@ -98,7 +98,7 @@ def test_memory_does_not_grow_with_the_number_of_images(monkeypatch, tmp_path):
         return np.asarray(Image.open(grid)).shape[1]
 
     width = write(200, singles)
-    assert max(nums) == ensemble.BATCH_SIZE and sum(nums) == 400 == len(list(singles.iterdir()))
+    assert max(nums) == loaded.BATCH_SIZE and sum(nums) == 400 == len(list(singles.iterdir()))
     assert np.asarray(Image.open(singles / "001-b-0199.png")).shape == (4, 4, 3)
 
     own = ("me.png", "10-me-0001.png", "000-a.txt")

@@ -1,0 +1,319 @@
+"""A loaded ensemble: its networks, encoders and settings, and what they generate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
+from functools import cached_property
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from jaxtyping import Float, UInt8
+from torch import Tensor, nn
+
+from ddm_lightning.core.devices import configure_cuda, own_defaults, resolve_precision
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.registry import IMAGE_ENCODERS
+from ddm_lightning.encoders.interfaces import StoredForm
+from ddm_lightning.ensemble.load import load_ensemble
+from ddm_lightning.ensemble.manifest import About, EnsembleManifest
+from ddm_lightning.ensemble.routing import Trace
+from ddm_lightning.ensemble.sampler import sample
+from ddm_lightning.ensemble.velocity import Cost, Ensemble
+from ddm_lightning.flow.condition import Condition
+from ddm_lightning.members.artifact import ArtifactMeta
+from ddm_lightning.use import call
+from ddm_lightning.use.rows import Row, built_encoder, listed, rows_of_classes, rows_of_prompts, spread, with_negatives
+from ddm_lightning.use.settings import resolve
+
+# Images computed at once; the number does not change them.
+BATCH_SIZE = 64
+STRENGTH = 0.8
+"""Default strength of the noise that is added to an image to start from; that of diffusers."""
+_Self = TypeVar("_Self", bound="LoadedEnsemble")
+
+
+class LoadedEnsemble:
+    """Experts, router and encoders with settings of sampling.
+
+    Args:
+        manifest: members, and settings in the field ``about``, as ``manifest_with_about`` or ``resolve`` returns it.
+        device: where to sample.
+    """
+
+    def __init__(self, manifest: EnsembleManifest, device: torch.device | str = "cpu") -> None:
+        self.manifest = manifest
+        self.device = torch.device(device)
+        self._progress_bar_config: dict[str, Any] = {}
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({self.about.name!r}, members={list(self.manifest.folders)}, "
+            f"condition={self.meta.condition.kind!r}, x_shape={self.meta.x_shape})"
+        )
+
+    @property
+    def about(self) -> About:
+        """Name, credit, classes and defaults."""
+        return self.manifest.description
+
+    @property
+    def meta(self) -> ArtifactMeta:
+        """The first expert's ``member.json``; all experts share x_shape, condition, timestep_shift and encoders."""
+        return self.manifest.meta
+
+    @property
+    def credit_line(self) -> str:
+        """Credit of the data, to print below images; empty if none is due."""
+        if self.about.credit:
+            return f"Trained on: {self.about.credit}"
+
+        return ""
+
+    @cached_property
+    def field(self) -> Ensemble:
+        """Experts and router as one velocity field; loaded on first use.
+
+        Raises:
+            UserError: an artifact is damaged or unusable.
+        """
+        return load_ensemble(self.manifest, self.device, self.about.sample.resident_experts)
+
+    @property
+    def cost(self) -> Cost:
+        """Cost of the images sampled so far."""
+        return self.field.cost(self.meta.x_shape, self.meta.condition)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type in which the networks compute; weights, times and velocities are float32."""
+        precision = resolve_precision(self.about.sample.precision, self.device)
+        (dtype,) = (dtype for dtype, name in call.PRECISIONS.items() if name == precision)
+        return dtype
+
+    @property
+    def experts(self) -> list[nn.Module]:
+        """The experts' networks."""
+        return list(self.field.experts)
+
+    @property
+    def router(self) -> nn.Module | None:
+        """The router's network, if there is one."""
+        return self.field.router
+
+    @own_defaults()
+    def to(
+        self: _Self, *places: torch.device | str | torch.dtype | None, device: Any = None, dtype: Any = None
+    ) -> _Self:
+        """Load all networks onto a device, and choose the dtype in which they compute.
+
+        Args:
+            places: a device, a dtype, or both in any order.
+            device, dtype: the same by name; see ``from_pretrained``. What is not given stays.
+
+        Raises:
+            UserError: torch cannot use them, and the ensemble stays as it is; or as ``field``.
+        """
+        usable, chosen = call.device_and_dtype(*places, device=device, dtype=dtype)
+        if chosen is not None:
+            self.manifest = resolve(self.manifest, precision=call.PRECISIONS[chosen])
+        if usable is None:
+            return self
+        if usable.type == "cuda":
+            configure_cuda()
+
+        vars(self).pop("field", None)  # first, to free its memory
+        self.field = load_ensemble(self.manifest, usable, self.about.sample.resident_experts)
+        self.device = usable
+        return self
+
+    def with_settings(
+        self: _Self,
+        overrides: Sequence[str] = (),
+        source: str = "sample",
+        factors: Sequence[float] | None = None,
+        offered: Sequence[str] = (),
+        /,
+        **arguments: Any,
+    ) -> _Self:
+        """A copy with other settings; it shares the networks.
+
+        Args:
+            overrides, source, offered, arguments: as in ``resolve``.
+            factors: multiply the clusters' weights; see ``Ensemble.reweighted``.
+
+        Raises:
+            UserError: as ``resolve`` and ``Ensemble.reweighted``.
+        """
+        changed = copy(self)
+        changed.manifest = resolve(self.manifest, overrides, source, offered, **arguments)
+        changed.field = self.field
+        if factors is not None:
+            changed.field = self.field.reweighted(listed(factors))
+
+        return changed
+
+    def latents(self, condition: Condition | None, num: int, **more: Any) -> Float[Tensor, "num c h w"]:
+        """Generate ``num`` samples with the ensemble's settings.
+
+        Args:
+            condition: one per sample, or None for the null condition in all.
+            num: number of samples.
+            more: ``batch_size`` and the optional arguments of ``sampler.sample``, such as ``keys``.
+
+        Returns:
+            x_0, float32, on the CPU.
+
+        Raises:
+            UserError: as ``sampler.sample``.
+        """
+        return sample(
+            self.field,
+            condition,
+            num,
+            self.meta.x_shape,
+            self.about.sample,
+            shift=self.meta.timestep_shift,
+            **{"seed": self.about.seed, **more},
+        )
+
+    def decode(self, x_0: Float[Tensor, "n c h w"]) -> UInt8[np.ndarray, "n h w 3"]:
+        """Decode samples to images."""
+        return built_encoder(IMAGE_ENCODERS, self.meta.image_encoder).decode(x_0)
+
+    @cached_property
+    def image_size(self) -> tuple[int, int]:
+        """Height and width of the images, in pixels."""
+        _, height, width, _ = self.decode(torch.zeros(1, *self.meta.x_shape)).shape
+        return height, width
+
+    def encode(self, image: Any) -> Float[Tensor, "n c h w"]:
+        """Encode images to samples x_0, the mean if the encoder gives a posterior.
+
+        Args:
+            image: as in ``call.pixels_of``; or tensors of x_0, [c h w] or [n c h w], if these are no pixels.
+
+        Raises:
+            UserError: another type, shape or range, or the encoder cannot run here.
+        """
+        shape = self.meta.x_shape
+        if isinstance(image, Tensor) and image.shape[-3:] == shape and shape[0] != 3:
+            return image.reshape(-1, *shape).float().cpu()
+
+        encoder = built_encoder(IMAGE_ENCODERS, self.meta.image_encoder)
+        stored = encoder.encode(call.pixels_of(image, *self.image_size))
+        return StoredForm(encoder.stores, self.meta.normalisation).mean(torch.from_numpy(stored))
+
+    def rows(
+        self,
+        prompts: Sequence[str] = (),
+        classes: Sequence[str | int] = (),
+        negative_prompts: Sequence[str] = (),
+        image: Any = None,
+    ) -> list[Row]:
+        """Rows of a grid: one per prompt or class; by default the first ``MAX_ROWS`` classes, or one null condition.
+
+        Args:
+            prompts: texts.
+            classes: names or numbers; a number may be text, unless a class has this name.
+            negative_prompts: one for all or one per prompt; an empty text is the null condition.
+            image: to start from, one for all or one per row, as in ``encode``; None is noise.
+
+        Raises:
+            UserError: not this ensemble's kind of condition, an empty prompt, a class that does not exist, a negative
+                prompt without guidance, or another number, type, shape or range.
+        """
+        kind = self.meta.condition.kind
+        name = self.about.name
+        for word, given in (("prompts", prompts), ("negative_prompt", any(negative_prompts))):
+            if given and kind in ("class", "none"):
+                raise UserError(f"{name} is conditioned on {kind!r}, not on text; leave {word} out")
+
+        if classes and kind != "class":
+            raise UserError(f"{name} is conditioned on {kind!r}, not on class; leave classes out")
+        if any(negative_prompts) and self.about.sample.guidance_scale == 1:
+            raise UserError("negative_prompt: has no effect without guidance; give a guidance_scale, such as 3.0")
+
+        rows = [Row("no condition", "no condition")]
+        if prompts:
+            rows = rows_of_prompts(prompts, self.meta)
+        elif kind == "class":
+            num_classes = self.meta.condition.size
+            rows = rows_of_classes(classes, self.about.class_names or [f"class {c}" for c in range(num_classes)])
+
+        if any(negative_prompts):
+            rows = with_negatives(rows, negative_prompts, self.meta)
+        if image is not None:
+            starts = spread("image", [*self.encode(image)], len(rows))
+            rows = [row._replace(start=start) for row, start in zip(rows, starts, strict=True)]
+
+        return rows
+
+    def images(
+        self,
+        rows: Sequence[Row],
+        num: int,
+        progress: Callable[[float], object] = lambda _: None,
+        trace: Trace | None = None,
+        strength: float = STRENGTH,
+    ) -> Iterator[tuple[int, int, UInt8[np.ndarray, "h w 3"]]]:
+        """Generate ``num`` images per row, in batches that bound the memory.
+
+        A prompt or class that is given twice gets other images in its second row.
+
+        Args:
+            rows: output of ``rows``.
+            num: images per row.
+            progress: called with the number of finished images, fractional.
+            trace: keeps the sampling trajectory of its samples, by (noise key, index).
+            strength: as in ``sampler.sample``, for rows that start from an image.
+
+        Yields:
+            Row, index within the row, and image.
+        """
+        total = num * len(rows)
+        for first in range(0, total, BATCH_SIZE):
+            span = range(first, min(first + BATCH_SIZE, total))
+            x_0 = self.samples(
+                rows,
+                num,
+                span,
+                progress=lambda done, first=first: progress(first + done),
+                trace=trace,
+                strength=strength,
+            )
+            for i, image in zip(span, self.decode(x_0), strict=True):
+                yield i // num, i % num, image
+
+    def samples(
+        self, rows: Sequence[Row], num: int, span: range, batch_size: int = BATCH_SIZE, **more: Any
+    ) -> Float[Tensor, "n c h w"]:
+        """Generate the samples x_0 of the images ``span`` of ``num`` per row.
+
+        Args:
+            rows, num: as in ``images``.
+            span: numbers of the images, from 0 to ``num`` times the number of rows.
+            batch_size: samples computed at once.
+            more: as in ``latents``. With one seed per image, each is its seed's first image of the row.
+        """
+        own = [rows[i // num] for i in span]
+        keys = [row.key(i % num, num) for i, row in zip(span, own, strict=True)]
+        if "seed" in more:
+            keys = [(row.noise, 0) for row in own]
+
+        starts = [row.start for row in own if row.start is not None]
+        return self.latents(
+            _joined([row.condition for row in own]),
+            len(own),
+            negative=_joined([row.negative for row in own]),
+            image=torch.stack(starts) if starts else None,
+            keys=keys,
+            batch_size=batch_size,
+            **more,
+        )
+
+
+def _joined(conditions: Sequence[Condition | None]) -> Condition | None:
+    given = [one for one in conditions if one is not None]
+    return Condition.cat(given) if given else None
