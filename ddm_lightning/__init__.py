@@ -24,21 +24,25 @@ from ddm_lightning.core.compat import ensure_torchvision_importable, hush_xforme
 from ddm_lightning.core.errors import UserError
 
 if TYPE_CHECKING:
+    from ddm_lightning.api import Run
     from ddm_lightning.use.ensemble import DecentralizedEnsemble
 
-__all__ = ["DecentralizedEnsemble", "UserError"]
+__all__ = ["DecentralizedEnsemble", "Run", "UserError"]
 __version__ = "0.2.0"
 ensure_torchvision_importable()
 hush_xformers()
 
 
+_MODULES = {"DecentralizedEnsemble": "ddm_lightning.use.ensemble", "Run": "ddm_lightning.api"}
+
+
 def __getattr__(name: str) -> Any:
-    """Import ``DecentralizedEnsemble``, and with it torch, on first use."""
-    if name != "DecentralizedEnsemble":
+    """Import a class, and with it torch, on first use."""
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     environment.import_matplotlib()
-    return importlib.import_module("ddm_lightning.use.ensemble").DecentralizedEnsemble
+    return getattr(importlib.import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

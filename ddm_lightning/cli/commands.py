@@ -5,49 +5,32 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
-import shutil
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
-from ddm_lightning.cli.islands import (
-    check_positive,
-    command_line,
-    launch_members,
-    print_skipped,
-    show_plan,
-    show_status,
-    table_of,
-)
+from ddm_lightning import api
+from ddm_lightning.cli.islands import command_line, launch_members, print_skipped, show_plan, show_status
 from ddm_lightning.config.experiment import Experiment, SampleConfig
-from ddm_lightning.config.merge import island_of
-from ddm_lightning.core.devices import check_devices, configure_torch
-from ddm_lightning.core.environment import Ranks, check_meeting, leave_ranks
+from ddm_lightning.core.checks import check_positive
+from ddm_lightning.core.devices import configure_torch
+from ddm_lightning.core.environment import check_meeting, leave_ranks
 from ddm_lightning.core.errors import UserError, note, redacted, say
-from ddm_lightning.core.formatting import Bars
 from ddm_lightning.core.processes import STOPPED
 from ddm_lightning.core.registry import require
 from ddm_lightning.ensemble.changes import added, removed, replaced
 from ddm_lightning.ensemble.manifest import EnsembleManifest, assemble
-from ddm_lightning.islands.local import default_jobs, fit_members, fit_on_island
+from ddm_lightning.islands.local import fit_on_island
 from ddm_lightning.islands.publish import published
-from ddm_lightning.islands.shared import (
-    check_free,
-    is_prepared_elsewhere,
-    publish_prepared,
-    pull_ensemble,
-    pull_manifest,
-)
-from ddm_lightning.islands.status import Watch
-from ddm_lightning.members.member import ROUTER, STUDENT, parse_members
-from ddm_lightning.members.preflight import check_networks, check_plugins, check_strategy, is_collected, refuse_stale
+from ddm_lightning.islands.shared import pull_ensemble
+from ddm_lightning.islands.status import Status, Watch
+from ddm_lightning.members.member import ROUTER, parse_members
+from ddm_lightning.members.preflight import check_strategy
 from ddm_lightning.members.run import Run
-from ddm_lightning.members.run_folder import RunFolder, refuse_changed
-from ddm_lightning.members.signatures import PREPARE, check_keys, sign_manifest, verify
+from ddm_lightning.members.run_folder import RunFolder
+from ddm_lightning.members.signatures import verify
 from ddm_lightning.use.download import fetched
 from ddm_lightning.use.ensemble import DecentralizedEnsemble
 from ddm_lightning.use.export import CONDITION_FILE, export_diffusers, export_member, export_peft
@@ -55,35 +38,35 @@ from ddm_lightning.use.saved import manifest_with_about, save_ensemble
 from ddm_lightning.use.settings import resolve
 
 
+def _run(experiment: Experiment, options: argparse.Namespace) -> api.Run:
+    return api.Run(options.config, options.overrides, experiment=experiment)
+
+
 def _prepare(experiment: Experiment, options: argparse.Namespace) -> None:
-    _check(experiment, options)
+    run = _run(experiment, options)
     if options.dry_run:
-        _dry_run(experiment, options)
+        run.check()
+        _dry_run(run, options)
         return
 
-    run = _prepared(experiment, options)
-    prepared = RunFolder.of(experiment).prepared
-    if options.parts is not None:  # a folder without shards is left, and would be taken for the run's shards
-        shutil.rmtree(prepared / "shards", ignore_errors=True)
-
-    if run is None:
+    prepared = run.prepare(prune=options.prune, parts=options.parts)
+    if prepared is None:
         print(f"share {options.parts}: done")
         return
 
-    print(f"shards: {redacted(run.shards)}")
+    print(f"shards: {redacted(Run(experiment).shards)}")
     print(f"report: {prepared / 'report' / 'report.html'}, {prepared / 'clusters.png'}")
     print(f"next: {command_line('fit', options)}")
 
 
-def _dry_run(experiment: Experiment, options: argparse.Namespace) -> None:
+def _dry_run(run: api.Run, options: argparse.Namespace) -> None:
     from ddm_lightning.prepare.dry_run import dry_run, dry_run_table
     from ddm_lightning.prepare.engine import num_gpus_for, num_processes_for
     from ddm_lightning.prepare.filters import filter_table
 
-    prepare = experiment.prepare
+    prepare = run.experiment.prepare
     console = Console()
-    check = partial(check_networks, experiment, source=options.config, overrides=options.overrides)
-    plan = dry_run(experiment, RunFolder.of(experiment).root, check)
+    plan = dry_run(run.experiment, run.folder.root, run.check_sizes)
     num_processes = num_processes_for(prepare, plan.num_parts, plan.num_samples)
     console.print(dry_run_table(plan, num_processes, num_gpus_for(prepare)))
     print(plan.seen)
@@ -97,44 +80,6 @@ def _dry_run(experiment: Experiment, options: argparse.Namespace) -> None:
     print(f"what the members will need (your GPU: add --device NAME): {command_line('plan', options)}")
 
 
-def _check(experiment: Experiment, options: argparse.Namespace, members: Sequence[str] = ()) -> None:
-    check_plugins(experiment, options.config, options.overrides)
-    refuse_changed(experiment)
-    run = Run(experiment)
-    for name in (PREPARE, *members):
-        check_keys(name, run)
-
-
-def _prepared(experiment: Experiment, options: argparse.Namespace) -> Run | None:
-    """Prepare the run, or this machine's share of it, if it is not up to date, and open its folder.
-
-    Returns:
-        None if another machine completes the preparation.
-    """
-    from ddm_lightning.prepare.engine import Reporter
-    from ddm_lightning.prepare.share import Share
-    from ddm_lightning.prepare.stages import prepare
-
-    parts = getattr(options, "parts", None)  # fit has neither --parts nor --prune
-    share = None if parts is None else Share.parse(parts)
-    folder = RunFolder.of(experiment).root
-    check = partial(check_networks, experiment, source=options.config, overrides=options.overrides, initial=True)
-    check_free(Run(experiment), parts=share is not None)
-    with Bars(Console(), transient=True) as bars:
-        reporter = Reporter(bars)
-        manifest = prepare(experiment, folder, reporter, check, getattr(options, "prune", False), share)
-        if manifest is None:
-            return None
-
-        check(manifest)  # also if it is up to date
-        # Only now: after an error in prepare, the corrected experiment may use the same folder.
-        run = Run.open(experiment, create=True)
-        sign_manifest(run)
-        publish_prepared(run, lambda done, total: reporter.advance("publish", done, total))
-
-    return run
-
-
 def _one_member(experiment: Experiment, options: argparse.Namespace) -> str:
     members = parse_members(options.member, experiment)
     if len(members) != 1:
@@ -146,103 +91,54 @@ def _one_member(experiment: Experiment, options: argparse.Namespace) -> str:
 def _fit(experiment: Experiment, options: argparse.Namespace) -> int | None:
     members = parse_members(options.member, experiment)
     check_positive("--jobs", options.jobs)
-    is_alone = len(members) == 1 and options.member != "all"  # "all" is assembled, too, even if it is one expert
-    for member in members:
-        island = island_of(member, experiment)
-        check_devices(island.accelerator, island.devices)
-        if island.nodes > 1 and not is_alone:
-            raise UserError(f"key 'island.nodes' = {island.nodes}: start fit on each node with member={member} alone")
+    if len(members) == 1 and options.member != "all":  # "all" is assembled, too, even if it is one expert
+        return _fit_here(members[0], _run(experiment, options), options)
 
-    if is_alone:
-        return _fit_one(members[0], experiment, options)
-
-    return _fit_several(members, experiment, options)
+    return _fit_several(members, _run(experiment, options), options)
 
 
-def _fit_one(member: str, experiment: Experiment, options: argparse.Namespace) -> int | None:
-    experiment = replace(experiment, island=island_of(member, experiment))
-    _check(experiment, options, [member])
-    run = Run(experiment)
-    if member == STUDENT and run.url:  # it needs its teacher
-        pull_ensemble(run)
-    else:
-        pull_manifest(run)
-
-    manifest = run.manifest  # raises unless the shards are prepared; an island does not prepare them
-    if not run.folder.experiment.exists():
-        check_networks(experiment, manifest, options.config, options.overrides)
-
-    state = fit_on_island(run.member(member), run)
+def _fit_here(member: str, run: api.Run, options: argparse.Namespace) -> int | None:
+    """Train one member in this process."""
+    opened = run.to_train(member)
+    state = fit_on_island(opened.member(member), opened)
     if state == "stopped":
         return STOPPED
     if state == "done":
-        print_skipped([member], run, options)
+        print_skipped([member], opened, options)
         print(f"artifact: {run.folder.artifact(member)}\ncurves: tensorboard --logdir {run.folder.root}")
 
     return None
 
 
-def _fit_several(members: list[str], experiment: Experiment, options: argparse.Namespace) -> int | None:
-    console = Console()
-    check_strategy(experiment.sample, options.config, options.overrides)
-    started = Ranks.read().world_size
-    if started > 1:
-        raise UserError(f"{started} processes of fit were started, as by torchrun; start it once, or name a member")
-
-    leave_ranks()
-    run = Run(experiment)
-    if is_prepared_elsewhere(run):
-        pull_ensemble(run)
-    elif not is_collected(members, run):
-        _check(experiment, options, members)
-        _prepared(experiment, options)
-
-    run = Run.open(experiment, create=True)
-    refuse_stale([run.member(member) for member in members], run)
-    failures = fit_members(members, run, options.jobs or default_jobs(members, experiment), console)
-    console.print(table_of(run, Watch(run).look(), console.width))
-    print_skipped(members, run, options)
-    if failures:
-        for member, failure in failures.items():
+def _fit_several(members: list[str], run: api.Run, options: argparse.Namespace) -> int | None:
+    opened = Run(run.experiment)
+    try:
+        status = run.fit(options.member, jobs=options.jobs)
+    except api.FitError as error:
+        Console().print(Status(opened, Watch(opened).look()))
+        print_skipped(members, opened, options)
+        for member, failure in error.failures.items():
             say(f"{member}: {failure.reason}")
 
         say(f"logs: {run.folder.root / 'members'}; run the same command again to train the rest")
-        codes = {failure.code for failure in failures.values()}
+        codes = {failure.code for failure in error.failures.values()}
         if codes in ({2}, {STOPPED}):
             return codes.pop()
 
         return 1
 
-    if all(map(run.is_finished, run.names)):
-        _assemble(run, options)
+    Console().print(status)
+    print_skipped(members, opened, options)
+    if all(map(opened.is_finished, opened.names)):
+        print(f"ensemble: {run.folder.ensemble}\nsamples: {run.grid}")
+        clusters = run.folder.prepared / "clusters.png"
+        if clusters.exists():
+            print(f"clusters: {clusters}")
+
+        print(f"next: {_sample_command(run.experiment, options)}")
 
     print(f"curves: tensorboard --logdir {run.folder.root}")
     return None
-
-
-def _assemble(run: Run, options: argparse.Namespace) -> None:
-    """Assemble the ensemble, and generate its samples if they are missing or of other members."""
-    experiment = run.experiment
-    is_new = assemble(run)
-    grid = _grid(experiment)
-    if grid.exists() and not is_new:
-        print("all members are finished and their samples are there: nothing to do")
-    else:
-        from ddm_lightning.use.samples import write_samples
-
-        ensemble = DecentralizedEnsemble.open(experiment, partial=True)
-        write_samples(ensemble, grid, experiment.sample.prompts, show_progress=True)
-
-    print(f"ensemble: {run.folder.ensemble}\nsamples: {grid}")
-    clusters = run.folder.prepared / "clusters.png"
-    if clusters.exists():
-        print(f"clusters: {clusters}")
-
-    print(f"next: {_sample_command(experiment, options)}")
-
-
-def _grid(experiment: Experiment) -> Path:
-    return RunFolder.of(experiment).samples / f"{experiment.sample.strategy}.png"
 
 
 def _sample_command(experiment: Experiment, options: argparse.Namespace) -> str:
@@ -323,27 +219,19 @@ def _grid_to_write(experiment: Experiment, settings: SampleConfig, options: argp
 
 
 def _evaluate(experiment: Experiment, options: argparse.Namespace) -> None:
-    check_strategy(experiment.sample, options.config, options.overrides)
-    check_devices(experiment.island.accelerator, 1)
-
-    from ddm_lightning.evaluation.evaluate import evaluate
-
-    found = evaluate(Run(experiment), options.images, options.out, show_progress=True)
-    if found is not None:
-        path, table = found
-        Console().print(table)
-        print(f"results: {path}")
+    results = _run(experiment, options).evaluate(options.images, options.out)
+    if results is not None:
+        Console().print(results)
+        print(f"results: {results.path}")
 
 
 def _diagnose(experiment: Experiment, options: argparse.Namespace) -> None:
     check_positive("--num", options.num)
-    check_devices(experiment.island.accelerator, 1)
-    run = Run.open(experiment)
+    run = _run(experiment, options)
+    figures = run.diagnose(options.strategy, options.num)
 
-    from ddm_lightning.evaluation.diagnosis import diagnose
     from ddm_lightning.evaluation.diagnosis_report import diagnosis_lines, diagnosis_table
 
-    figures = diagnose(run, options.strategy, options.num, options.overrides, show_progress=True)
     Console().print(diagnosis_table(figures))
     print(*diagnosis_lines(figures), sep="\n")
     print(f"diagnosis: {run.folder.root / 'diagnosis' / 'diagnosis.json'}, and figures beside it")
@@ -386,7 +274,7 @@ def _ema(experiment: Experiment, options: argparse.Namespace) -> None:
     print(f"artifact: {run.folder.artifact(member)}")
     if run.folder.ensemble.exists() and member in run.names:
         assemble(run)
-        _grid(experiment).unlink(missing_ok=True)  # from other weights; fit and sample make it again
+        _run(experiment, options).grid.unlink(missing_ok=True)  # from other weights; fit and sample make it again
         print(f"ensemble: {run.folder.ensemble}\nnext: {_sample_command(experiment, options)}")
 
 
@@ -482,10 +370,9 @@ def run_command(experiment: Experiment, options: argparse.Namespace) -> int:
         _print_captions(experiment, options)
         return 0
 
-    # Only the first rank of ``evaluate`` fetches; the others wait for it.
-    if options.command in _NEED_ENSEMBLE and Ranks.read().rank == 0:
+    if options.command in _NEED_ENSEMBLE:
         member = experiment.sample.member
-        if options.command == "diagnose" or getattr(options, "to", None) in ("ensemble", "peft"):
+        if getattr(options, "to", None) in ("ensemble", "peft"):
             member = None  # it needs all
 
         pull_ensemble(Run(experiment), member)
@@ -493,7 +380,7 @@ def run_command(experiment: Experiment, options: argparse.Namespace) -> int:
     return COMMANDS[options.command](experiment, options) or 0
 
 
-_NEED_ENSEMBLE = ("sample", "demo", "evaluate", "diagnose", "export")
+_NEED_ENSEMBLE = ("sample", "demo", "export")
 
 COMMANDS: Mapping[str, Callable[[Experiment, argparse.Namespace], int | None]] = {
     "prepare": _prepare,

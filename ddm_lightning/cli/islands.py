@@ -11,15 +11,15 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.live import Live
-from rich.table import Table
 
 from ddm_lightning.config.experiment import Experiment
-from ddm_lightning.core.errors import UserError, note, redacted
+from ddm_lightning.core.checks import check_positive
+from ddm_lightning.core.errors import UserError, note
 from ddm_lightning.core.registry import LAUNCHERS
 from ddm_lightning.islands import plan, plan_tables
 from ddm_lightning.islands.launch import build_launcher, cancel, jobs_of, launch
 from ddm_lightning.islands.shared import pull_manifest
-from ddm_lightning.islands.status import NOTES, Seen, Watch, preparing_line, status_table
+from ddm_lightning.islands.status import NOTES, Seen, Status, Watch, open_to_watch
 from ddm_lightning.members.member import parse_members
 from ddm_lightning.members.run import Run
 from ddm_lightning.training.guard import skipped_of
@@ -101,10 +101,7 @@ def _by_price(one: plan.Plan) -> tuple[bool, bool, float]:
 
 def show_status(experiment: Experiment, options: argparse.Namespace) -> None:
     """Run ``status``: print the table once, repeatedly or as JSON, or write it as a page."""
-    run = Run(experiment)
-    if not (experiment.remote or preparing_line(run)):
-        run = Run.open(experiment)
-
+    run = open_to_watch(experiment)
     if options.watch:
         _watch(run)
         return
@@ -127,7 +124,7 @@ def show_status(experiment: Experiment, options: argparse.Namespace) -> None:
     if run.url and not console.is_terminal:
         console.width = max(console.width, _SHARED_WIDTH)
 
-    console.print(table_of(run, members, console.width))
+    console.print(Status(run, members))
     states = {seen.health for seen in members}
     for state, meaning in NOTES.items():
         if state in states:
@@ -146,7 +143,7 @@ def _watch(run: Run) -> None:
         while True:
             try:
                 members = watch.look()
-                live.update(table_of(run, members, live.console.width), refresh=True)
+                live.update(Status(run, members), refresh=True)
                 if all(seen.health == "done" for seen in members):
                     return
 
@@ -170,21 +167,6 @@ def print_skipped(members: Sequence[str], run: Run, options: argparse.Namespace)
             steps = "1 step" if num == 1 else f"{num} steps"
             replay = f"{command_line('replay', options)} member={member}"
             print(f"{member}: skipped {steps} without a finite gradient; see {replay}")
-
-
-def table_of(run: Run, members: Sequence[Seen], width: int) -> Table:
-    """Table of the run's members, on all islands if it has a URL."""
-    title = redacted(run.url or str(run.folder.root))
-    table = status_table(title, members, width)
-    table.caption = preparing_line(run)
-    table.caption_justify = "left"
-    return table
-
-
-def check_positive(option: str, value: int | None) -> None:
-    """Refuse an option's number below 1."""
-    if value is not None and value < 1:
-        raise UserError(f"{option} {value}: must be at least 1")
 
 
 def command_line(name: str, options: argparse.Namespace) -> str:

@@ -167,6 +167,12 @@ def narrowed(kind: Any, own: Field[Any]) -> Any:
     return kind
 
 
+def check_positive(name: str, value: int | None) -> None:
+    """Refuse an option or argument below 1."""
+    if value is not None and value < 1:
+        raise UserError(f"{name} {value}: must be at least 1")
+
+
 def check(value: Any, kind: Any, key: str, source: str, references: bool = True) -> None:
     """Check settings against ``kind``; missing values pass.
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from rich import box, filesize
 from rich.console import Console
+from rich.jupyter import JupyterMixin
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -22,6 +23,7 @@ from rich.text import Text
 
 LINE_SECONDS = 30.0
 """Interval of the lines that are printed instead of bars when there is no terminal."""
+_NOTEBOOK_SECONDS = 0.5
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -59,8 +61,19 @@ def table(
     return found
 
 
+class Shown(JupyterMixin):
+    """Base of what ``print``, rich and notebooks show as rich renders it."""
+
+    def __repr__(self) -> str:
+        console = Console(force_jupyter=False)
+        with console.capture() as text:
+            console.print(self)
+
+        return text.get()
+
+
 class Bars(Progress):
-    """Progress bars on a terminal; elsewhere a line about the running tasks every ``LINE_SECONDS``, if it is new.
+    """Progress bars on a terminal or in a notebook; elsewhere a line about the running tasks, if it is new.
 
     Args:
         console: by default stderr.
@@ -71,10 +84,12 @@ class Bars(Progress):
     def __init__(self, console: Console | None = None, *, show: bool = True, transient: bool = False) -> None:
         console = console or Console(stderr=True)
         # Colours that a variable forces into a file do not make it a screen.
-        is_screen = console.is_interactive and (console.file.isatty() or console.is_jupyter)
+        is_screen = console.is_interactive and console.file.isatty()
         self._shows_lines = show and not is_screen
+        self._is_transient = transient
         self._over = threading.Event()
-        self._lines = threading.Thread(target=self._print_lines, name="progress", daemon=True)
+        show_lines = self._draw_in_notebook if console.is_jupyter else self._print_lines
+        self._lines = threading.Thread(target=show_lines, name="progress", daemon=True)
         super().__init__(
             TextColumn("{task.description:<10}"),
             BarColumn(),
@@ -90,6 +105,11 @@ class Bars(Progress):
         """Show the bars, or begin to print lines."""
         super().start()
         if self._shows_lines:
+            if self.console.is_jupyter:
+                from IPython.display import display
+
+                self._drawing = display(self, display_id=True)  # type: ignore[no-untyped-call]
+
             self._lines.start()
 
     def stop(self) -> None:
@@ -118,6 +138,16 @@ class Bars(Progress):
                 self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
             last = line
+
+    def _draw_in_notebook(self) -> None:
+        """Redraw the bars in the output of their cell, for which rich alone would need ipywidgets."""
+        over = False
+        while not over:
+            over = self._over.wait(_NOTEBOOK_SECONDS)
+            self._drawing.update(self)
+
+        if self._is_transient:
+            self._drawing.update({"text/plain": ""}, raw=True)
 
 
 def _line_of(task: Task) -> str:

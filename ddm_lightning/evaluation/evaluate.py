@@ -6,7 +6,6 @@ import json
 import platform
 import shutil
 import subprocess
-from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import timedelta
 from importlib.metadata import version
@@ -24,7 +23,7 @@ from ddm_lightning.core.devices import device_of
 from ddm_lightning.core.environment import Ranks
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write, atomic_write_json, read_json, sha256_file, sha256_json
-from ddm_lightning.core.formatting import Bars, table
+from ddm_lightning.core.formatting import Bars, Shown, table
 from ddm_lightning.core.grids import labelled_grid, save_png, scale_of
 from ddm_lightning.core.registry import METRICS
 from ddm_lightning.evaluation import image_sets
@@ -41,6 +40,28 @@ NEAR_QUANTILE = 0.05
 """Share of held-out images that count as near to a training image."""
 
 
+class Results(Shown, dict[str, Any]):
+    """Content of ``evaluation.json``, shown as a table of its scores."""
+
+    path: Path
+    """The file."""
+
+    def __rich__(self) -> Table:
+        rows = []
+        for name, score in self["scores"].items():
+            interval = "" if score["low"] is None else f"{score['low']:.4g} to {score['high']:.4g}"
+            rows.append((name, f"{score['value']:.4g}", interval))
+
+        memorised = self["memorisation"]
+        if memorised is not None:
+            expected = f"held-out images: {memorised['expected_share']:.0%}"
+            rows.append(("samples near a training image", f"{memorised['share_nearer']:.1%}", expected))
+
+        real = self["reference"]
+        title = f"{self['num_generated']:,} images against {real['num']:,} of {real['images']}"
+        return table(("score", "value", "95 % interval"), rows, title, ["score"])
+
+
 class Evaluation:
     """One comparison of generated with reference images, checked before anything is generated.
 
@@ -55,7 +76,7 @@ class Evaluation:
             metric that needs them, or a results folder of other settings.
     """
 
-    def __init__(self, run: Run, images: Path | None, out: Path | None) -> None:
+    def __init__(self, run: Run, images: str | Path | None, out: str | Path | None) -> None:
         self.run = run
         self.experiment = experiment = run.experiment
         self.settings = experiment.evaluate
@@ -68,7 +89,7 @@ class Evaluation:
         def of_shards(side: str, max_num: int | None = None) -> ShardImages:
             return ShardImages(run.folder.shards, manifest, side, max_num)
 
-        self.generated: ImageSet = FileImages(images) if images else Generated(run, manifest)
+        self.generated: ImageSet = FileImages(Path(images)) if images else Generated(run, manifest)
         wanted = self.settings.reference
         is_side = wanted in (HELD_OUT, TRAIN)
         self.reference: ImageSet = of_shards(wanted) if is_side else FileImages(Path(wanted).expanduser())
@@ -97,7 +118,7 @@ class Evaluation:
 
         self.folder = self._open(out)
 
-    def _open(self, out: Path | None) -> Path:
+    def _open(self, out: str | Path | None) -> Path:
         """Find the results folder, refuse one with other settings, and write the settings into it."""
         generated = self.generated
         sample = self.experiment.sample
@@ -109,7 +130,7 @@ class Evaluation:
             self.origin["images_sha256"] = generated.sha256
             name = "images"
 
-        folder = out or self.run.folder.root / "evaluation" / f"{name}-{sha256_json(self.origin)[:8]}"
+        folder = Path(out or self.run.folder.root / "evaluation" / f"{name}-{sha256_json(self.origin)[:8]}")
         path = folder / SETTINGS_FILE
         remedy = "give another folder with --out"
         if path.exists():
@@ -237,23 +258,25 @@ class Evaluation:
             "median_distance_of_held_out": float(of_held_out.median()),
         }
 
-    def write(self) -> tuple[Path, Table]:
-        """Compute everything, write ``evaluation.json`` and return its path and a table."""
+    def write(self) -> Results:
+        """Compute everything, and write and return ``evaluation.json``."""
         scores = self.scores()
         memorised = self.memorisation()
         generated = self.generated
         real = self.reference
-        document = {
-            **self.origin,
-            "num_generated": generated.num,
-            "image_shape": list(generated.shape),
-            "reference": {"images": real.name, "num": real.num, "sha256": real.sha256},
-            "metrics": [asdict(plugin) for plugin in self.settings.metrics],
-            "features": [metric.provenance for metric in self.by_features],
-            "scores": {name: score._asdict() for name, score in scores.items()},
-            "memorisation": memorised,
-            "device": f"{platform.processor() or platform.machine()}, torch {torch.__version__}",
-        }
+        document = Results(
+            {
+                **self.origin,
+                "num_generated": generated.num,
+                "image_shape": list(generated.shape),
+                "reference": {"images": real.name, "num": real.num, "sha256": real.sha256},
+                "metrics": [asdict(plugin) for plugin in self.settings.metrics],
+                "features": [metric.provenance for metric in self.by_features],
+                "scores": {name: score._asdict() for name, score in scores.items()},
+                "memorisation": memorised,
+                "device": f"{platform.processor() or platform.machine()}, torch {torch.__version__}",
+            }
+        )
         path = self.folder / RESULT_FILE
         if path.exists():  # of the same images; other metrics or another reference get a file of their own
             before = read_json(path, "earlier scores", "delete it")
@@ -262,25 +285,13 @@ class Evaluation:
                 path = path.with_stem(f"{path.stem}-{sha256_json(compared)[:8]}")
 
         atomic_write_json(path, document)
-        return path, _table(f"{generated.num:,} images against {real.num:,} of {real.name}", scores, memorised)
+        document.path = path
+        return document
 
 
 def _image(images: ImageSet, row: int) -> image_sets.Images:
     rows = parts(images)[row // image_sets.PART_SIZE]
     return images.images(rows)[row - rows.start]
-
-
-def _table(title: str, scores: Mapping[str, Score], memorised: Mapping[str, Any] | None) -> Table:
-    rows = []
-    for name, score in scores.items():
-        interval = "" if score.low is None else f"{score.low:.4g} to {score.high:.4g}"
-        rows.append((name, f"{score.value:.4g}", interval))
-
-    if memorised is not None:
-        expected = f"held-out images: {memorised['expected_share']:.0%}"
-        rows.append(("samples near a training image", f"{memorised['share_nearer']:.1%}", expected))
-
-    return table(("score", "value", "95 % interval"), rows, title, ["score"])
 
 
 def _commit() -> str:
@@ -299,8 +310,8 @@ def _code_sha256() -> str:
 
 
 def evaluate(
-    run: Run, images: Path | None, out: Path | None, *, show_progress: bool = False
-) -> tuple[Path, Table] | None:
+    run: Run, images: str | Path | None, out: str | Path | None, *, show_progress: bool = False
+) -> Results | None:
     """Generate and compare; see ``Evaluation``. All ranks of torchrun call it; only rank zero gets a result."""
     mine = Ranks.read()
     if mine.world_size == 1:

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import matplotlib as mpl
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
+from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
@@ -55,7 +56,7 @@ def write_page(path: Path, members: Sequence[Seen], run: Run) -> None:
         rows=rows_of(members),
         colours=colours,
         notes={seen.health: NOTES[seen.health] for seen in members if seen.health in NOTES},
-        charts=[(figure, Markup(_chart(figure, curves, colours))) for figure in figures],
+        charts=[(figure, Markup(_chart(figure, curves))) for figure in figures],
     )
     atomic_write_text(path, page)
 
@@ -103,33 +104,65 @@ def read_curves(name: str, run: Run) -> Curves:
     return curves
 
 
+class CurvesFigure(Figure):
+    """A figure that notebooks show, also before anything has imported pyplot."""
+
+    def _repr_png_(self) -> bytes:
+        stream = io.BytesIO()
+        self.savefig(stream, format="png")
+        return stream.getvalue()
+
+
+def losses_figure(run: Run) -> CurvesFigure:
+    """Draw the losses of all members that have started: those of experts, and the router's.
+
+    Raises:
+        UserError: the URL cannot be read.
+    """
+    curves = {name: read_curves(name, run) for name in run.started}
+    with mpl.rc_context(_STYLE):
+        figure = CurvesFigure(figsize=(9.6, 3.0), layout="constrained")
+        for axes, loss in zip(figure.subplots(1, 2), ("loss", "cross_entropy"), strict=True):
+            axes.set_title(loss)
+            _draw(axes, loss, curves)
+            if axes.lines:
+                axes.legend()
+
+    return figure
+
+
 def _figure_of(tag: str) -> str:
     """What a curve shows: its tag without its group, and without the split."""
     return re.sub(r"^(\d_\w+/)?((train|held_out)/)?", "", tag)
 
 
-def _chart(figure: str, curves: Mapping[str, Curves], colours: Mapping[str, str]) -> str:
-    """Draw one figure of all members as SVG: held-out values with dots, and faint those of training beside them."""
+def _chart(figure: str, curves: Mapping[str, Curves]) -> str:
+    """Draw one figure of all members as SVG."""
     with mpl.rc_context(_STYLE):
         drawing = Figure(figsize=(4.4, 2.3), layout="constrained")
-        axes = drawing.add_subplot()
-        for name, found in curves.items():
-            for tag, (steps, values) in found.items():
-                if _figure_of(tag) != figure:
-                    continue
-
-                line = "o-" if "held_out/" in tag else "-"
-                if len(steps) < _FEW_POINTS:  # a line would pretend to a curve
-                    line = "o"
-
-                is_faint = "train/" in tag and tag.replace("train/", "held_out/") in found
-                alpha = 0.4 if is_faint else 1.0
-                axes.plot(steps, values, line, color=colours[name], alpha=alpha, linewidth=1.0, markersize=2.5)
-
-        axes.grid(axis="y", color="0.9")
-        axes.set_xlabel("optimizer step")
+        _draw(drawing.add_subplot(), figure, curves)
         stream = io.StringIO()
         drawing.savefig(stream, format="svg", metadata={"Date": None})
 
     text = stream.getvalue()
     return text[text.index("<svg") :]
+
+
+def _draw(axes: Axes, figure: str, curves: Mapping[str, Curves]) -> None:
+    """Draw one figure of all members: held-out values with dots, and faint those of training beside them."""
+    for number, (name, found) in enumerate(curves.items()):
+        for tag, (steps, values) in found.items():
+            if _figure_of(tag) != figure:
+                continue
+
+            line = "o-" if "held_out/" in tag else "-"
+            if len(steps) < _FEW_POINTS:  # a line would pretend to a curve
+                line = "o"
+
+            is_faint = "train/" in tag and tag.replace("train/", "held_out/") in found
+            alpha = 0.4 if is_faint else 1.0
+            label = f"_{name}" if is_faint else name  # the legend skips names that begin so
+            axes.plot(steps, values, line, color=f"C{number}", alpha=alpha, linewidth=1.0, markersize=2.5, label=label)
+
+    axes.grid(axis="y", color="0.9")
+    axes.set_xlabel("optimizer step")

@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions
 from rich.table import Table
 
+from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core import checks, remote
-from ddm_lightning.core.errors import UserError
-from ddm_lightning.core.formatting import format_duration, table
+from ddm_lightning.core.errors import UserError, redacted
+from ddm_lightning.core.formatting import Shown, format_duration, table
 from ddm_lightning.islands import lease
 from ddm_lightning.members.member import all_members, batch_size_of
 from ddm_lightning.members.run import Run
@@ -55,6 +56,39 @@ class Seen:
             "starts": self.starts,
             "seconds_left": self.seconds_left,
         }
+
+
+class Status(Shown, list[Seen]):
+    """Members of a run: a list, shown as a table.
+
+    Args:
+        run: their run.
+        members: as ``Watch.look`` returns them.
+    """
+
+    def __init__(self, run: Run, members: Iterable[Seen]) -> None:
+        super().__init__(members)
+        self.title = redacted(run.url or str(run.folder.root))
+        self.caption = preparing_line(run)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
+        found = status_table(self.title, self, options.max_width)
+        found.caption = self.caption
+        found.caption_justify = "left"
+        yield found
+
+
+def open_to_watch(experiment: Experiment) -> Run:
+    """Open a run to look at its members, perhaps while it is being prepared.
+
+    Raises:
+        UserError: it neither has a URL nor has begun here, or the URL cannot be read.
+    """
+    run = Run(experiment)
+    if run.url or preparing_line(run):
+        return run
+
+    return Run.open(experiment)
 
 
 class Watch:
