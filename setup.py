@@ -1,10 +1,12 @@
 """Packaging. The bounds are explained in CONTRIBUTING.md, section "Pins"."""
 
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
+VERSION = re.search('^__version__ = "(.+)"$', (HERE / "ddm_lightning" / "__init__.py").read_text("utf-8"), re.MULTILINE)
 
 # Lower bounds and known-bad versions only; constraints.txt has what this repository is tested with. The extras have
 # upper bounds where pip would otherwise try old releases for many minutes: Streaming asks for transformers below 5,
@@ -108,19 +110,38 @@ TEST = [
 
 setup(
     name="ddm_lightning",
-    version="0.2.0",
+    version=VERSION.group(1),
     description="Decentralized Diffusion Models: experts trained on islands that share no network",
     long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
+    keywords=["diffusion models", "flow matching", "mixture of experts", "decentralized training", "text to image"],
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Environment :: GPU :: NVIDIA CUDA",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: MacOS",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3 :: Only",
+        *(f"Programming Language :: Python :: 3.{minor}" for minor in range(10, 14)),
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Topic :: Scientific/Engineering :: Image Processing",
+        "Typing :: Typed",
+    ],
     python_requires=">=3.10",
-    packages=[*find_packages(include=["ddm_lightning", "ddm_lightning.*"]), "ddm_data"],
-    package_dir={"ddm_data": "data/ddm_data"},
+    # ddm_data's code is always there, and the extras demo, earth and mix bring what it needs. The experiments become a
+    # folder in the package; in a checkout they stay at the top.
+    packages=[*find_packages(include=["ddm_lightning", "ddm_lightning.*"]), "ddm_data", "ddm_lightning.experiments"],
+    package_dir={"ddm_data": "data/ddm_data", "ddm_lightning.experiments": "experiments"},
     package_data={
-        "ddm_lightning": ["py.typed", "use/templates/*.j2", "prepare/templates/*.j2", "islands/templates/*.j2"]
+        "ddm_lightning": ["py.typed", "use/templates/*.j2", "prepare/templates/*.j2", "islands/templates/*.j2"],
+        "ddm_lightning.experiments": ["*.yaml"],
     },
     install_requires=REQUIRED,
     extras_require={
+        "data": [*DEMO, *EARTH, *MIX],
         "demo": DEMO,
         "arrow": ARROW,
         "earth": EARTH,

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ddm_lightning.use.ensemble import DecentralizedEnsemble
 
 __all__ = ["DecentralizedEnsemble", "Run", "UserError"]
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 ensure_torchvision_importable()
 hush_xformers()
 
