@@ -198,7 +198,7 @@ def require(wanted_by: str, *names: str, extra: str = "demo") -> None:
             distribution(name)
         except PackageNotFoundError:
             raise UserError(
-                f"{wanted_by} needs the package {name!r}; install it with: pip install -e '.[{extra}]'"
+                f"{wanted_by} needs the package {name!r}; install it with: pip install 'ddm_lightning[{extra}]'"
             ) from None
 
 

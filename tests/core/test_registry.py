@@ -157,7 +157,7 @@ def test_a_missing_package_names_the_command_that_installs_it(
         raise registry.PackageNotFoundError(package)
 
     monkeypatch.setattr(registry, "distribution", nothing_installed)
-    with pytest.raises(UserError, match=rf"pip install -e '\.\[{extra}\]'"):
+    with pytest.raises(UserError, match=rf"pip install 'ddm_lightning\[{extra}\]'"):
         kinds.build(name, params)
 
 

@@ -271,4 +271,6 @@ def test_what_demo_refuses(finished_run, tmp_path, capsys, monkeypatch):
         raise PackageNotFoundError(name)
 
     monkeypatch.setattr(registry, "distribution", missing)
-    assert refused(*run) == "error: demo needs the package 'gradio'; install it with: pip install -e '.[page]'\n"
+    assert (
+        refused(*run) == "error: demo needs the package 'gradio'; install it with: pip install 'ddm_lightning[page]'\n"
+    )

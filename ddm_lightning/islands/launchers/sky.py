@@ -155,6 +155,8 @@ def _program() -> str:
     """SkyPilot beside this interpreter, or another on the path, as it often has an environment of its own."""
     program = shutil.which("sky", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
     if program is None:
-        raise UserError("launch --on sky needs SkyPilot; install it with: pip install -e '.[sky]' 'skypilot[aws]'")
+        raise UserError(
+            "launch --on sky needs SkyPilot; install it with: pip install 'ddm_lightning[sky]' 'skypilot[aws]'"
+        )
 
     return program
