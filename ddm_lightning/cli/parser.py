@@ -17,18 +17,19 @@ from ddm_lightning.core.registry import LAUNCHERS, STRATEGIES
 
 _EXAMPLES = """\
 from images to an ensemble, on this machine:
-  python -m ddm_lightning fit -c experiments/emoji_4x.yaml
-  python -m ddm_lightning sample -c experiments/emoji_4x.yaml --prompt "red apple" --num 8
+  python -m ddm_lightning init emoji_4x
+  python -m ddm_lightning fit -c emoji_4x.yaml
+  python -m ddm_lightning sample -c emoji_4x.yaml --prompt "red apple" --num 8
 on islands that share nothing but an address:
-  python -m ddm_lightning prepare -c experiments/emoji_4x.yaml remote=s3://bucket/emoji_4x
-  python -m ddm_lightning launch -c experiments/emoji_4x.yaml remote=s3://bucket/emoji_4x --on slurm
+  python -m ddm_lightning prepare -c emoji_4x.yaml remote=s3://bucket/emoji_4x
+  python -m ddm_lightning launch -c emoji_4x.yaml remote=s3://bucket/emoji_4x --on slurm
 completion by Tab of the short name ddm-lightning (extra [completion]):
   eval "$(register-python-argcomplete ddm-lightning)"
 """
 
 
 _RESUMABLE = ("prepare", "fit", "evaluate")
-_PLACE = "experiment file (see experiments/)"
+_PLACE = "experiment file (init writes one)"
 _PLACES = {
     **dict.fromkeys(
         ("sample", "demo", "evaluate", "export"), f"{_PLACE}, or folder or URL of a run or of a saved ensemble"
@@ -51,6 +52,19 @@ class _Describe(argparse.Action):
         parser.exit()
 
 
+class _Version(argparse.Action):
+    """Print versions and device, and exit; torch is imported for no other option."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        import torch
+
+        from ddm_lightning.core.devices import devices_named
+
+        print(f"ddm_lightning {__version__}\ntorch {torch.__version__}")
+        print(f"device: {devices_named('auto', torch.cuda.device_count())}")
+        parser.exit()
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of every command."""
     parser = argparse.ArgumentParser(
@@ -59,8 +73,11 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"ddm_lightning {__version__}")
+    parser.add_argument(
+        "--version", action=_Version, nargs=0, help="show the versions of package and torch, and device"
+    )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    _add_init(commands)
 
     def add(name: str, text: str, *, exclusive: bool = False) -> argparse._ActionsContainer:
         command = commands.add_parser(name, help=text, description=text)
@@ -176,6 +193,24 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_init(commands: Any) -> None:
+    """Add ``init``, which takes the name of a shipped experiment."""
+    text = "List the experiments that come with the package, or write one into a file of yours."
+    init = commands.add_parser("init", help=text, description=text)
+    name = init.add_argument("name", nargs="?", metavar="NAME", help="experiment to write (default: list all)")
+    name.completer = _experiments
+    init.add_argument("overrides", nargs="*", metavar="key=value", help="settings to write, such as seed=1")
+    init.add_argument("--images", metavar="DIR", help="folder or URL of your images, for folder_4x")
+    init.add_argument("--out", type=Path, metavar="FILE", help="file to write (default: NAME.yaml in this folder)")
+
+
+def _experiments(**_: Any) -> list[str]:
+    """Names of the shipped experiments, for a shell's completion."""
+    from ddm_lightning.cli.init import shipped
+
+    return list(shipped())
+
+
 def _add_ensemble(commands: Any) -> None:
     """Add ``ensemble``, whose actions take no experiment."""
     text = "Add, remove or replace an expert; writes a new ensemble."
@@ -253,6 +288,16 @@ def _run(options: argparse.Namespace) -> int:
         from ddm_lightning.cli.commands import change_ensemble
 
         change_ensemble(options)
+        return 0
+
+    if options.command == "init":
+        from ddm_lightning.cli.init import list_experiments, write_experiment
+
+        if options.name is None:
+            list_experiments()
+        else:
+            write_experiment(options)
+
         return 0
 
     from ddm_lightning.config.load import load_experiment, to_yaml

@@ -94,7 +94,7 @@ def _without_old_keys(record: DictConfig) -> DictConfig:
     return OmegaConf.create(checks.kept(OmegaConf.to_container(record), Experiment))
 
 
-def read_yaml(path: Path, remedy: str = "experiments/ has examples") -> DictConfig:
+def read_yaml(path: Path, remedy: str = "the command init writes one") -> DictConfig:
     """Read a mapping from a YAML file, leaving references unresolved.
 
     Args:

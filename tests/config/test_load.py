@@ -72,7 +72,7 @@ def test_a_file_that_is_not_there_is_refused(tmp_path):
     missing, below = tmp_path / "no.yaml", tmp_path / "file" / "e.yaml"
     below.parent.write_text("")
     for path, line in (
-        (missing, f"{missing}: no such file or folder; experiments/ has examples"),
+        (missing, f"{missing}: no such file or folder; the command init writes one"),
         (tmp_path, f"{tmp_path}: cannot be read: Is a directory; give a YAML file in UTF-8"),
         (below, f"{below}: cannot be read: Not a directory; give a YAML file in UTF-8"),
         (Path("a\0b"), "a\0b: cannot be read: embedded null byte; give a YAML file in UTF-8"),

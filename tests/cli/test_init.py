@@ -1,0 +1,152 @@
+"""``init``: shipped experiments are listed, or written with the user's settings into a file that keeps its comments."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_runs import ROOT
+
+from ddm_lightning import __version__
+from ddm_lightning.cli import init
+from ddm_lightning.cli.parser import main
+from ddm_lightning.config.load import load_experiment
+
+FILES = {path.stem: path for path in sorted((ROOT / "experiments").glob("*.yaml"))}
+
+
+@pytest.fixture(autouse=True)
+def _empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def comments(text):
+    return re.findall(r"# .*", text)
+
+
+def test_without_a_name_each_experiment_has_a_line_that_says_what_it_trains_and_where(called):
+    *lines, last = called("init").splitlines()
+    assert [line.split()[0] for line in lines] == list(FILES)
+    assert all(re.search(r"\S{2}\. .*(CPU|H100)", line) for line in lines)
+    assert last.endswith("init NAME") and not [*Path().iterdir()]
+
+
+@pytest.mark.parametrize("name", ["tiny_2x", "branch_4x", "folder_4x", "imagenet_8x"])
+def test_a_written_file_is_the_experiment_with_commands_that_fit_it(called, name):
+    *_, following = called("init", name).splitlines()
+    shipped = FILES[name].read_text("utf-8")
+    assert Path(f"{name}.yaml").read_text("utf-8") == shipped.replace(f"experiments/{name}.yaml", f"{name}.yaml")
+    command = following.removeprefix("next: ")
+    assert command.startswith("python -m ddm_lightning ") and f" -c {name}.yaml" in command
+    assert f"    {command}" in Path(f"{name}.yaml").read_text("utf-8")
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("tiny_2x", ["seed=7", "run_dir=runs/take #2", "remote=s3://bucket/it's", "expert.train.learning_rate=1e-5"]),
+        ("tiny_2x", ["sample.strategy_params={top_k: 1}", "sample.strategy=top-k"]),
+        ("tiny_2x", ["islands.expert-0.accelerator=cpu", "islands.expert-1={accelerator: cpu, num_threads: 2}"]),
+        ("folder_4x", ["prepare.source.params.labels=true", "condition.kind=class"]),
+        ("folder_4x", ["prepare.features.params={grid: 8}", "prepare.features.name=pooled-pixels"]),
+        ("folder_4x", ["prepare.source.params.caption_column=null", "sample.prompts=[a cat, 'a, \"b\"']"]),
+        (
+            "imagenet_8x",
+            [
+                "prepare.image_encoder.params.path=vae",
+                "prepare.features.name=x",
+                "prepare.caption_encoder={name: usem3}",
+            ],
+        ),
+    ],
+)
+def test_settings_are_written_where_they_belong_and_comments_stay(called, name, overrides):
+    called("init", name, *overrides)
+    written = Path(f"{name}.yaml").read_text("utf-8")
+    assert load_experiment(f"{name}.yaml") == load_experiment(FILES[name], overrides)
+    before = FILES[name].read_text("utf-8").replace("experiments/", "").splitlines()
+    kept = [line for line in before if line in written.splitlines()]
+    assert len(kept) >= len(before) - len(overrides) - 2
+    if name != "imagenet_8x":  # there a whole section is replaced
+        assert comments(written) == comments("\n".join(before))
+
+
+@pytest.mark.parametrize(
+    "folder",
+    ['it\'s "my" back\\slash', "a: b, {c} #d 日本 🍎", "1e3", "s3://bucket/a b"],
+)
+def test_images_may_be_in_a_folder_of_any_name(called, folder):
+    if "://" not in folder:
+        Path(folder).mkdir()
+    called("init", "folder_4x", "--images", folder)
+    shipped = load_experiment(FILES["folder_4x"])
+    source = replace(shipped.prepare.source, params={"path": folder, "labels": False})
+    assert load_experiment("folder_4x.yaml") == replace(shipped, prepare=replace(shipped.prepare, source=source))
+
+
+def test_another_file_may_be_named_anywhere(called):
+    assert called("init", "folder_4x", "--out", "other/my file.yaml", "seed=3") == (
+        "experiment: other/my file.yaml\nnext: python -m ddm_lightning prepare -c 'other/my file.yaml' --dry-run\n"
+    )
+    assert load_experiment("other/my file.yaml").seed == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["tiny2x"], r"no experiment is called 'tiny2x'; did you mean 'tiny_2x'\? known: branch_4x, .*, tiny_2x"),
+        (["everything"], "no experiment is called 'everything'; known: .*"),
+        (["tiny_2x", "seed"], ".*override 'seed' is not key=value; .*"),
+        (["tiny_2x", "sed=1"], ".*unknown key 'sed'; did you mean 'seed'.*"),
+        (["tiny_2x", "seed=x"], ".*key 'seed'.*"),
+        (
+            ["tiny_2x", "--images", "."],
+            "--images: its source is 'blobs', which reads no folder of images; use folder_4x",
+        ),
+        (["folder_4x", "--images", "mine"], "--images mine: no such folder; give the one that holds your images"),
+        (["folder_4x", "--images", ""], "--images : no such folder; .*"),
+        (
+            ["tiny_2x", "expert.network.name=dit"],
+            "tiny_2x.yaml: expert.network.name=dit: write it without, then change the file by hand",
+        ),
+        (["tiny_2x", "--out", "/dev/null/tiny.yaml"], ".*/dev/null.*"),
+    ],
+)
+def test_what_cannot_be_written_is_refused_with_one_line(refuse, arguments, line):
+    assert re.fullmatch(line, refuse("init", *arguments))
+    assert not [*Path().iterdir()]
+
+
+def test_a_file_that_exists_stays(refuse):
+    Path("tiny_2x.yaml").write_text("mine")
+    assert refuse("init", "tiny_2x") == "tiny_2x.yaml: exists; give another file: --out FILE"
+    assert refuse("init", "tiny_2x", "--out", ".").startswith(".: exists; ")
+    assert [path.read_text() for path in Path().iterdir()] == ["mine"]
+
+
+def test_a_missing_extra_is_named(called, capsys, monkeypatch):
+    listed = [
+        "torch>=2",
+        'emoji==2; extra == "demo"',
+        'no-such-package>=1; extra == "demo"',
+        'neither; extra == "earth"',
+    ]
+    monkeypatch.setattr(init, "requires", lambda _: listed)
+    assert main(["init", "emoji_4x"]) == 0
+    assert capsys.readouterr().err == (
+        "note: emoji_4x needs the package 'no-such-package'; install it with: pip install 'ddm_lightning[demo]'\n"
+    )
+    assert main(["init", "tiny_2x"]) == 0
+    assert not capsys.readouterr().err
+
+
+def test_version_names_the_package_torch_and_the_device(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100")
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert (
+        capsys.readouterr().out == f"ddm_lightning {__version__}\ntorch {torch.__version__}\ndevice: 2 x NVIDIA H100\n"
+    )
