@@ -14,7 +14,7 @@ from forked import Forked
 from PIL import Image
 from tiny_runs import TINY, copy_run, settings
 
-from ddm_lightning.cli import commands
+from ddm_lightning import api
 from ddm_lightning.cli.parser import main
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.registry import FEATURES, METRICS
@@ -355,7 +355,7 @@ def test_a_folder_of_images_is_read_as_prepare_reads_it(tmp_path, monkeypatch):
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_two_ranks_write_what_one_writes(run, tmp_path, monkeypatch):
     pulled = tmp_path / "pulled"
-    monkeypatch.setattr(commands, "pull_ensemble", lambda *_: pulled.open("x").close())  # by one rank alone
+    monkeypatch.setattr(api, "pull_ensemble", lambda *_: pulled.open("x").close())  # by one rank alone
     assert evaluate(run, "--out", str(tmp_path / "one")) == 0
     pulled.unlink()
     shutil.rmtree(run / "evaluation")
