@@ -182,7 +182,7 @@ CAPTION_ENCODERS = Registry("caption encoder", "ddm_lightning.caption_encoders",
 FEATURES = Registry("feature network", "ddm_lightning.features", "ddm_lightning.encoders")
 STRATEGIES = Registry("strategy", "ddm_lightning.strategies", "ddm_lightning.ensemble.strategies", read_names=True)
 SOLVERS = Registry("solver", "ddm_lightning.solvers", "ddm_lightning.flow.solvers", read_names=True)
-CALLBACKS = Registry("callback", "ddm_lightning.callbacks")
+CALLBACKS = Registry("callback", "ddm_lightning.callbacks", "ddm_lightning.training", read_names=True)
 LAUNCHERS = Registry("launcher", "ddm_lightning.launchers", "ddm_lightning.islands.launchers", read_names=True)
 METRICS = Registry("metric", "ddm_lightning.metrics", "ddm_lightning.evaluation.metrics", read_names=True)
 

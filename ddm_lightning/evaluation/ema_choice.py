@@ -114,7 +114,12 @@ class EmaWidths:
             )
 
         self._sha256 = ema.read_index(self._ema)
-        self._all = ema.all_snapshots(self.member.train)
+        # A training that ended early has the first of them.
+        self._all = [one for one in ema.all_snapshots(self.member.train) if one.step <= self.meta.step]
+        if not self._all:
+            raise UserError(f"{self.artifact}: {name} has ended before its first snapshot; leave its average")
+
+        self._last = self._all[-1].step
         if self.meta.partition_sha256 != run.manifest.partition_sha256:
             raise UserError(f"{self.artifact}: was trained on clusters that have changed since; fit it again")
 
@@ -130,8 +135,7 @@ class EmaWidths:
         for width in widths or ():
             self._shares(width)
 
-        steps = self.member.train.max_steps
-        chosen = widths or [w for w in DEFAULT_WIDTHS if mixture(self._all, w, steps)[1] <= LARGEST_MISFIT]
+        chosen = widths or [w for w in DEFAULT_WIDTHS if mixture(self._all, w, self._last)[1] <= LARGEST_MISFIT]
         name = "of the artifact"
         if WIDTH in self.meta.metrics:
             name += f" (width {self.meta.metrics[WIDTH]:g})"
@@ -176,7 +180,7 @@ class EmaWidths:
         Raises:
             UserError: no profile has this width, or its misfit exceeds ``LARGEST_MISFIT``.
         """
-        shares, misfit = mixture(self._all, width, self.member.train.max_steps)
+        shares, misfit = mixture(self._all, width, self._last)
         if misfit > LARGEST_MISFIT:
             raise UserError(
                 f"width {width:g}: the snapshots miss its profile by {misfit:.0%}; "

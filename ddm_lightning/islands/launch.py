@@ -144,7 +144,7 @@ def build_launcher(name: str, run: Run, jobs: Sequence[Job] = ()) -> Launcher:
 
 def _state(seen: Seen, run: Run) -> str:
     """``finished`` or ``running``; empty for neither or in doubt, because a needless process ends by itself."""
-    if seen.health == "done" and seen.status.step >= run.max_steps(seen.status.member):
+    if seen.health == "done" and seen.status.max_steps >= run.max_steps(seen.status.member):
         return "finished"
     if seen.health in ("starting", "training"):
         return "running"

@@ -240,6 +240,10 @@ def _row(seen: Seen) -> dict[str, str]:
     if age is not None and age <= -1:
         heartbeat += " ahead"
 
+    state = seen.health
+    if state == "done" and status.step < status.max_steps:
+        state = "done early"
+
     time = island = device = _NONE
     if seen.starts is None:
         minutes, seconds = divmod(round(status.seconds), 60)
@@ -250,7 +254,7 @@ def _row(seen: Seen) -> dict[str, str]:
 
     return {
         "member": status.member,
-        "state": seen.health,
+        "state": state,
         "step": f"{status.step}/{status.max_steps}",
         "loss": _figure(loss_of(metrics, "train"), ".4f"),
         "held out": _figure(loss_of(metrics, "held_out"), ".4f"),

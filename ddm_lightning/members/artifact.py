@@ -91,6 +91,8 @@ class ArtifactMeta:
     """The cluster of each logit of an extended router (``cluster_of``); empty for those of the partition."""
     step: checks.Count
     """Optimizer steps taken."""
+    max_steps: checks.Count = 0
+    """Optimizer steps that were asked for: more than ``step`` if a callback ended the training. 0 if not recorded."""
     num_samples: checks.Count
     """Training samples, repetitions included."""
     init_from: checks.Text | None = None
@@ -131,6 +133,11 @@ class ArtifactMeta:
             raise ValueError("key 'class_counts' must count the images of every class of key 'condition'")
         if any(value <= 0 for key, value in self.metrics.items() if key.startswith(TEMPERATURE_METRIC)):
             raise ValueError("key 'metrics' holds a temperature that is not positive")
+
+    @property
+    def asked_steps(self) -> int:
+        """Optimizer steps of the training that it completes, which may have ended early."""
+        return max(self.step, self.max_steps)
 
     @property
     def base_sha256(self) -> str | None:
@@ -270,6 +277,7 @@ def hand_over(
         prediction=None if member.role.classifies else prediction,
         init_sha256=init_sha256,
         step=status.step,
+        max_steps=status.max_steps,
         num_samples=status.step * member.batch_size,
         metrics=metrics,
         class_counts=class_counts,

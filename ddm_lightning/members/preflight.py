@@ -200,8 +200,8 @@ def refuse_stale(members: Sequence[Member], run: Run) -> None:
 
         steps = member.train.max_steps
         has_checkpoint = any((run.folder.member(name) / "checkpoints").glob("step-*.ckpt"))
-        can_continue = meta.step < steps and member.train.schedule == "constant" and has_checkpoint
-        if not can_continue:
+        can_continue = meta.asked_steps < steps and member.train.schedule == "constant" and has_checkpoint
+        if meta.asked_steps != steps and not can_continue:
             wanted["step"] = steps
 
         wanted["num_samples"] = meta.step * member.batch_size

@@ -158,13 +158,13 @@ class Run:
         return section_of(name, self.experiment).train.max_steps
 
     def is_finished(self, name: str) -> bool:
-        """Whether the member has handed over an artifact of all steps of the experiment.
+        """Whether the member has handed over an artifact of all steps of the experiment, or ended early.
 
         Raises:
             UserError: the artifact's description is damaged.
         """
         max_steps = self.max_steps(name)
-        return self.folder.has_artifact(name) and read_meta(self.folder.artifact(name)).step >= max_steps
+        return self.folder.has_artifact(name) and read_meta(self.folder.artifact(name)).asked_steps >= max_steps
 
     def status(self, name: str) -> MemberStatus:
         """Newest status of the member; a finished one's figures come from its artifact, which ``ema`` may change.
@@ -177,6 +177,7 @@ class Run:
         if self.folder.has_artifact(name) and (meta := read_meta(self.folder.artifact(name))).step >= status.step:
             status.state = "done"
             status.step = meta.step
+            status.max_steps = meta.asked_steps
             status.metrics |= meta.metrics
 
         return status

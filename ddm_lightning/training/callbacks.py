@@ -147,6 +147,12 @@ class MissedValidation(L.Callback):
         loop.run()
         trainer.training = True
 
+    def on_load_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Repeat validations after the ``validated_step`` of a callback's state in the checkpoint."""
+        for state in checkpoint["callbacks"].values():
+            counted = state.get("validated_step", self.status.validated_step)
+            self.status.validated_step = min(self.status.validated_step, counted)
+
     def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Put the held-out averages into the status, and with them into the artifact."""
         if trainer.should_stop:  # it was cut short
@@ -179,9 +185,8 @@ class BestWeights(L.Callback):
         return self.kept
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take it back; later validations are missed ones."""
+        """Take it back."""
         self.kept = state_dict
-        self.status.validated_step = min(self.status.validated_step, state_dict["validated_step"])
 
     def on_validation_end(self, trainer: L.Trainer, module: Any) -> None:
         """Keep the averages if they are the best, unless the validation was cut short."""

@@ -136,7 +136,7 @@ def _train(member: Member, run: Run, status: MemberStatus, mine: Ranks) -> Membe
                 status.write(folder)
 
             trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)
-            is_done = trainer.global_step >= member.train.max_steps
+            is_done = trainer.global_step >= trainer.max_steps  # which a callback may have lowered
 
         # A stop may come before the Trainer has restored its step.
         status.step = max(trainer.global_step, first_step)

@@ -126,7 +126,7 @@ def test_plug_in_callbacks_and_flags_reach_the_trainer(tiny_run, monkeypatch, ca
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
-        ("island.callbacks=[{name: nowhere}]", "unknown callback 'nowhere'; known: sample-log"),
+        ("island.callbacks=[{name: nowhere}]", "unknown callback 'nowhere'; known: early-stopping, sample-log"),
         ("island.trainer={profiler: magic}", "keys 'island.trainer' and 'island.callbacks': When passing"),
         ("island.loggers=[wandb]", "needs the package 'wandb'; install it with: pip install 'ddm_lightning[wandb]'"),
         ("island.trainer={precision: 16}", "'island.trainer' = {'precision': 16}: must be of the flags benchmark, "),
