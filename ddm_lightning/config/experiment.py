@@ -349,7 +349,7 @@ class IslandConfig:
     loggers: list[str] = option(["tensorboard"], check=_LOGGERS)
     """Where curves go: ``tensorboard``, ``csv`` and ``wandb`` (Weights & Biases); images go to all but ``csv``."""
     callbacks: list[PluginConfig] = field(default_factory=list)
-    """Lightning callbacks of other packages, by their names in the registry of callbacks."""
+    """Lightning callbacks by name: ``early-stopping``, or those of other packages."""
     trainer: dict[str, Any] = field(default_factory=dict, metadata={"check": _FLAGS})
     """Further flags of Lightning's Trainer, such as ``profiler: simple`` or ``detect_anomaly: true``."""
     log_every_n_steps: int = option(50, low=1)
@@ -428,7 +428,7 @@ class SampleConfig:
     resident_experts: int | None = option(None, low=2)
     """Experts kept at once on a device too small for all, while the next one loads; null keeps all."""
     prompts: list[str] = field(default_factory=list)
-    """Text prompts, one per row of the sample grid that ``fit`` writes."""
+    """Text prompts, one per row of the sample grid that ``fit`` writes; validations show the first eight."""
     num_per_prompt: int = option(8, low=1)
     """Images per prompt: columns of the grid."""
 

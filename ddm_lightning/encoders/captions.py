@@ -23,6 +23,7 @@ from torch import Tensor
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import CAPTION_ENCODERS, require
 from ddm_lightning.encoders.interfaces import (
+    CaptionEncoder,
     Provenance,
     TextTokens,
     TextVectors,
@@ -32,6 +33,7 @@ from ddm_lightning.encoders.interfaces import (
     parse_encoding,
 )
 from ddm_lightning.encoders.pretrained import EXTRA, Pretrained, loading
+from ddm_lightning.flow.condition import Condition
 
 _CAPTIONS_AT_ONCE = {"cpu": 32, "cuda": 256}
 
@@ -46,6 +48,21 @@ class StoredVectors:
 
     def tokens_of_stored(self, stored: Mapping[str, Tensor]) -> TextTokens:
         return stored["text_tokens"].float()
+
+
+def encode_texts(texts: Sequence[str], encoder: CaptionEncoder, kind: str) -> Condition:
+    """Encode captions or prompts as a condition of ``kind``: vectors, tokens or both, float32, on the CPU."""
+    parts = []
+    for part in kind.split("+"):
+        # An encoder may have only one of the two methods.
+        if part == "tokens":
+            values = encoder.tokens(texts)
+        else:
+            values = encoder.vectors(texts)
+
+        parts.append(torch.from_numpy(values))
+
+    return Condition.of(*parts)
 
 
 @CAPTION_ENCODERS.register("hashed-words")

@@ -476,7 +476,9 @@ def build_objective(member: Member, run: Run, network: nn.Module | None = None) 
         if len(manifest.captions) > 1:
             caption_weights = [caption.weight for caption in manifest.captions]
 
-        caption_encoder = _caption_encoder(member, run)
+        columns = {_COLUMNS[kind] for kind in member.condition.kind.split("+")}
+        if not columns <= manifest.columns.keys() and member.caption_encoder is not None:
+            caption_encoder = build_caption_encoder(run)
 
     objective = OBJECTIVES[member.role.objective](
         network,
@@ -492,19 +494,15 @@ def build_objective(member: Member, run: Run, network: nn.Module | None = None) 
     return objective
 
 
-def _caption_encoder(member: Member, run: Run) -> CaptionEncoder | None:
-    """Build the encoder of captions, unless the shards hold what it would return.
-
-    It has to be the model that prepared the shards: other islands use that one, too.
+def build_caption_encoder(run: Run) -> CaptionEncoder:
+    """Build the encoder of captions, which has to be the model that prepared the shards, as on other islands.
 
     Raises:
         UserError: its files differ.
     """
-    columns = {_COLUMNS[kind] for kind in member.condition.kind.split("+")}
-    if columns <= run.manifest.columns.keys() or member.caption_encoder is None:
-        return None
-
-    encoder = CAPTION_ENCODERS.build(member.caption_encoder.name, member.caption_encoder.params)
+    plugin = run.experiment.prepare.caption_encoder
+    assert plugin is not None  # experiments with text have one
+    encoder = CAPTION_ENCODERS.build(plugin.name, plugin.params)
     found = encoder.provenance()
     differing = []
     for name, value in run.manifest.provenance.get("caption_encoder", {}).items():

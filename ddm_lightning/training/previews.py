@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from threading import get_ident
@@ -21,6 +22,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from ddm_lightning.config.experiment import SampleConfig
+from ddm_lightning.core.environment import ALONE, Ranks
 from ddm_lightning.core.errors import first_line, say
 from ddm_lightning.core.files import create_file
 from ddm_lightning.core.grids import heat_map, labelled_grid, scale_of
@@ -30,9 +32,12 @@ from ddm_lightning.flow.path import guided, interpolate, time_rows, velocity_of,
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.flow.solvers.built_in import Euler
 from ddm_lightning.flow.timesteps import sampling_times
+from ddm_lightning.members.member import Member
+from ddm_lightning.members.run import Run
 from ddm_lightning.training.callbacks import StopOnRequest
 from ddm_lightning.training.module import MemberModule
 from ddm_lightning.training.objective import Classification, Objective
+from ddm_lightning.training.prompts import fixed_prompts, prompt_condition
 
 NUM_COLUMNS = 8
 
@@ -116,6 +121,11 @@ def _wandb_id(folder: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
+def shows_images(loggers: Iterable[Logger]) -> bool:
+    """Whether one of the loggers takes images."""
+    return any(isinstance(logger, TensorBoardLogger | WandbLogger) for logger in loggers)
+
+
 def log_image(trainer: L.Trainer, name: str, image: np.ndarray[Any, Any] | Figure) -> None:
     """Show an image ``[h w 3]`` or a figure in every logger that takes images."""
     for logger in trainer.loggers:
@@ -127,6 +137,58 @@ def log_image(trainer: L.Trainer, name: str, image: np.ndarray[Any, Any] | Figur
             logger.experiment.add_image(tensorboard_tag(name), image, trainer.global_step, dataformats="HWC")
 
 
+@dataclass(frozen=True)
+class FixedRows:
+    """Rows of images that every validation samples anew, from the same noise."""
+
+    labels: Sequence[str]
+    noise: Float[Tensor, "num c h w"]
+    """x_1 of all rows, of which each has as many; that of the command ``sample`` for the same prompt and number."""
+    condition: Condition | None
+    """One per image."""
+
+
+def fixed_rows(member: Member, run: Run, mine: Ranks = ALONE) -> FixedRows | None:
+    """Build rows for the first of ``sample.prompts``, for the first classes, or one for no condition.
+
+    Returns:
+        None for a router, for an expert of some noise levels, and without prompts or if they cannot be encoded here,
+        which the first rank says.
+    """
+    kind = member.condition.kind
+    if member.role.classifies or member.interval != (0.0, 1.0):
+        return None
+
+    condition = None
+    if kind == "none":
+        labels = keys = ["no condition"]
+    elif kind == "class":
+        numbers = range(min(NUM_COLUMNS, member.condition.size))
+        keys = [f"class {number}" for number in numbers]
+        labels = (run.manifest.class_names or keys)[: len(keys)]
+        condition = Condition.of(torch.tensor(numbers))
+    else:
+        labels = keys = fixed_prompts(run)
+        try:
+            condition = prompt_condition(run, keys)
+        except Exception as error:  # noqa: BLE001  # images are not worth a training
+            if mine.is_first:
+                say(f"{member.name}: samples for held-out captions, not for sample.prompts: {first_line(error)}")
+
+        if condition is None:
+            return None
+
+    num = NUM_COLUMNS // len(keys)
+    noise = []
+    for key in keys:
+        for index in range(num):
+            generator = keyed_generator(member.seed, "x_1", key, index)
+            noise.append(torch.randn(member.x_shape, generator=generator))
+
+    rows = torch.arange(len(keys)).repeat_interleave(num)
+    return FixedRows(labels, torch.stack(noise), condition and condition.rows(rows))
+
+
 class SampleLogger(L.Callback):
     """Logs images at each validation: held-out images above samples of an expert, or the router's heat map.
 
@@ -136,11 +198,13 @@ class SampleLogger(L.Callback):
     Args:
         sample: solver steps and guidance.
         stop: cuts sampling short.
+        fixed: what to sample; None for one row under the conditions of the held-out images.
     """
 
-    def __init__(self, sample: SampleConfig, stop: StopOnRequest) -> None:
+    def __init__(self, sample: SampleConfig, stop: StopOnRequest, fixed: FixedRows | None = None) -> None:
         self.sample = sample
         self.stop = stop
+        self.fixed = fixed
         self._batch: dict[str, Tensor] = {}
 
     def on_validation_batch_start(
@@ -153,8 +217,7 @@ class SampleLogger(L.Callback):
     @torch.no_grad()
     def on_validation_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Log the images; every rank samples, as a sharded network needs all, and rank zero decodes and logs."""
-        shows = any(isinstance(logger, TensorBoardLogger | WandbLogger) for logger in trainer.loggers)
-        if trainer.should_stop or not shows or not self._batch:
+        if trainer.should_stop or not shows_images(trainer.loggers) or not self._batch:
             return
 
         assert isinstance(module, MemberModule)
@@ -177,7 +240,7 @@ class SampleLogger(L.Callback):
             say(f"{step}: no images of this validation: {first_line(error)}")
 
     def _sampled(self, module: MemberModule) -> Float[Tensor, "b c h w"]:
-        """Sample under the conditions of the held-out batch; raises ``StopIteration`` if the validation must end."""
+        """Sample the fixed rows or a held-out batch; raises ``StopIteration`` if the validation must end."""
 
         def network(*inputs: Any) -> Tensor:
             self.stop.on_validation_batch_start(module.trainer)
@@ -185,7 +248,15 @@ class SampleLogger(L.Callback):
             with module.trainer.precision_plugin.forward_context():
                 return module.network(*inputs).float()
 
-        return sample_like(module.objective, network, self._batch, self.sample)
+        objective = module.objective
+        if self.fixed is None:
+            x_t = noised(objective, self._batch)
+            condition = objective.condition(self._batch)
+        else:
+            x_t = self.fixed.noise.to(module.device)
+            condition = self.fixed.condition and self.fixed.condition.to(module.device)
+
+        return denoised(objective, network, x_t, condition, self.sample)
 
     def _log(self, trainer: L.Trainer, objective: Objective, made: Tensor) -> None:
         if isinstance(objective, Classification):
@@ -194,29 +265,37 @@ class SampleLogger(L.Callback):
 
         coder = objective.member.image_encoder
         encoder = IMAGE_ENCODERS.build(coder.name, coder.params)  # built anew: takes no memory between validations
-        both = {"held out": objective.x_0(self._batch), "sampled": made}
-        rows = []
-        for name, x_0 in both.items():
-            rows.append((name, list(encoder.decode(x_0.float().cpu()))))
+        held_out = list(encoder.decode(objective.x_0(self._batch).float().cpu()))
+        labels = self.fixed.labels if self.fixed else ["sampled"]
+        sampled = np.split(encoder.decode(made.float().cpu()), len(labels))
+        rows = [("held out", held_out), *zip(labels, map(list, sampled), strict=True)]
+        log_image(trainer, "samples", np.asarray(labelled_grid(rows, scale_of(held_out[0]))))
 
-        log_image(trainer, "samples", np.asarray(labelled_grid(rows, scale_of(rows[0][1][0]))))
+
+def noised(objective: Objective, batch: dict[str, Tensor]) -> Float[Tensor, "b c h w"]:
+    """Noise a held-out batch to the objective's highest noise level, the same way at each validation."""
+    x_0 = objective.x_0(batch)  # a stored posterior has twice the channels
+    generator = keyed_generator(objective.member.seed, "images", device=x_0.device)
+    noise = torch.randn(x_0.shape, generator=generator, device=x_0.device)
+    return interpolate(x_0, noise, time_rows(objective.member.interval[1], noise))
 
 
-def sample_like(
-    objective: Objective, network: Callable[..., Tensor], batch: dict[str, Tensor], sample: SampleConfig
+def denoised(
+    objective: Objective,
+    network: Callable[..., Tensor],
+    x_t: Float[Tensor, "b c h w"],
+    condition: Condition | None,
+    sample: SampleConfig,
 ) -> Float[Tensor, "b c h w"]:
-    """Sample under the conditions of ``batch`` by Euler steps.
-
-    An expert of some noise levels denoises the batch itself, from its highest level to its estimate at the lowest.
+    """Sample by Euler steps, from the objective's highest noise level to its estimate at the lowest.
 
     Args:
         objective: of the member.
         network: evaluates the objective's network.
-        batch: conditions, and the shape of the samples.
+        x_t: images at the highest noise level.
+        condition: one per image.
         sample: number of steps and guidance.
     """
-    x_0 = objective.x_0(batch)  # its shape; a stored posterior has twice the channels
-    condition = objective.condition(batch)
     scale = sample.guidance_scale
 
     def predicted(x_t: Tensor, t: Tensor, condition: Condition | None) -> Tensor:
@@ -229,12 +308,10 @@ def sample_like(
 
         return guided(found, predicted(x_t, t, condition.null()), scale)
 
-    generator = keyed_generator(objective.member.seed, "images", device=x_0.device)
-    noise = torch.randn(x_0.shape, generator=generator, device=x_0.device)
     low, high = objective.member.interval
     times = sampling_times(sample.num_steps, objective.member.timesteps.shift).clamp(low, high).unique().flip(0)
-    x_t = Euler().solve(velocity, interpolate(x_0, noise, time_rows(high, noise)), times)
-    end = time_rows(low, noise)
+    x_t = Euler().solve(velocity, x_t, times)
+    end = time_rows(low, x_t)
     if low > 0:
         return x_0_from_velocity(x_t, velocity(x_t, end), end)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from ddm_lightning.config.experiment import PluginConfig
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import CAPTION_ENCODERS, Registry
+from ddm_lightning.encoders.captions import encode_texts
 from ddm_lightning.ensemble.routing import Key
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.members.artifact import REMEDY, ArtifactMeta
@@ -91,18 +92,7 @@ def text_condition(texts: Sequence[str], meta: ArtifactMeta) -> Condition:
     if meta.caption_encoder is None:
         raise UserError(f"{meta.member}: key 'caption_encoder' is null in {MEMBER_FILE}; {REMEDY}")
 
-    encoder = built_encoder(CAPTION_ENCODERS, meta.caption_encoder)
-    parts = []
-    for kind in meta.condition.kind.split("+"):
-        # An encoder may have only one of the two methods.
-        if kind == "tokens":
-            values = encoder.tokens(list(texts))
-        else:
-            values = encoder.vectors(list(texts))
-
-        parts.append(torch.from_numpy(values))
-
-    return Condition.of(*parts)
+    return encode_texts(list(texts), built_encoder(CAPTION_ENCODERS, meta.caption_encoder), meta.condition.kind)
 
 
 def rows_of_prompts(prompts: Sequence[str], meta: ArtifactMeta) -> list[Row]:
