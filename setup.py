@@ -136,7 +136,13 @@ setup(
     packages=[*find_packages(include=["ddm_lightning", "ddm_lightning.*"]), "ddm_data", "ddm_lightning.experiments"],
     package_dir={"ddm_data": "data/ddm_data", "ddm_lightning.experiments": "experiments"},
     package_data={
-        "ddm_lightning": ["py.typed", "use/templates/*.j2", "prepare/templates/*.j2", "islands/templates/*.j2"],
+        "ddm_lightning": [
+            "py.typed",
+            "core/*.csv",
+            "use/templates/*.j2",
+            "prepare/templates/*.j2",
+            "islands/templates/*.j2",
+        ],
         "ddm_lightning.experiments": ["*.yaml"],
     },
     install_requires=REQUIRED,

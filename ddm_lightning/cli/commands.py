@@ -23,6 +23,7 @@ from ddm_lightning.core.registry import require
 from ddm_lightning.ensemble.changes import added, removed, replaced
 from ddm_lightning.ensemble.manifest import EnsembleManifest, assemble
 from ddm_lightning.islands.local import fit_on_island
+from ddm_lightning.islands.plan import data_of
 from ddm_lightning.islands.publish import published
 from ddm_lightning.islands.shared import pull_ensemble
 from ddm_lightning.islands.status import Status, Watch
@@ -77,7 +78,14 @@ def _dry_run(run: api.Run, options: argparse.Namespace) -> None:
 
     print(f"stages to run: {', '.join(plan.stages) or 'none, all is up to date'}")
     print(f"parts to encode: {plan.num_unfinished_parts} of {plan.num_parts}\nnothing was written")
-    print(f"what the members will need (your GPU: add --device NAME): {command_line('plan', options)}")
+    kept = None
+    also = ["--device", "here"]
+    if plan.num_kept != plan.num_samples:
+        kept = plan.num_kept
+        also += ["--samples", str(kept)]
+
+    print(f"data, as in plan: {data_of(run.experiment, kept, plan.looked.plugins)}")
+    print(f"what the members will need (for a GPU: --device NAME): {command_line('plan', options)} {' '.join(also)}")
 
 
 def _one_member(experiment: Experiment, options: argparse.Namespace) -> str:

@@ -67,7 +67,7 @@ def show_plan(experiment: Experiment, options: argparse.Namespace) -> None:
     planner = plan.Planner(experiment, members, data, rates)
     plans = sorted(map(planner.on, devices), key=_by_price)
     best = plans[0] = planner.with_suggestions(plans[0])
-    sources = plan_tables.sources_of(data, rates, source)
+    sources = plan_tables.sources_of(data, rates, source, plans)
     warnings = [*best.warnings()]
     if options.json:
         found = {

@@ -172,7 +172,11 @@ def build_parser() -> argparse.ArgumentParser:
 
     plan = add("plan", "Show what each member needs before you rent anything: memory, hours, traffic and price.")
     plan.add_argument(
-        "--device", action="append", metavar="NAME", help="GPU, such as 'A100 80GB'; repeat it to compare"
+        "--device",
+        action="append",
+        metavar="NAME",
+        help="GPU, such as 'A100 80GB' or name=MyGPU,tflops=120,memory_gb=24 (dense peak in bfloat16); 'here' measures "
+        "this machine; repeat it to compare",
     )
     plan.add_argument("--prices", action="append", metavar="FILE", help="YAML file of dollars per hour by GPU")
     plan.add_argument("--mfu", metavar="SHARE|FILE", help="share of the GPU's peak, or a result of benchmarks/mfu.py")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -13,25 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from ddm_lightning.core.environment import Ranks
 from ddm_lightning.core.errors import UserError
-
-# By the vendors' data sheets: memory in GB (the smallest, if there are several), and dense peak TFLOP/s in bfloat16 and
-# float16, TF32, float32; without sparsity, a multiply-add is two FLOPs. The first pattern in a device's name counts.
-_DEVICES: tuple[tuple[str, str, int, tuple[float, float, float]], ...] = (
-    ("GB200", r"GB200", 186, (2500.0, 1250.0, 80.0)),
-    ("B200", r"B200", 180, (2250.0, 1125.0, 80.0)),
-    ("H200 NVL", r"H200 NVL", 141, (835.5, 417.8, 60.0)),
-    ("H100 NVL", r"H100 NVL", 94, (835.5, 417.8, 60.0)),
-    ("GH200", r"GH200", 96, (989.4, 494.7, 66.9)),
-    ("H200", r"H200", 141, (989.4, 494.7, 66.9)),
-    ("H100", r"H100 80GB|H100 SXM|H100$", 80, (989.4, 494.7, 66.9)),
-    ("H100 PCIe", r"H100 PCIe", 80, (756.0, 378.0, 51.2)),
-    ("A100", r"A100", 40, (312.0, 156.0, 19.5)),
-    ("L40S", r"L40S", 48, (362.0, 183.0, 91.6)),
-    ("A40", r"A40\b", 48, (149.7, 74.8, 37.4)),
-    ("L4", r"L4\b", 24, (121.0, 60.0, 30.3)),
-    ("RTX 4090", r"RTX 4090(?! (D|Laptop))", 24, (165.2, 82.6, 82.6)),
-    ("RTX 3090", r"RTX 3090(?! (Ti|Laptop))", 24, (71.0, 35.6, 35.6)),
-)
+from ddm_lightning.core.gpus import find_gpu
 
 
 def resolve_accelerator(accelerator: str) -> str:
@@ -141,25 +122,6 @@ def device_bytes(accelerator: str) -> int:
     return 16 * 1024**3  # a CPU is for tests; its memory is shared by the ranks
 
 
-def peak_tflops(name: str, precision: str, *, tf32: bool = False) -> float | None:
-    """Peak dense matrix throughput of a device in TFLOP/s; None for an unknown device or a MIG slice.
-
-    Args:
-        name: from ``torch.cuda.get_device_name``.
-        precision: ``island.precision``, such as ``bf16-mixed``.
-        tf32: whether float32 products may use TensorFloat-32.
-    """
-    if "MIG" in name:  # a slice of the device
-        return None
-
-    for _, pattern, _, (half, with_tf32, single) in _DEVICES:
-        if re.search(pattern, name):
-            full = with_tf32 if tf32 else single
-            return {"bf16-mixed": half, "16-mixed": half, "32-true": full}.get(precision)
-
-    return None
-
-
 def devices_named(accelerator: str, devices: int) -> str:
     """Name of a member's devices, such as ``8 x NVIDIA H100 80GB HBM3``."""
     name = torch.cuda.get_device_name() if resolve_accelerator(accelerator) == "gpu" else "CPU"
@@ -169,30 +131,17 @@ def devices_named(accelerator: str, devices: int) -> str:
     return name
 
 
-def known_device(name: str) -> tuple[str, int]:
-    """Name and bytes of memory of a device, by its data sheet or by a size in ``name``, such as ``A100 80GB``.
-
-    Raises:
-        UserError: an unknown device.
-    """
-    for known, pattern, gigabytes, _ in _DEVICES:
-        if re.search(pattern, name):
-            size = re.search(r"(\d+) ?GB", name)
-            if size and known != "GH200":  # whose name has the host's memory
-                gigabytes = int(size[1])
-
-            return f"{known} {gigabytes}GB", gigabytes * 10**9
-
-    raise UserError(f"unknown device {name!r}; known: {', '.join(known for known, *_ in _DEVICES)}")
-
-
 def peak_of_this_device(accelerator: str, precision: str) -> tuple[str, float | None]:
-    """Name and ``peak_tflops`` of this process's device; None for a CPU."""
+    """Name of this process's device, and its peak in TFLOP/s; None for a CPU or an unknown GPU."""
     if resolve_accelerator(accelerator) != "gpu":
         return "this CPU", None
 
     name = torch.cuda.get_device_name()
-    return name, peak_tflops(name, precision, tf32=torch.get_float32_matmul_precision() != "highest")
+    gpu = find_gpu(name)
+    if gpu is None:
+        return name, None
+
+    return name, gpu.peak(precision, tf32=torch.get_float32_matmul_precision() != "highest")
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -1,19 +1,18 @@
 """Plan a run before anything is rented: what each member needs, how long it takes and what it costs on a device.
 
-Nothing is computed and no GPU is needed. ``members/cost.py`` counts; this module divides by devices and multiplies by
-hours, and names the source of each figure.
+Nothing is computed and no GPU is needed, unless this machine is to be measured. ``members/cost.py`` counts; this module
+divides by devices and multiplies by hours, and names the source of each figure.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from omegaconf import OmegaConf
 
@@ -21,16 +20,22 @@ from ddm_lightning.config.experiment import Experiment, IslandConfig, PrepareCon
 from ddm_lightning.config.load import read_yaml
 from ddm_lightning.config.merge import island_of
 from ddm_lightning.core import checks
-from ddm_lightning.core.devices import known_device, peak_tflops, resolve_accelerator
-from ddm_lightning.core.errors import UserError, first_line
+from ddm_lightning.core.devices import check_devices, device_bytes, resolve_accelerator
+from ddm_lightning.core.errors import UserError, first_line, say
 from ddm_lightning.core.files import read_json
 from ddm_lightning.core.formatting import format_bytes
+from ddm_lightning.core.gpus import Device, find_gpu, parse_gpu
+from ddm_lightning.core.weights import free_bytes
 from ddm_lightning.encoders.interfaces import bytes_per_sample
+from ddm_lightning.islands.local import default_jobs
 from ddm_lightning.members.cost import MemberCost, Memory, chosen_strategy, micro_batch_of
 from ddm_lightning.members.member import Member
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.shards.manifest import DataSizes, Manifest, manifest_path
+
+if TYPE_CHECKING:
+    from ddm_lightning.prepare.reading import Plugins
 
 ASSUMED_DEVICE = "H100 80GB"
 ASSUMED_MFU = 0.35
@@ -38,6 +43,10 @@ USABLE = 0.9
 """Share of a device's memory that a plan may fill; CUDA's context, NCCL and gaps between tensors take the rest."""
 _NODE = (1, 2, 4, 8)
 """Devices of a node to suggest."""
+HERE = "here"
+"""Names this machine's device, whose speed is measured."""
+_CPU_FLOPS = 2e11
+"""Most FLOPs of a measured step on a CPU, some seconds; a step with fewer samples stands for a larger one."""
 
 
 @dataclass(frozen=True)
@@ -46,18 +55,25 @@ class Data:
 
     sizes: DataSizes | Manifest
     sample_bytes: int
-    """Bytes of one sample in the shards, without its caption's text."""
+    """Bytes of one sample in the shards, without its captions' texts."""
+    total: int | None
+    """Samples, held-out ones included; None if unknown."""
     num_samples: Sequence[int] | None
     """Training samples of each cluster; None if unknown."""
     source: str
 
+    def __str__(self) -> str:
+        total = "unknown" if self.total is None else f"{self.total:,}"
+        return f"samples {total}, {self.sample_bytes:,} bytes each in the shards without captions' texts; {self.source}"
 
-def data_of(experiment: Experiment, num_samples: int | None = None) -> Data:
+
+def data_of(experiment: Experiment, num_samples: int | None = None, plugins: Plugins | None = None) -> Data:
     """Find the sizes of the data: in the manifest, else from the plug-ins, else assumed.
 
     Args:
         experiment: the experiment.
         num_samples: images of the source, for experiments that are not prepared.
+        plugins: those of the experiment, if they are built.
 
     Raises:
         UserError: the manifest is damaged.
@@ -66,47 +82,36 @@ def data_of(experiment: Experiment, num_samples: int | None = None) -> Data:
     if manifest_path(run_dir).exists():
         manifest = Manifest.read(run_dir)
         samples = [cluster.train for cluster in manifest.clusters]
-        return Data(manifest, bytes_per_sample(manifest.columns), samples, "counted in the manifest")
+        sample_bytes = bytes_per_sample(manifest.columns)
+        return Data(manifest, sample_bytes, manifest.num_samples, samples, "counted in the manifest")
 
-    prepare = experiment.prepare
-    try:
-        sizes, sample_bytes, num_images = _sizes_of_plugins(prepare)
-        source = "from the source and the encoders"
-    except (UserError, OSError) as error:
-        sizes, sample_bytes = _assumed_sizes(prepare)
-        num_images = None
-        source = f"assumed: Stable Diffusion's latents, CLIP ViT-L/14's text, 1000 classes ({first_line(error)})"
-
-    if num_samples:
-        num_images = num_samples
-        source += ", --samples"
-
-    if num_images is None:
-        return Data(sizes, sample_bytes, None, source)
-
-    num_clusters = prepare.partition.num_clusters
-    each = round(num_images * (1 - prepare.held_out_fraction) / num_clusters)
-    return Data(sizes, sample_bytes, [each] * num_clusters, source)
-
-
-def _sizes_of_plugins(prepare: PrepareConfig) -> tuple[DataSizes, int, int | None]:
-    """Sizes of the data, bytes of a sample and number of images; None if the source does not say."""
     from ddm_lightning.prepare.reading import Plugins
     from ddm_lightning.prepare.records import count_samples
 
-    plugins = Plugins(prepare)
-    sizes = plugins.sizes()
-    num_images = count_samples(plugins.parts)
-    images = plugins.image_encoder
-    latent = prod(sizes.x_shape) * np.dtype(images.dtype).itemsize
-    if images.stores == "posterior":  # mean and std
-        latent *= 2
+    prepare = experiment.prepare
+    plugins = plugins or Plugins(prepare)
+    try:
+        sizes = plugins.sizes()
+        sample_bytes = plugins.sample_bytes(sizes)
+        total = count_samples(plugins.parts)
+        source = "from the source and the encoders"
+    except (UserError, OSError) as error:
+        sizes, sample_bytes = _assumed_sizes(prepare)
+        total = None
+        source = f"assumed: Stable Diffusion's latents, CLIP ViT-L/14's text, 1000 classes ({first_line(error)})"
 
-    text = 0
-    if plugins.caption_encoder is not None:
-        text = bytes_per_sample(plugins.caption_encoder.columns)
+    if num_samples:
+        total = num_samples
+        source += ", --samples"
+    elif prepare.filters or prepare.drop_keys:
+        source += ", before filters"
 
-    return sizes, _sample_bytes(prepare, latent, text) + bytes_per_sample({"label": "int32"}), num_images
+    if total is None:
+        return Data(sizes, sample_bytes, None, None, source)
+
+    num_clusters = prepare.partition.num_clusters
+    each = round(total * (1 - prepare.held_out_fraction) / num_clusters)
+    return Data(sizes, sample_bytes, total, [each] * num_clusters, source)
 
 
 def _assumed_sizes(prepare: PrepareConfig) -> tuple[DataSizes, int]:
@@ -117,14 +122,9 @@ def _assumed_sizes(prepare: PrepareConfig) -> tuple[DataSizes, int]:
     if prepare.caption_encoder is not None:
         text = {"ids": 4 * 77, "tokens": 2 * 77 * 768}.get(prepare.caption_encoder.params.get("store", ""), text)
 
-    return sizes, _sample_bytes(prepare, 4 * prod(sizes.x_shape), text)
-
-
-def _sample_bytes(prepare: PrepareConfig, latent: int, text: int) -> int:
-    """Bytes of a sample by those of one latent and of one caption."""
     num_latents = 1 + prepare.horizontal_flips
     num_captions = max(1, len(prepare.captions))
-    return num_latents * latent + num_captions * text
+    return sizes, num_latents * 4 * math.prod(sizes.x_shape) + num_captions * text
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class Rates:
     """Share of the devices' peak; if it is assumed, recomputation counts as work."""
     mfu_source: str
     prices: Mapping[str, float]
-    """Dollars per device and hour, by ``known_device``."""
+    """Dollars per device and hour, by ``Device.name``."""
     price_source: str
 
 
@@ -160,7 +160,7 @@ def rates_of(mfu: str | None, files: Sequence[str]) -> Rates:
         checks.check(given, dict[str, checks.Amount], "", file)
         for name, price in given.items():
             try:
-                prices[known_device(name)[0]] = float(price)
+                prices[parse_gpu(name).name] = float(price)
             except UserError as error:
                 raise UserError(f"{file}: {error}") from None
 
@@ -224,6 +224,8 @@ class MemberPlan:
     """Fewest devices of one node that hold it; None if none do, or if it was not looked for."""
     checkpoint_bytes: int
     shard_bytes: int | None
+    samples_per_second: float | None
+    """Of all its devices, while it trains."""
     hours: float | None
     device_hours: float | None
     dollars: float | None
@@ -237,10 +239,12 @@ class MemberPlan:
 class Plan:
     """A run on one kind of device."""
 
-    device: str | None
-    """None for the CPU."""
+    device: str
     device_bytes: int | None
+    """None if unknown."""
     members: tuple[MemberPlan, ...]
+    jobs: int | None = None
+    """Members that ``fit`` trains at a time on this machine, if it was measured; None if all train at once."""
 
     @property
     def fits(self) -> bool:
@@ -249,9 +253,16 @@ class Plan:
 
     @property
     def totals(self) -> dict[str, float | None]:
-        """Hours until the last member ends if all start at once, device-hours and dollars of all."""
+        """Hours until the last member ends if all start at once, device-hours and dollars of all.
+
+        On this machine, ``jobs`` members at a time share the hours.
+        """
+        hours = self._combined("hours", max)
+        if self.jobs is not None and hours is not None:
+            hours = max(hours, sum(member.hours or 0.0 for member in self.members) / self.jobs)
+
         return {
-            "hours": self._combined("hours", max),
+            "hours": hours,
             "device_hours": self._combined("device_hours", sum),
             "dollars": self._combined("dollars", sum),
         }
@@ -270,6 +281,12 @@ class Plan:
                 peak = format_bytes(one.memory.peak)
                 remedy = one.suggestion or "no setting of one node does; use a larger device"
                 yield f"{one.member}: does not fit: {peak} of {self.device}, of which {USABLE:.0%} are usable; {remedy}"
+
+        if self.device_bytes and not self.jobs and self.totals["hours"] is None:
+            yield (
+                f"{self.device}: no hours, as its peak in island.precision is not known; GPUs without bfloat16 units "
+                "(T4, V100) need 16-mixed"
+            )
 
 
 class Planner:
@@ -291,10 +308,11 @@ class Planner:
         self.rates = rates
         self.members = [Run(experiment).resolve(name, data.sizes) for name in members]
         self._costs: dict[str, tuple[MemberCost, float, float]] = {}
+        self._speeds: dict[str, float] = {}
 
     def _cost(self, member: Member) -> tuple[MemberCost, float, float]:
         """Cost, and FLOPs of a sample without and with the backward pass; equal members are counted once."""
-        key = repr(replace(member, name="", clusters=(), interval=(0.0, 1.0)))
+        key = _key(member)
         if key not in self._costs:
             try:
                 cost = MemberCost(member)
@@ -306,16 +324,25 @@ class Planner:
         return self._costs[key]
 
     def on(self, device: str | None) -> Plan:
-        """Plan all members on a device; None for the CPU.
+        """Plan all members on a device.
+
+        Args:
+            device: as for ``parse_gpu``; ``here`` to measure this machine; None for a CPU.
 
         Raises:
-            UserError: an unknown device.
+            UserError: an unknown device, or a member that cannot be measured.
         """
-        name = num_bytes = None
-        if device is not None:
-            name, num_bytes = known_device(device)
+        jobs = None
+        if device == HERE:
+            found = _this_device(self.experiment.island.accelerator)
+            jobs = default_jobs([member.name for member in self.members], self.experiment)
+        elif device is None:
+            found = Device("CPU", None, {})
+        else:
+            found = parse_gpu(device)
 
-        return Plan(name, num_bytes, tuple(self._plan(member, name, num_bytes) for member in self.members))
+        members = tuple(self._plan(member, found, is_here=jobs is not None) for member in self.members)
+        return Plan(found.name, found.num_bytes, members, jobs)
 
     def with_suggestions(self, plan: Plan) -> Plan:
         """Look for the fewest devices of one node that hold each member; takes some seconds for a large network."""
@@ -330,26 +357,34 @@ class Planner:
 
         return replace(plan, members=tuple(planned))
 
-    def _plan(self, member: Member, device: str | None, num_bytes: int | None) -> MemberPlan:
+    def _plan(self, member: Member, device: Device, *, is_here: bool) -> MemberPlan:
         island = island_of(member.name, self.experiment)
-        cost, forward, per_sample = self._cost(member)
+        cost, _, per_sample = self._cost(member)
+        num_bytes = device.num_bytes
         strategy = chosen_strategy(island, cost.state, num_bytes or 0)
         memory = cost.memory(island, strategy)
+        fits = None
+        if num_bytes is not None:
+            fits = memory.peak <= USABLE * num_bytes
+
+        rate = None
+        if not is_here:
+            rate = self._peak_rate(member, island, device)
+        elif fits is not False:
+            rate = self._measured_rate(member, island, device)
+
         num_samples = member.batch_size * member.train.max_steps
         sample_bytes = self.data.sample_bytes
         hours = device_hours = dollars = shards_in = None
-        peak = peak_tflops(device or "", island.precision, tf32=True)
-        price = self.rates.prices.get(device or "")
-        if peak is not None:
-            work = per_sample
-            if island.activation_checkpointing and self.rates.mfu == ASSUMED_MFU:
-                work += forward
-
-            device_hours = num_samples * work / (self.rates.mfu * peak * 1e12) / 3600
+        if rate is not None:
+            device_hours = num_samples / rate / 3600
             hours = device_hours / island.num_ranks
-            shards_in = hours and sample_bytes * num_samples / (3600 * hours)
-            if price is not None:
-                dollars = price * device_hours
+            rate *= island.num_ranks
+            shards_in = sample_bytes * rate
+
+        price = self.rates.prices.get(device.name)
+        if price is not None and device_hours is not None:
+            dollars = price * device_hours
 
         shard_bytes = None
         if self.data.num_samples is not None:
@@ -364,16 +399,64 @@ class Planner:
             strategy=strategy,
             micro_batch_size=micro_batch_of(member, island)[0],
             memory=memory,
-            fits=None if num_bytes is None else memory.peak <= USABLE * num_bytes,
+            fits=fits,
             suggestion=None,
             checkpoint_bytes=cost.state.checkpoint,
             shard_bytes=shard_bytes,
+            samples_per_second=rate,
             hours=hours,
             device_hours=device_hours,
             dollars=dollars,
             shards_in=shards_in,
             checkpoints_out=cost.state.checkpoint / (60 * island.publish_every_n_minutes),
         )
+
+    def _peak_rate(self, member: Member, island: IslandConfig, device: Device) -> float | None:
+        """Samples per second of one device by its peak; None if that is unknown."""
+        peak = device.peak(island.precision)
+        if peak is None:
+            return None
+
+        _, forward, work = self._cost(member)
+        if island.activation_checkpointing and self.rates.mfu == ASSUMED_MFU:
+            work += forward
+
+        return self.rates.mfu * peak * 1e12 / work
+
+    def _measured_rate(self, member: Member, island: IslandConfig, device: Device) -> float:
+        """Samples per second of one device of this machine; equal members are measured once."""
+        key = f"{_key(member)} {island}"
+        if key not in self._speeds:
+            from ddm_lightning.training.measure import samples_per_second
+
+            say(f"{member.name}: measuring a few steps on {device.name} …")
+            _, _, per_sample = self._cost(member)
+            num = math.ceil(member.batch_size / island.num_ranks)
+            if resolve_accelerator(island.accelerator) == "cpu":
+                num = min(num, max(1, int(_CPU_FLOPS / per_sample)))
+
+            self._speeds[key] = samples_per_second(replace(member, batch_size=num), island)
+
+        return self._speeds[key]
+
+
+def _key(member: Member) -> str:
+    """Equal for members that cost the same."""
+    return repr(replace(member, name="", clusters=(), interval=(0.0, 1.0)))
+
+
+def _this_device(accelerator: str) -> Device:
+    """This machine's GPU or, without one, its CPU with the memory that is free; its speed is to be measured.
+
+    Raises:
+        UserError: it has no GPU, and ``accelerator`` asks for one.
+    """
+    if resolve_accelerator(accelerator) == "gpu":
+        check_devices(accelerator, 1)
+        return Device(torch.cuda.get_device_name(), device_bytes(accelerator), {})
+
+    free = free_bytes()
+    return Device("this CPU", int(free) if math.isfinite(free) else None, {})
 
 
 def smallest(cost: MemberCost, island: IslandConfig, num_bytes: int) -> Setting | None:
@@ -424,17 +507,20 @@ def devices_of(experiment: Experiment, asked: Sequence[str] | None, rates: Rates
     if asked:
         return [*asked], "--device"
     if experiment.island.accelerator == "cpu":
-        return [None], "island.accelerator"
+        return [None], "island.accelerator; --device here measures its speed"
     if rates.prices:
         return [*rates.prices], rates.price_source
     if resolve_accelerator("auto") == "gpu":
-        return [torch.cuda.get_device_name()], "this machine's"
+        name = torch.cuda.get_device_name()
+        return [name if find_gpu(name) else HERE], "this machine's"
 
-    return [ASSUMED_DEVICE], "assumed, as this machine has no GPU; give --device NAME, or island.accelerator=cpu"
+    return [
+        ASSUMED_DEVICE
+    ], "assumed, as this machine has no GPU; give --device NAME, or --device here for this machine"
 
 
 def shortages(experiment: Experiment, members: Sequence[str], devices: Sequence[str]) -> list[str]:
-    """Say what does not fit on devices that are about to be rented; unknown devices are skipped.
+    """Say what does not suit devices that are about to be rented; unknown devices are skipped.
 
     Raises:
         UserError: as ``Planner``.
@@ -446,6 +532,8 @@ def shortages(experiment: Experiment, members: Sequence[str], devices: Sequence[
             with suppress(UserError):
                 plan = planner.on(device)
                 if not plan.fits:
-                    found += planner.with_suggestions(plan).warnings()
+                    plan = planner.with_suggestions(plan)
+
+                found += plan.warnings()
 
     return found

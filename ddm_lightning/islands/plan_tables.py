@@ -18,21 +18,30 @@ def as_json(plan: Plan) -> dict[str, Any]:
     return {
         "device": plan.device,
         "device_bytes": plan.device_bytes,
+        "jobs": plan.jobs,
         "fits": plan.fits,
         **plan.totals,
         "members": [asdict(member) for member in plan.members],
     }
 
 
-def sources_of(data: Data, rates: Rates, device_source: str) -> dict[str, str]:
+def sources_of(data: Data, rates: Rates, device_source: str, plans: Sequence[Plan]) -> dict[str, str]:
     """Where the figures come from."""
-    return {
+    sources = {
         "parameters, FLOPs, memory": "counted on tensors without data; temporary tensors of compiled blocks at most",
-        "device": f"{device_source}; memory and peak from its data sheet",
-        "data": data.source,
+        "device": f"{device_source}; memory and peak from its data sheet, or as given",
+        "data": str(data),
         "MFU": f"{rates.mfu:.3g}, {rates.mfu_source}",
         "prices": rates.price_source,
     }
+    for plan in plans:
+        if plan.jobs is not None:
+            sources["speed"] = (
+                f"measured by a few steps on {plan.device}, on random data; fit trains {plan.jobs} at a time; loading, "
+                "validation and checkpoints come on top"
+            )
+
+    return sources
 
 
 def tables(plan: Plan) -> list[Table]:
@@ -58,12 +67,13 @@ def tables(plan: Plan) -> list[Table]:
         times = _times(one.hours, one.device_hours, one.dollars)
         training.append((one.member, str(one.devices), one.strategy, str(one.micro_batch_size), *times))
 
-    training.append(("all at once", "", "", "", *_times(**plan.totals)))
+    together = f"all, {plan.jobs} at a time" if plan.jobs else "all at once"
+    training.append((together, "", "", "", *_times(**plan.totals)))
     heads = ("M\nparams", "GFLOP\na sample", "FLOP", "check-\npoint", "out,\nMB/s", "shards", "in,\nMB/s")
     parts = ["weights", "grads", "opti-\nmizer", "EMA", "activ-\nations", "tem-\nporary", "peak", "fits"]
     return [
         table(["", *heads], _merged(sizes), "networks and traffic"),
-        table(["", *parts], _merged(memory), f"memory of one device, GB: {plan.device or 'CPU'}"),
+        table(["", *parts], _merged(memory), f"memory of one device, GB: {plan.device}"),
         table(["", "devices", "strategy", "samples\nat once", *_TIMES], _merged(training), "training"),
     ]
 
@@ -76,7 +86,7 @@ def comparison(plans: Sequence[Plan]) -> Table:
     """One row per device."""
     rows = []
     for plan in plans:
-        rows.append((plan.device or "CPU", _FITS[plan.fits], *_times(**plan.totals)))
+        rows.append((plan.device, _FITS[plan.fits], *_times(**plan.totals)))
 
     return table(["", "fits", *_TIMES], rows, "devices")
 

@@ -120,7 +120,7 @@ def dry_run(experiment: Experiment, run_dir: Path, check: Callable[[DataSizes], 
         num_bytes = sum(rows.nbytes for rows in encode().values()) // num
         estimates[name] = num_bytes, (time.monotonic() - start) / num
 
-    estimates["shards"] = sum(size for size, _ in estimates.values()) - estimates["features"][0], 0.0
+    estimates["shards without texts"] = plugins.sample_bytes(plugins.sizes_at(images.shape[1])), 0.0
     return DryRun(
         stages,
         len(parts),

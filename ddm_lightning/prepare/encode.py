@@ -28,7 +28,7 @@ from ddm_lightning.encoders.interfaces import Images, numbered
 from ddm_lightning.partition.columns import GrowingArray, PackedStrings, packed_strings
 from ddm_lightning.prepare.ledger import Entries, Job, OnProgress
 from ddm_lightning.prepare.near_duplicates import codes_of
-from ddm_lightning.prepare.reading import ENOUGH, Plugins, Reading, one_ahead, to_square
+from ddm_lightning.prepare.reading import ENOUGH, Plugins, Reading, num_captions, one_ahead, to_square
 from ddm_lightning.prepare.records import Part, Pixels, Record
 
 RECORDS = "records"
@@ -226,11 +226,6 @@ def latent_rows(plugins: Plugins, images: Images) -> dict[str, Shaped[np.ndarray
         rows["x_0_flipped"] = encoder.encode(np.ascontiguousarray(images[:, :, ::-1]))
 
     return rows
-
-
-def num_captions(config: PrepareConfig) -> int:
-    """Return the number of captions of each sample."""
-    return max(1, len(config.captions))
 
 
 def _encode_captions(job: PartJob, plugins: Plugins, on_progress: OnProgress | None) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import cached_property
@@ -24,7 +24,15 @@ from PIL import Image, ImageOps
 from ddm_lightning.config.experiment import PrepareConfig
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import CAPTION_ENCODERS, FEATURES, IMAGE_ENCODERS, SOURCES
-from ddm_lightning.encoders.interfaces import CaptionEncoder, Features, ImageEncoder, Images
+from ddm_lightning.encoders.interfaces import (
+    CaptionEncoder,
+    Features,
+    ImageEncoder,
+    Images,
+    array_encoding,
+    bytes_per_sample,
+    numbered,
+)
 from ddm_lightning.prepare.filters import IN_DROP_KEYS, PROPERTIES, Filters, extra_columns, number_in, properties
 from ddm_lightning.prepare.records import BrokenSample, Part, Pixels, Record, Source
 from ddm_lightning.prepare.sources.decode import caption_in
@@ -40,6 +48,11 @@ _PARTS_TO_LOOK_AT = 20
 _FIX = "fix the source (its contract: prepare/records.py)"
 _SET_SIZE = "set prepare.images.size"
 _COMMON_PACKAGES = ("ddm_lightning", "torch", "numpy", "pillow", "mosaicml-streaming")
+
+
+def num_captions(config: PrepareConfig) -> int:
+    """Return the number of captions of each sample."""
+    return max(1, len(config.captions))
 
 
 class Plugins:
@@ -151,6 +164,34 @@ class Plugins:
             token_shape = self.caption_encoder.token_shape
 
         return DataSizes(self.image_encoder.x_shape(image_size), text_size, token_shape, self.source.num_classes)
+
+    def encodings(self, row_shape: Sequence[int]) -> dict[str, str]:
+        """MDS encoding of each column of the shards but sample_id, cluster and captions; ``x_0`` has ``row_shape``."""
+        config = self.config
+        image = array_encoding(self.image_encoder.dtype, row_shape)
+        encodings = {"x_0": image}
+        if config.horizontal_flips:
+            encodings["x_0_flipped"] = image
+
+        encodings["label"] = "int32"
+        num = num_captions(config)
+        if self.caption_encoder is not None:
+            for number in range(num):
+                for name, encoding in self.caption_encoder.columns.items():
+                    encodings[numbered(name, number)] = encoding
+
+        if num > 1:
+            encodings["has_caption"] = array_encoding("uint8", [num])
+
+        return encodings | dict.fromkeys(config.keep, "float64")
+
+    def sample_bytes(self, sizes: DataSizes) -> int:
+        """Return the uncompressed bytes of a sample in the shards, without the texts of its captions."""
+        channels, *rest = sizes.x_shape
+        if self.image_encoder.stores == "posterior":  # mean and std
+            channels *= 2
+
+        return bytes_per_sample(self.encodings([channels, *rest]))
 
     def read(self, part: Part) -> Iterator[Record | BrokenSample]:
         """Yield the samples of a part, with the captions of ``prepare.captions``."""

@@ -15,13 +15,13 @@ from jaxtyping import Float64, Shaped
 
 from ddm_lightning.config.experiment import ShardsConfig
 from ddm_lightning.core.files import atomic_files, read_json, sha256_file
-from ddm_lightning.encoders.interfaces import StoredForm, array_encoding, numbered, parse_encoding
+from ddm_lightning.encoders.interfaces import StoredForm, numbered, parse_encoding
 from ddm_lightning.partition.columns import RowNumbers, Rows, packed_strings
 from ddm_lightning.partition.partition import Partition, Samples
-from ddm_lightning.prepare.encode import FEATURES, Hashes, Mask, num_captions
+from ddm_lightning.prepare.encode import FEATURES, Hashes, Mask
 from ddm_lightning.prepare.ledger import Entries, Job, OnProgress
 from ddm_lightning.prepare.prepared import Prepared
-from ddm_lightning.prepare.reading import Plugins
+from ddm_lightning.prepare.reading import Plugins, num_captions
 from ddm_lightning.shards.manifest import HELD_OUT, TRAIN, shard_name
 from ddm_lightning.shards.mosaic import open_writer
 
@@ -261,34 +261,16 @@ def _write_group(job: GroupJob, plugins: Plugins, on_progress: OnProgress) -> No
 def columns_of(prepared: Prepared, plugins: Plugins, labels: RowNumbers) -> ShardColumns:
     """Return the columns to store in the shards and their encodings."""
     encoder = plugins.image_encoder
-    captions = plugins.caption_encoder
-    columns = {"x_0": prepared.rows("x_0")}
-    encodings = {"x_0": array_encoding(encoder.dtype, columns["x_0"].row_shape)}
-    if plugins.config.horizontal_flips:
-        columns["x_0_flipped"] = prepared.rows("x_0_flipped")
-        encodings["x_0_flipped"] = encodings["x_0"]
-
-    columns["label"] = Rows([labels])
-    encodings["label"] = "int32"
-    num = num_captions(plugins.config)
+    encodings = plugins.encodings(prepared.rows("x_0").row_shape)
     texts = {}
-    for number in range(num):
+    for number in range(num_captions(plugins.config)):
         texts[numbered("caption", number)] = prepared.texts(numbered("captions", number))
-        if captions is None:
-            continue
 
-        for name, encoding in captions.columns.items():
-            column = numbered(name, number)
-            columns[column] = prepared.rows(column)
-            encodings[column] = encoding
-
-    if num > 1:
-        columns["has_caption"] = prepared.rows("has_caption")
-        encodings["has_caption"] = array_encoding("uint8", [num])
-
-    for number, name in enumerate(plugins.config.keep):
-        columns[name] = prepared.rows(f"kept-{number}")
-        encodings[name] = "float64"
+    kept = {name: f"kept-{number}" for number, name in enumerate(plugins.config.keep)}
+    columns = {"label": Rows([labels])}
+    for name in encodings:
+        if name not in columns:
+            columns[name] = prepared.rows(kept.get(name, name))
 
     form = StoredForm(encoder.stores, encoder.normalisation)
     return ShardColumns(columns, encodings, texts, prepared.first_row, form)

@@ -257,7 +257,7 @@ def build_trainer(
         SampleLogger(experiment.sample, stop, fixed),
         *(CALLBACKS.build(plugin.name, plugin.params) for plugin in island.callbacks),
     ]
-    _quieten(keep_notes="profiler" in island.trainer)
+    quieten(keep_notes="profiler" in island.trainer)
     try:
         trainer = L.Trainer(
             accelerator=resolve_accelerator(island.accelerator),
@@ -289,7 +289,7 @@ def build_trainer(
     return trainer, stop
 
 
-def _quieten(*, keep_notes: bool) -> None:
+def quieten(*, keep_notes: bool) -> None:
     """Hide the warnings and notes that Lightning gives in every training; a profiler's table is such a note."""
     disable_possible_user_warnings()
     for message in (r".*isinstance\(treespec, LeafSpec\).*", r".*exists and is not empty.*"):

@@ -2,18 +2,27 @@
 
 import json
 import re
+import shlex
+import time
 from dataclasses import replace
 
 import pytest
+from PIL import Image
 from tiny_runs import TINY
 
 from ddm_lightning.cli.parser import main
+from ddm_lightning.config.experiment import LoraConfig
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.config.merge import island_of
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.formatting import format_bytes
+from ddm_lightning.core.gpus import Device
 from ddm_lightning.encoders.images import Pixels
 from ddm_lightning.islands import plan
 from ddm_lightning.members.cost import MemberCost, chosen_strategy
 from ddm_lightning.members.member import Member
+from ddm_lightning.training import measure
+from ddm_lightning.training.module import MemberModule
 
 GPU = ("island.accelerator=gpu", "island.precision=bf16-mixed")
 PLAIN = ("condition.kind=none", "sample.prompts=[]")
@@ -80,6 +89,43 @@ def test_what_is_known_before_prepare_is_what_it_writes(tiny_run):
     assert [getattr(before.sizes, name) for name in sizes] == [getattr(after.sizes, name) for name in sizes]
 
 
+def folder_of_images(folder):
+    """Twenty images of 12 x 12 pixels and five of 6 x 6."""
+    folder.mkdir()
+    for number in range(25):
+        edge = 12 if number < 20 else 6
+        Image.new("RGB", (edge, edge), (10 * number, 0, 0)).save(folder / f"{number:02}.png")
+        (folder / f"{number:02}.txt").write_text(f"red {number}")
+    return folder
+
+
+@pytest.mark.parametrize("filters", [{}, {"min_side": ">= 9"}])
+def test_a_dry_run_of_prepare_and_the_plan_agree(tmp_path, capsys, filters):
+    folder = folder_of_images(tmp_path / "images [1]")
+    settings = [
+        *(f"run_dir={tmp_path / 'run'}", "prepare.horizontal_flips=true", "prepare.images={size: 8, aspect: crop}"),
+        *(f"prepare.source={{name: imagefolder, params: {{path: '{folder}'}}}}", f"prepare.filters={filters}"),
+        *("prepare.partition.num_fine_centroids=2", "expert.train.global_batch_size=2"),
+    ]
+    assert main(["prepare", "-c", str(TINY), *settings, "--dry-run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (data,) = (line.removeprefix("data, as in plan: ") for line in lines if line.startswith("data, as in plan: "))
+    num, sample_bytes = (20 if filters else 25), 2 * 3 * 8 * 8 + 2 * 16 + 4
+    assert data.startswith(
+        f"samples {num}, {sample_bytes} bytes each in the shards without captions' texts; from the source"
+    )
+    (shards,) = (line for line in lines if "shards without texts" in line)
+    assert shards.split()[3:] == [str(sample_bytes), "–", format_bytes(num * sample_bytes).split()[0], "kB", "–"]
+
+    command = shlex.split(lines[-1].partition(": python -m ddm_lightning ")[2])
+    command[command.index("here")] = "L4"
+    assert main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["sources"]["data"] == data
+    experts = found["plans"][0]["members"][:2]
+    assert sum(one["shard_bytes"] for one in experts) == pytest.approx(0.85 * num * sample_bytes, abs=sample_bytes)
+
+
 def test_flips_and_deviations_are_stored_beside_the_images(tmp_path, monkeypatch):
     def stored(*overrides):
         return plan.data_of(load_experiment(TINY, [f"run_dir={tmp_path}", *overrides])).sample_bytes
@@ -135,7 +181,7 @@ def test_a_tenth_of_a_device_is_left_free(tmp_path, monkeypatch):
     made = planner(*GPU, f"run_dir={tmp_path}")
     least = made.on("RTX 3090").members[0].memory.peak / 0.9
     for num_bytes, fits in ((least + 1, True), (least - 1, False)):
-        monkeypatch.setattr(plan, "known_device", lambda _, num_bytes=num_bytes: ("RTX 3090", num_bytes))
+        monkeypatch.setattr(plan, "parse_gpu", lambda _, num_bytes=num_bytes: Device("RTX 3090", num_bytes, {}))
         assert made.on("RTX 3090").fits == fits
 
 
@@ -156,6 +202,107 @@ def test_json_has_every_figure_and_its_source(tmp_path, capsys):
     assert "expert-0…1" in text and "assumed" in text and not any(tmp_path.iterdir())
 
 
+def test_a_gpu_of_ones_own_is_planned_by_its_peak_and_memory(tmp_path):
+    made = planner(*GPU, f"run_dir={tmp_path}", mfu="0.5")
+    found = made.on("name=MyGPU,tflops=120,memory_gb=0.001")
+    (one,) = found.members
+    assert (found.device, found.device_bytes) == ("MyGPU", 10**6)
+    assert one.device_hours == pytest.approx(one.flops / (0.5 * 120e12) / 3600)
+    assert one.samples_per_second == pytest.approx(0.5 * 120e12 / one.flops_per_sample)
+    assert one.memory.peak > 0.9e6 and "MyGPU, of which 90% are usable" in next(found.warnings())
+
+
+def test_a_gpu_without_bfloat16_is_told(tmp_path):
+    made = planner(*GPU, f"run_dir={tmp_path}")
+    found = made.on("T4")
+    assert found.members[0].hours is None
+    assert [line for line in found.warnings() if "16-mixed" in line] == [*found.warnings()]
+    assert [*plan.shortages(made.experiment, ["expert-0"], ["Tesla T4", "L4"])] == [*found.warnings()]
+    half = planner("island.accelerator=gpu", "island.precision=16-mixed", f"run_dir={tmp_path}", mfu="0.5").on("T4")
+    assert half.members[0].device_hours == pytest.approx(half.members[0].flops / (0.5 * 65e12) / 3600)
+    assert not [*half.warnings()]
+
+
+def slowed(monkeypatch, seconds):
+    """Let each training step take some seconds more, in which nothing is computed; list their members."""
+    steps = []
+    real = MemberModule.training_step
+
+    def training_step(module, *arguments):
+        steps.append(module.member.name)
+        time.sleep(seconds)
+        return real(module, *arguments)
+
+    monkeypatch.setattr(MemberModule, "training_step", training_step)
+    monkeypatch.setattr(measure, "_SECONDS", 0.0)
+    return steps
+
+
+def test_this_machine_is_measured_by_steps_of_each_kind_of_member(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(plan, "default_jobs", lambda *_: 2)
+    steps = slowed(monkeypatch, 0.1)
+    assert main(["plan", "-c", str(TINY), f"run_dir={tmp_path / 'run'}", "--device", "here", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert (
+        captured.err == "expert-0: measuring a few steps on this CPU …\nrouter: measuring a few steps on this CPU …\n"
+    )
+    assert set(steps) == {"expert-0", "router"} and len(steps) == 10 and not any(tmp_path.iterdir())
+    found = json.loads(captured.out)
+    assert found["sources"]["speed"].startswith("measured by a few steps on this CPU")
+    (here,) = found["plans"]
+    assert (here["device"], here["jobs"], here["fits"]) == ("this CPU", 2, True)
+    expert, twin, router = here["members"]
+    assert expert["samples_per_second"] == twin["samples_per_second"]
+    for one, batch, num_steps in ((expert, 8, 60), (router, 16, 40)):
+        seconds = batch / one["samples_per_second"]
+        assert 0.1 < seconds < 0.2
+        assert one["hours"] == pytest.approx(num_steps * seconds / 3600)
+    # Two experts and the router, two at a time.
+    assert here["hours"] == pytest.approx((2 * expert["hours"] + router["hours"]) / 2)
+
+
+def test_a_step_too_long_to_wait_for_is_measured_on_fewer_samples(tmp_path, monkeypatch):
+    sizes = []
+    monkeypatch.setattr(measure, "samples_per_second", lambda member, _: sizes.append(member.batch_size) or 3.0)
+    made = planner(f"run_dir={tmp_path}")
+    monkeypatch.setattr(plan, "_CPU_FLOPS", 2.5 * made.on(None).members[0].flops_per_sample)
+    (one,) = made.on("here").members
+    assert sizes == [2]
+    assert one.hours == pytest.approx(60 * 8 / 3.0 / 3600)
+
+
+def test_what_does_not_fit_this_machine_is_not_tried(tmp_path, monkeypatch):
+    monkeypatch.setattr(plan, "free_bytes", lambda: 1e6)
+    (one,) = planner(f"run_dir={tmp_path}").on("here").members
+    assert (one.fits, one.hours) == (False, None)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("condition.kind=class", "sample.prompts=[]"),
+        (*PLAIN, "router.conditional=false"),
+        (
+            "prepare.caption_encoder={name: hashed-words, params: {size: 16, max_tokens: 5}}",
+            "condition.kind=tokens+text",
+        ),
+        ("island.precision=bf16-mixed", "router.train.optimizer=muon", "island.micro_batch_size=3"),
+    ],
+)
+def test_every_kind_of_member_can_be_measured(tmp_path, monkeypatch, settings):
+    slowed(monkeypatch, 0.0)
+    made = planner(f"run_dir={tmp_path}", *settings, members=("expert-0", "router"))
+    adapters = replace(made.members[0], lora=LoraConfig(rank=2, target_modules=["qkv"]))
+    for member in (*made.members, adapters):
+        assert measure.samples_per_second(member, made.experiment.island) > 10
+
+
+def test_a_student_needs_its_teacher(tmp_path):
+    with pytest.raises(UserError, match="student: cannot be measured, as its teacher is not trained yet; name a GPU"):
+        planner(f"run_dir={tmp_path}", members=("student",)).on("here")
+
+
 def test_large_and_small_figures_are_written_out(tmp_path, capsys):
     settings = (*PLAIN, *GPU, "expert.train.global_batch_size=65536", "expert.train.max_steps=1")
     arguments = ["-c", str(TINY), f"run_dir={tmp_path}", *settings, "--only", "expert-0"]
@@ -168,7 +315,9 @@ def test_large_and_small_figures_are_written_out(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--device", "Abacus"], "unknown device 'Abacus'; known: GB200"),
+        (["--device", "Abacus"], "unknown device 'Abacus'; known: B300, GB200"),
+        (["--device", "name=X,tflops=1"], "key 'memory_gb' is missing; write it as name=MyGPU,tflops=120,memory_gb=24"),
+        (["--device", "here"], "key 'island.devices' = 1 with 'island.accelerator' = 'gpu', but torch sees 0"),
         (["--prices", "{prices}"], "key 'H100' = -1: must be at least 0"),
         (["--prices", "{unknown}"], "prices.yaml: unknown device 'Abacus'"),
         (["--prices", "nowhere.yaml"], "nowhere.yaml: no such file or folder; write lines such as 'H100: 2.50'"),

@@ -1,4 +1,5 @@
 import io
+import json
 from collections import Counter
 
 import pytest
@@ -60,6 +61,11 @@ def test_bytes_a_sample_are_those_that_prepare_writes(tmp_path, horizontal_flips
         assert "encoded captions" not in told
     else:
         assert told["encoded captions"] == on_disk("captions") == 2 * 6
+    (index, *_) = (tmp_path / "prepared" / "shards").rglob("index.json")
+    shard = json.loads(index.read_text())["shards"][0]
+    sizes = dict(zip(shard["column_names"], shard["column_sizes"], strict=True))
+    others = {sizes.pop(name) for name in ("sample_id", "cluster", "caption")}
+    assert others == {8, 4, None} and told["shards without texts"] == sum(sizes.values())
     texts = sum(
         len(f"{key}{caption}") for key, caption in zip(prepared.texts("keys"), prepared.texts("captions"), strict=True)
     )

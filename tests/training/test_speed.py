@@ -6,7 +6,7 @@ import torch
 from tiny_runs import TINY
 
 from ddm_lightning.config.load import load_experiment
-from ddm_lightning.core.devices import known_device, peak_tflops, tf32
+from ddm_lightning.core.devices import tf32
 from ddm_lightning.members import cost
 from ddm_lightning.members.cost import StepCost, step_cost
 from ddm_lightning.members.run import Run
@@ -69,33 +69,6 @@ def test_a_forward_pass_counts_once_more_in_hfu_where_it_is_computed_twice(
     figures = measured.read(1)
 
     assert figures["train/hfu"] / figures["train/mfu"] == pytest.approx(forward_passes / 3, rel=0.02)
-
-
-@pytest.mark.parametrize(
-    ("name", "precision", "tf32", "expected"),
-    [
-        ("NVIDIA H100 80GB HBM3", "bf16-mixed", False, 989.4),
-        ("NVIDIA H100 PCIe", "bf16-mixed", False, 756.0),
-        ("NVIDIA H200 NVL", "16-mixed", False, 835.5),
-        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16-mixed", False, None),
-        ("NVIDIA A100-SXM4-80GB", "32-true", True, 156.0),
-        ("NVIDIA A100-SXM4-80GB", "32-true", False, 19.5),
-        ("NVIDIA L40S", "bf16-mixed", False, 362.0),
-        ("NVIDIA L4", "bf16-mixed", False, 121.0),
-        ("NVIDIA RTX A4000", "bf16-mixed", False, None),
-        ("NVIDIA GeForce RTX 4090", "bf16-mixed", False, 165.2),
-        ("NVIDIA GeForce RTX 4090 D", "bf16-mixed", False, None),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16-mixed", False, None),
-        ("NVIDIA GeForce RTX 3090 Ti", "bf16-mixed", False, None),
-    ],
-)
-def test_peaks_are_dense_and_unknown_devices_have_none(name, precision, tf32, expected):
-    assert peak_tflops(name, precision, tf32=tf32) == expected
-
-
-def test_memory_is_that_of_the_device():
-    assert known_device("A100 80GB") == ("A100 80GB", 80 * 10**9)
-    assert known_device("NVIDIA GH200 480GB") == ("GH200 96GB", 96 * 10**9), "the rest is the host's"
 
 
 @pytest.mark.parametrize("has_gpu", [False, True])
