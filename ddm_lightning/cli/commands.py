@@ -35,6 +35,7 @@ from ddm_lightning.members.signatures import verify
 from ddm_lightning.use.download import fetched
 from ddm_lightning.use.ensemble import DecentralizedEnsemble
 from ddm_lightning.use.export import CONDITION_FILE, export_diffusers, export_member, export_peft
+from ddm_lightning.use.recipe import read_recipe
 from ddm_lightning.use.saved import manifest_with_about, save_ensemble
 from ddm_lightning.use.settings import resolve
 
@@ -177,10 +178,19 @@ def _sample(experiment: Experiment, options: argparse.Namespace) -> None:
     given = {"--strategy": options.strategy, "--num": options.num, "--seed": options.seed}
     words = [f"{name} {value}" for name, value in given.items() if value is not None]
     ensemble = DecentralizedEnsemble.open(experiment, partial=True)
+    source = options.source
+    only = None
+    if source is not None:
+        recipe = read_recipe(source)
+        ensemble.manifest = recipe.applied(ensemble.manifest, options.overrides, source)
+        options.classes = options.classes or recipe.classes
+        if options.num is None:
+            only = recipe.index
+
     ensemble.manifest = resolve(
         ensemble.manifest,
         options.overrides,
-        " ".join(words) or options.config,
+        " ".join(words) or source or options.config,
         strategy=options.strategy,
         num_per_prompt=options.num,
         seed=options.seed,
@@ -195,6 +205,7 @@ def _sample(experiment: Experiment, options: argparse.Namespace) -> None:
         singles=path.with_suffix(""),
         gif=options.gif,
         show_progress=True,
+        only=only,
     )
     print(f"samples: {path}\nsingle images: {path.with_suffix('')}")
     for name, file in files.items():
@@ -216,7 +227,7 @@ def _grid_to_write(experiment: Experiment, settings: SampleConfig, options: argp
         if folder.suffix == ".png":
             return folder
 
-    changed = [options.prompt, options.classes, options.num, options.seed is not None]
+    changed = [options.source, options.prompt, options.classes, options.num, options.seed is not None]
     changed += [text.startswith("sample.") for text in options.overrides]
     if folder == samples and not any(changed):
         return samples / f"{settings.strategy}.png"

@@ -112,6 +112,12 @@ def build_parser() -> argparse.ArgumentParser:
     sample.add_argument("--num", type=int, help="images per row (default: the experiment's)")
     sample.add_argument("--seed", type=int, help="noise seed (default: the experiment's)")
     sample.add_argument(
+        "--from",
+        dest="source",
+        metavar="IMAGE.png",
+        help="make an image or grid of this command again, as its PNG says; other options change it",
+    )
+    sample.add_argument(
         "--out",
         metavar="PATH",
         help="PNG file for the grid, or folder for a new one (default: the run's samples folder); single images "

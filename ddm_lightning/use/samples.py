@@ -23,6 +23,7 @@ from ddm_lightning.core.formatting import Bars, format_bytes
 from ddm_lightning.core.grids import labelled_grid, save_png, scale_of
 from ddm_lightning.ensemble.routing import Key, Trace
 from ddm_lightning.use.ensemble import DecentralizedEnsemble
+from ddm_lightning.use.recipe import recipe_texts
 from ddm_lightning.use.rows import MAX_ROWS
 
 # Images whose trajectory is drawn.
@@ -32,6 +33,8 @@ _GIF_FRAMES = 30
 _MAX_TICKS = 8
 # Columns of the largest grid; images beyond it are written as single images only.
 MAX_COLUMNS = 32
+# What the name of a file leaves out of a prompt: all but letters with their marks, digits and symbols such as emoji.
+_NO_WORD = re.compile(r"(?:[^\w\xa1-\U0010ffff]|[\s\u202a-\u202e\u2066-\u2069])+")
 
 
 def write_samples(
@@ -43,6 +46,7 @@ def write_samples(
     singles: Path | None = None,
     gif: bool = False,
     show_progress: bool = False,
+    only: int | None = None,
 ) -> dict[str, Path]:
     """Generate ``sample.num_per_prompt`` images per prompt or class, and write them as a grid to the PNG ``path``.
 
@@ -56,6 +60,7 @@ def write_samples(
         singles: folder for single images; None writes none.
         gif: whether to write the trajectory as a GIF.
         show_progress: whether to show a progress bar on stderr.
+        only: number of the image of each row, if ``sample.num_per_prompt`` is 1; by default the first.
 
     Returns:
         The files of the trajectory.
@@ -65,7 +70,10 @@ def write_samples(
     """
     settings = ensemble.about.sample
     rows = ensemble.rows(prompts, classes)
+    texts = recipe_texts(ensemble, rows)
     num = settings.num_per_prompt
+    if only is not None and num == 1:
+        rows = [row._replace(repeats=only) for row in rows]
     if singles is None:
         rows = rows[:MAX_ROWS]
         num = min(num, MAX_COLUMNS)
@@ -98,9 +106,11 @@ def write_samples(
         images = ensemble.images(rows, num, lambda done: progress.update(task, completed=done), trace)
         for number, index, image in images:
             if singles is not None:
-                words = re.sub(r"\W+", "-", rows[number].label)[:40].strip("-")
+                row = rows[number]
+                words = _NO_WORD.sub("-", row.label)[:40].strip("-")
                 single = folder / singles.name / f"{number:03d}-{words}-{index:04d}.png"
-                save_png(single, Image.fromarray(image))
+                _, place = row.key(index, num)
+                save_png(single, Image.fromarray(image), recipe_texts(ensemble, [row], place))
 
             if number < MAX_ROWS and index < MAX_COLUMNS:
                 _, columns = shown[number]
@@ -113,7 +123,7 @@ def write_samples(
         grid = folder / path.name
         credit = ensemble.credit_line
         _, first_row = shown[0]
-        save_png(grid, labelled_grid(shown, scale_of(first_row[0]), title, footer=credit))
+        save_png(grid, labelled_grid(shown, scale_of(first_row[0]), title, footer=credit), texts)
         if trace is not None:
             files = write_trajectory(grid, trace, ensemble.field.cluster_names, labels, ensemble.decode, gif, credit)
 
