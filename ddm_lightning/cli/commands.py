@@ -35,6 +35,7 @@ from ddm_lightning.members.signatures import verify
 from ddm_lightning.use.download import fetched
 from ddm_lightning.use.ensemble import DecentralizedEnsemble
 from ddm_lightning.use.export import CONDITION_FILE, export_diffusers, export_member, export_peft
+from ddm_lightning.use.loaded import STRENGTH
 from ddm_lightning.use.recipe import read_recipe
 from ddm_lightning.use.saved import manifest_with_about, save_ensemble
 from ddm_lightning.use.settings import resolve
@@ -178,12 +179,21 @@ def _sample(experiment: Experiment, options: argparse.Namespace) -> None:
     given = {"--strategy": options.strategy, "--num": options.num, "--seed": options.seed}
     words = [f"{name} {value}" for name, value in given.items() if value is not None]
     ensemble = DecentralizedEnsemble.open(experiment, partial=True)
+    if options.strength is not None and options.image is None:
+        raise UserError("--strength: has no effect without --image; give both")
+
     source = options.source
     only = None
     if source is not None:
         recipe = read_recipe(source)
         ensemble.manifest = recipe.applied(ensemble.manifest, options.overrides, source)
-        options.classes = options.classes or recipe.classes
+        if recipe.image is not None and options.image is None:
+            raise UserError(f"{source}: started from an image, SHA-256 {recipe.image[:12]}…; give it with --image")
+
+        for name in ("classes", "negative_prompt", "strength"):
+            if getattr(options, name) is None:
+                setattr(options, name, getattr(recipe, name))
+
         if options.num is None:
             only = recipe.index
 
@@ -206,6 +216,9 @@ def _sample(experiment: Experiment, options: argparse.Namespace) -> None:
         gif=options.gif,
         show_progress=True,
         only=only,
+        negative_prompt=options.negative_prompt or "",
+        image=options.image,
+        strength=STRENGTH if options.strength is None else options.strength,
     )
     print(f"samples: {path}\nsingle images: {path.with_suffix('')}")
     for name, file in files.items():
@@ -228,6 +241,7 @@ def _grid_to_write(experiment: Experiment, settings: SampleConfig, options: argp
             return folder
 
     changed = [options.source, options.prompt, options.classes, options.num, options.seed is not None]
+    changed += [options.negative_prompt, options.image]
     changed += [text.startswith("sample.") for text in options.overrides]
     if folder == samples and not any(changed):
         return samples / f"{settings.strategy}.png"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
@@ -40,6 +42,12 @@ class Recipe:
     """Class of each row; empty without classes."""
     index: checks.Count | None
     """Number of a single image among those of its prompt or class; None for a grid."""
+    negative_prompt: str
+    """Text in place of the null condition; empty for none."""
+    image: checks.Sha256 | None
+    """SHA-256 of the file of the image that the images start from; None for noise."""
+    strength: checks.Amount
+    """Share of the steps that are run from the noisy image."""
 
     def applied(self, manifest: EnsembleManifest, overrides: Sequence[str], source: str) -> EnsembleManifest:
         """An ensemble with the recipe's seed and settings, except those that ``overrides`` name.
@@ -84,12 +92,29 @@ def read_recipe(path: str) -> Recipe:
     return checks.record(recipe, Recipe, path, _REMEDY)
 
 
-def recipe_texts(ensemble: DecentralizedEnsemble, rows: Sequence[Row], index: int | None = None) -> PngInfo:
+def open_image(path: Path) -> Image.Image:
+    """Open and decode an image, of formats that Pillow passes to no other program.
+
+    Raises:
+        UserError: the file is missing, damaged, or of another format.
+    """
+    try:
+        with Image.open(path, formats=["PNG", "JPEG", "WEBP", "TIFF", "BMP", "GIF"]) as image:
+            image.load()
+            return image
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise UserError(f"{path}: cannot be read as an image ({first_line(error)}); give a PNG, JPEG or WEBP") from None
+
+
+def recipe_texts(
+    ensemble: DecentralizedEnsemble, rows: Sequence[Row], start: Mapping[str, Any], index: int | None = None
+) -> PngInfo:
     """Text chunks of a PNG: the recipe as JSON, and ``parameters`` in the form that viewers know from web UIs.
 
     Args:
         ensemble: with the settings of the images.
         rows: of the grid, or the one of a single image.
+        start: ``negative_prompt``, ``image`` and ``strength`` of ``Recipe``.
         index: number of a single image; None for a grid.
     """
     about = ensemble.about
@@ -102,6 +127,7 @@ def recipe_texts(ensemble: DecentralizedEnsemble, rows: Sequence[Row], index: in
         sample=sample,
         classes=[],
         index=index,
+        **start,
     )
     if index is not None:
         sample.num_per_prompt = 1
@@ -122,10 +148,14 @@ def recipe_texts(ensemble: DecentralizedEnsemble, rows: Sequence[Row], index: in
         "Strategy": sample.member or sample.strategy,
         "Version": f"ddm_lightning {__version__}",
     }
-    settings = ", ".join(f"{key}: {value}" for key, value in shown.items())
+    lines = [row.label for row in rows]
+    if recipe.negative_prompt:
+        lines.append(f"Negative prompt: {recipe.negative_prompt}")
+    if recipe.image is not None:
+        shown["Denoising strength"] = recipe.strength
+
+    lines.append(", ".join(f"{key}: {value}" for key, value in shown.items()))
     info = PngInfo()
-    info.add_text(
-        "parameters", "\n".join([*(row.label for row in rows), settings])
-    )  # as UTF-8 if Latin-1 is not enough
+    info.add_text("parameters", "\n".join(lines))  # as UTF-8 if Latin-1 is not enough
     info.add_text(_KEYWORD, json.dumps(asdict(recipe)))
     return info

@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,12 +19,13 @@ from torch import Tensor
 
 from ddm_lightning.config.experiment import SampleConfig
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.core.files import atomic_files
+from ddm_lightning.core.files import atomic_files, sha256_file
 from ddm_lightning.core.formatting import Bars, format_bytes
 from ddm_lightning.core.grids import labelled_grid, save_png, scale_of
 from ddm_lightning.ensemble.routing import Key, Trace
 from ddm_lightning.use.ensemble import DecentralizedEnsemble
-from ddm_lightning.use.recipe import recipe_texts
+from ddm_lightning.use.loaded import STRENGTH
+from ddm_lightning.use.recipe import open_image, recipe_texts
 from ddm_lightning.use.rows import MAX_ROWS
 
 # Images whose trajectory is drawn.
@@ -47,6 +49,9 @@ def write_samples(
     gif: bool = False,
     show_progress: bool = False,
     only: int | None = None,
+    negative_prompt: str = "",
+    image: Path | None = None,
+    strength: float = STRENGTH,
 ) -> dict[str, Path]:
     """Generate ``sample.num_per_prompt`` images per prompt or class, and write them as a grid to the PNG ``path``.
 
@@ -61,16 +66,26 @@ def write_samples(
         gif: whether to write the trajectory as a GIF.
         show_progress: whether to show a progress bar on stderr.
         only: number of the image of each row, if ``sample.num_per_prompt`` is 1; by default the first.
+        negative_prompt: takes the place of the null condition; empty for none.
+        image: file of an image to start from; None starts from noise.
+        strength: share of the steps that are run from the noisy image.
 
     Returns:
         The files of the trajectory.
 
     Raises:
-        UserError: a damaged artifact, an empty prompt, no such class, or too many images for the disk.
+        UserError: a damaged artifact, an empty prompt, no such class, a file that is no image, or too many images for
+            the disk; or as ``DecentralizedEnsemble.rows``.
     """
     settings = ensemble.about.sample
-    rows = ensemble.rows(prompts, classes)
-    texts = recipe_texts(ensemble, rows)
+    pixels = None
+    start: dict[str, Any] = {"negative_prompt": negative_prompt, "image": None, "strength": strength}
+    if image is not None:
+        pixels = open_image(image)
+        start["image"] = sha256_file(image)
+
+    rows = ensemble.rows(prompts, classes, [negative_prompt], pixels)
+    texts = recipe_texts(ensemble, rows, start)
     num = settings.num_per_prompt
     if only is not None and num == 1:
         rows = [row._replace(repeats=only) for row in rows]
@@ -103,18 +118,18 @@ def write_samples(
             )
 
         task = progress.add_task("images", total=total)
-        images = ensemble.images(rows, num, lambda done: progress.update(task, completed=done), trace)
-        for number, index, image in images:
+        images = ensemble.images(rows, num, lambda done: progress.update(task, completed=done), trace, strength)
+        for number, index, made in images:
             if singles is not None:
                 row = rows[number]
                 words = _NO_WORD.sub("-", row.label)[:40].strip("-")
                 single = folder / singles.name / f"{number:03d}-{words}-{index:04d}.png"
-                _, place = row.key(index, num)
-                save_png(single, Image.fromarray(image), recipe_texts(ensemble, [row], place))
+                own = recipe_texts(ensemble, [row], start, row.repeats * num + index)
+                save_png(single, Image.fromarray(made), own)
 
             if number < MAX_ROWS and index < MAX_COLUMNS:
                 _, columns = shown[number]
-                columns.append(image.copy())  # a view would keep the whole batch
+                columns.append(made.copy())  # a view would keep the whole batch
 
         title = settings_line(settings)
         if total > len(in_rows) * num_columns:

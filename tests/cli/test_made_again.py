@@ -7,13 +7,16 @@ import json
 import re
 import struct
 import zlib
+from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 from saved_ensembles import kept as kept
 from saved_ensembles import saved
 
+from ddm_lightning import DecentralizedEnsemble
 from ddm_lightning.cli.parser import main
 from ddm_lightning.core.files import sha256_file
 from ddm_lightning.ensemble.velocity import Cost, Ensemble
@@ -91,16 +94,14 @@ def test_an_image_says_how_it_was_made(kept, called, tmp_path):
         assert recipe["index"] == (None, 0, 1, 0, 1)[number]
 
 
-def test_the_ensemble_is_known_by_its_members_and_priors(kept, called, tmp_path):
+def test_the_ensemble_is_known_by_its_members_and_priors(kept, first):
     members = {
         name: sha256_file(kept / name / "member.json") for name in ("expert-0", "expert-1", "expert-2", "router")
     }
     content = {"members": members, "places": {"expert-0": 0, "expert-1": 1, "expert-2": 2}, "priors": [0.2, 0.3, 0.5]}
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
 
-    (image,) = sampled(called, kept, tmp_path / "grid.png", "--prompt", "cat")
-
-    assert json.loads(chunks(image)[1][2])["ensemble"] == hashlib.sha256(text.encode()).hexdigest()
+    assert json.loads(chunks(first)[1][2])["ensemble"] == hashlib.sha256(text.encode()).hexdigest()
 
 
 @pytest.mark.parametrize("kind", ["text", "class", "none"])
@@ -120,9 +121,8 @@ def test_images_and_grids_are_made_again(kind, kept, called, tmp_path):
     again = sampled(called, folder, tmp_path / "again.png", "--from", tmp_path / "grid.png")
     assert [path.read_bytes() for path in again] == [path.read_bytes() for path in images]
     assert (tmp_path / "again.png").read_bytes() == (tmp_path / "grid.png").read_bytes()
-    for number in (1, 4 % len(images)):
-        (one,) = sampled(called, folder, tmp_path / f"{number}.png", "--from", images[number])
-        assert one.read_bytes() == images[number].read_bytes()
+    (one,) = sampled(called, folder, tmp_path / "one.png", "--from", images[-1])
+    assert one.read_bytes() == images[-1].read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -133,11 +133,10 @@ def test_images_and_grids_are_made_again(kind, kept, called, tmp_path):
         ("--strategy", "full"),
     ],
 )
-def test_options_beside_it_win(given, kept, called, tmp_path):
-    first = sampled(called, kept, tmp_path / "first.png", "--prompt", "cat", "--num", "2", *SETTINGS)
-    changed = sampled(called, kept, tmp_path / "changed.png", "--from", first[1], *given)
+def test_options_beside_it_win(given, kept, first, called, tmp_path):
+    changed = sampled(called, kept, tmp_path / "changed.png", "--from", first, *given)
 
-    options = {"--prompt": "cat", "--num": "2", "--seed": "5", "--strategy": "bayes"}
+    options = {"--prompt": "cat", "--num": "1", "--seed": "5", "--strategy": "bayes"}
     settings = list(SETTINGS[4:])
     if "full" in given:  # whose params and solver are others
         settings = ["sample.solver=ancestral", *(text for text in settings if "params" not in text)]
@@ -148,11 +147,70 @@ def test_options_beside_it_win(given, kept, called, tmp_path):
     settings += [text for text in given if "=" in text]
     flat = [word for pair in options.items() for word in pair]
     expected = sampled(called, kept, tmp_path / "same.png", *flat, *settings)
-    if "--num" not in given:
-        expected = expected[1:]
-
     assert pixels(changed) == pixels(expected)
-    assert pixels(changed)[0] != pixels(first)[1]
+    assert pixels(changed)[0] != pixels([first])[0]
+
+
+@pytest.fixture
+def start(tmp_path):
+    """An image to start from."""
+    path = tmp_path / "start.png"
+    numbers = np.arange(6 * 5 * 3, dtype=np.uint8).reshape(6, 5, 3) * 2
+    Image.fromarray(numbers).save(path)
+    return path
+
+
+def test_negative_prompts_and_images_to_start_from_are_those_of_the_call(kept, called, refuse, start, tmp_path):
+    given = ("--prompt", "cat", "--num", "2", "--negative-prompt", "dog,\nfox", "--image", start, "--strength", "0.7")
+    images = sampled(called, kept, tmp_path / "grid.png", *given, "--seed", "5", "sample.guidance_scale=2")
+
+    ensemble = DecentralizedEnsemble.from_pretrained(kept)
+    expected = ensemble(
+        "cat",
+        negative_prompt="dog,\nfox",
+        num_images_per_prompt=2,
+        image=Image.open(start),
+        strength=0.7,
+        seed=5,
+        guidance_scale=2.0,
+    ).images
+    assert pixels(images) == [image.tobytes() for image in expected]
+    (_, _, parameters), (*_, text) = chunks(images[1])
+    assert parameters.startswith("cat\nNegative prompt: dog,\nfox\nSteps: 4, ")
+    assert parameters.endswith(", Denoising strength: 0.7")
+    recipe = json.loads(text)
+    assert (recipe["negative_prompt"], recipe["strength"], recipe["image"]) == ("dog,\nfox", 0.7, sha256_file(start))
+
+    again = ("sample", "-c", kept, "--out", tmp_path / "again.png", "--from", images[1])
+    assert (
+        refuse(*again) == f"{images[1]}: started from an image, SHA-256 {recipe['image'][:12]}…; give it with --image"
+    )
+    called(*again, "--image", start)
+    (one,) = singles(tmp_path / "again.png")
+    assert one.read_bytes() == images[1].read_bytes()
+    for more in (["--negative-prompt", ""], ["--strength", "0.4"]):
+        called(*again, "--image", start, *more)
+        assert pixels(singles(tmp_path / "again.png")) != pixels(images[1:])
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["--strength", "0.5"], "--strength: has no effect without --image"),
+        (["--image", "start.png", "--strength", "0"], "strength = 0.0: give a number above 0"),
+        (["--image", "start.png", "--strength", "nan"], "strength = nan"),
+        (["--image", "none.png"], "none.png: cannot be read as an image"),
+        (["--image", "cut.png"], "cut.png: cannot be read as an image"),
+        (["--image", "page.eps"], "page.eps: cannot be read as an image"),
+        (["--negative-prompt", "dog"], "negative_prompt: has no effect without guidance"),
+    ],
+)
+def test_an_option_that_cannot_be_is_refused(given, words, kept, refuse, start, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("cut.png").write_bytes(start.read_bytes()[:50])
+    Image.new("RGB", (4, 4)).save("page.eps")
+    assert refuse("sample", "-c", kept, "--prompt", "cat", "--out", "grid.png", *given).startswith(words)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cut.png", "page.eps", "start.png"]
 
 
 def png(path, **texts):
@@ -188,8 +246,7 @@ ABSENT = "does not say how it was made"
         (lambda path: png(path, ddm_lightning="{"), ABSENT),
         (lambda path: png(path, ddm_lightning="[" * 10**5), "nested too deep"),
         (lambda path: png(path, ddm_lightning="[3]"), "must be a section of keys, is [3]"),
-        (lambda path: with_chunk(png(path), b"zTXt", b"ddm_lightning\0\0" + zlib.compress(bytes(1 << 27))), ABSENT),
-        (lambda path: with_chunk(png(path), b"tEXt", b"ddm_lightning\0" + b"[" * (1 << 26)), ABSENT),
+        (lambda path: with_chunk(png(path), b"zTXt", b"ddm_lightning\0\0" + zlib.compress(bytes(65 << 20))), ABSENT),
         (lambda path: path.write_bytes(png(path, ddm_lightning="{}").read_bytes()[:60]) and path, ABSENT),
         (lambda path: path.write_bytes(png(path).read_bytes()[:16] + b"\xff" * 8) and path, ABSENT),
     ],
@@ -243,7 +300,7 @@ def test_a_recipe_that_cannot_be_is_refused(changes, words, kept, first, refuse,
 def first(kept, tmp_path_factory):
     """A single image."""
     grid = tmp_path_factory.mktemp("first") / "grid.png"
-    assert main(["sample", "-c", str(kept), "--out", str(grid), "--prompt", "cat", *SETTINGS]) == 0
+    assert main(["sample", "-c", str(kept), "--out", str(grid), "--prompt", "cat", "--num", "1", *SETTINGS]) == 0
     (image,) = singles(grid)
     return image
 
