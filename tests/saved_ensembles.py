@@ -45,8 +45,8 @@ def saved(tmp_path, counts=COUNTS, **changes):
     return tmp_path / "saved"
 
 
-def load(folder):
-    return DecentralizedEnsemble.from_pretrained(folder, device="cpu")
+def load(folder, **options):
+    return DecentralizedEnsemble.from_pretrained(folder, "cpu", **options)
 
 
 def images(ensemble, **settings):

@@ -156,7 +156,7 @@ def _check_inputs(
     if not isinstance(seed, int) and len(seed) != num:
         raise UserError(f"{len(seed)} seeds for {num} images: give one, or one per image")
 
-    for name, given in (("x_1", x_1), ("image", image)):
+    for name, given in (("latents", x_1), ("image", image)):
         if given is not None and given.shape != (num, *x_shape):
             raise UserError(f"{name} has shape {list(given.shape)}; give {[num, *x_shape]}, one per image")
         if given is not None and not given.isfinite().all():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -25,8 +25,9 @@ PRECISIONS = {torch.float32: "32-true", torch.bfloat16: "bf16-mixed", torch.floa
 @dataclass
 class _Options:
     output_type: str = checks.choice("pil", "np", "pt", "latent")
-    strength: float = checks.option(0.8, low=0, high=1)
-    batch_size: int = checks.option(64, low=1)
+    strength: float = checks.option(1.0, low=0, high=1)
+    batch_size: int = checks.option(1, low=1)
+    seed: list[checks.Count] = field(default_factory=list)
 
 
 class Output(NamedTuple):
@@ -63,14 +64,14 @@ def device_and_dtype(*places: Any, device: Any = None, dtype: Any = None) -> tup
         UserError: torch cannot use the device, or the networks cannot compute in the dtype.
     """
     found = None
-    for place in (*places, device, dtype):
+    for place in (*places, device):
         if isinstance(place, torch.dtype):
-            if place not in PRECISIONS:
-                raise UserError(f"dtype {place}: must be one of {', '.join(map(str, PRECISIONS))}")
-
             dtype = place
         elif place is not None:
             found = usable_device(place)
+
+    if dtype not in (None, *PRECISIONS):
+        raise UserError(f"dtype {dtype}: must be one of {', '.join(map(str, PRECISIONS))}")
 
     return found, dtype
 
@@ -162,15 +163,16 @@ def _rgb_of(image: Any) -> UInt8[np.ndarray, "h w 3"]:
     raise UserError("image: give images of Pillow, arrays [h w 3] or tensors [3 h w], of uint8 or numbers from 0 to 1")
 
 
-def checked_latents(latents: Any, shape: tuple[int, ...]) -> Float[Tensor, "n c h w"]:
-    """Noise to start from, float32, on the CPU.
+def noise_of(latents: Any) -> Tensor | None:
+    """Noise to start from, float32, on the CPU; its shape is checked by ``sampler.sample``.
 
     Raises:
-        UserError: another shape, or no numbers.
+        UserError: it is neither a tensor nor an array.
     """
-    if not isinstance(latents, (Tensor, np.ndarray)) or latents.shape != shape:
-        given = getattr(latents, "shape", latents)
-        raise UserError(f"latents ({given!s:.60}): give noise of shape {shape} (images, channels, height, width)")
+    if latents is None:
+        return None
+    if not isinstance(latents, (Tensor, np.ndarray)):
+        raise UserError(f"latents = {latents!r:.60}: give a tensor [images c h w] of noise")
 
     return torch.as_tensor(latents, dtype=torch.float32, device="cpu")
 
@@ -204,8 +206,12 @@ def step_callback(callback: Any, names: Any, owner: Any) -> Callable[[int, float
     return on_step_end
 
 
-def converted(images: UInt8[np.ndarray, "n h w 3"], output_type: str) -> Any:
-    """Images as ``output_type``: of Pillow, or numbers from 0 to 1, [n h w 3] or [n 3 h w]."""
+def converted(x_0: Float[Tensor, "n c h w"], decode: Callable[[Tensor], Any], output_type: str) -> Any:
+    """Turn samples into images of Pillow, or numbers from 0 to 1, [n h w 3] or [n 3 h w]; ``latent`` leaves them."""
+    if output_type == "latent":
+        return x_0
+
+    images = decode(x_0)
     if output_type == "pil":
         return [Image.fromarray(image) for image in images]
 

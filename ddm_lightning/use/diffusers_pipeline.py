@@ -4,24 +4,46 @@ from __future__ import annotations
 
 from functools import cached_property, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-from diffusers import DiffusionPipeline, ImagePipelineOutput
+from diffusers import DiffusionPipeline, ImagePipelineOutput, ModelMixin
 
+from ddm_lightning.core.errors import UserError
 from ddm_lightning.use.call import device_and_dtype
 from ddm_lightning.use.ensemble import DecentralizedEnsemble
 from ddm_lightning.use.export import export_diffusers
 
 
+class Place(ModelMixin):  # type: ignore[misc]
+    """A component without weights, because diffusers hands ``device_map`` and ``torch_dtype`` to components alone."""
+
+    @classmethod
+    def from_pretrained(cls, _: str, device_map: Any = None, torch_dtype: Any = None, **__: Any) -> tuple[Any, Any]:
+        """Return device and dtype, None if not given.
+
+        Raises:
+            UserError: torch cannot use them.
+        """
+        return device_and_dtype(device_map, torch_dtype)
+
+    @classmethod
+    def load_config(cls, *_: Any, **__: Any) -> NoReturn:
+        """Refuse to be spread over several devices."""
+        raise UserError("device_map: give a device such as 'cuda', and use .ensemble for experts that take turns on it")
+
+
 class DecentralizedPipeline(DiffusionPipeline):  # type: ignore[misc]  # diffusers is not checked
     """Text- or class-to-image with a decentralized ensemble, called like other pipelines of diffusers."""
 
-    def __init__(self, allow_paths: bool = False) -> None:
+    _optional_components = ["place"]  # noqa: RUF012  diffusers reads a list
+
+    def __init__(self, allow_paths: bool = False, place: Any = None) -> None:
         super().__init__()
         self._allow_paths = allow_paths
-        self._place = torch.device("cpu")
-        self._dtype: torch.dtype | None = None
+        device, dtype = place or (None, None)
+        self._place = device or torch.device("cpu")
+        self._dtype: torch.dtype | None = dtype
 
     @cached_property
     def ensemble(self) -> DecentralizedEnsemble:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ from PIL import Image
 from torch import Tensor
 
 from ddm_lightning.config.experiment import Experiment
-from ddm_lightning.core import checks
 from ddm_lightning.core.devices import check_devices, device_of, own_defaults
 from ddm_lightning.core.errors import DOWNLOADS, UserError, note
 from ddm_lightning.core.formatting import Bars
@@ -24,7 +23,7 @@ from ddm_lightning.use.download import fetched
 from ddm_lightning.use.loaded import LoadedEnsemble
 from ddm_lightning.use.rows import listed
 from ddm_lightning.use.saved import artifact_in, manifest_with_about, push_to_hub, save_ensemble, single_with_about
-from ddm_lightning.use.settings import refuse_paths, resolve, unknown
+from ddm_lightning.use.settings import KEYS, refuse_paths, refuse_unknown, resolve
 
 
 class DecentralizedEnsemble(LoadedEnsemble):
@@ -63,10 +62,8 @@ class DecentralizedEnsemble(LoadedEnsemble):
             UserError: a file is missing, damaged or of other data, or leads out of the folder; torch cannot use the
                 device or dtype, ``resident_experts`` below 2, an unknown option, or an encoder's path is not allowed.
         """
-        for name in others:
-            raise UserError(f"from_pretrained: {unknown(name, call.arguments_of(cls.from_pretrained))}")
-
-        usable, precision = call.device_and_dtype(device or device_of("auto"), dtype or torch_dtype)
+        refuse_unknown("from_pretrained", others, call.arguments_of(cls.from_pretrained))
+        usable, precision = call.device_and_dtype(device or device_of("auto"), dtype=dtype or torch_dtype)
         folder = fetched(folder_or_url)
         artifact = artifact_in(folder)
         record = RunFolder(folder).experiment
@@ -116,63 +113,6 @@ class DecentralizedEnsemble(LoadedEnsemble):
         """Turn the progress bar off (``disable=True``) or on; other options of tqdm have no effect."""
         self._progress_bar_config = options
 
-    @own_defaults()
-    def _made(
-        self,
-        prompts: Any,
-        classes: Any,
-        settings: dict[str, Any],
-        offered: Sequence[str],
-        *,
-        seed: Any,
-        negative_prompt: Any = None,
-        image: Any = None,
-        factors: Sequence[float] | None = None,
-        latents: Any = None,
-        output_type: str = "pil",
-        **more: Any,
-    ) -> Any:
-        """Check the arguments of ``sample`` or a call, and generate its images."""
-        texts = listed(prompts)
-        labels = listed(classes)
-        is_empty = (prompts is not None and not texts) or (classes is not None and not labels)
-        if is_empty or not all(isinstance(text, str) for text in texts):
-            raise UserError("sample: give prompts (strings) or classes, or leave both out for the experiment's")
-
-        if isinstance(seed, Iterable):
-            more["seed"] = listed(seed)
-            for one in more["seed"]:
-                checks.check({"seed": one}, Experiment, "", "sample", references=False)
-            if more.get("trace") is not None:
-                raise UserError("trace: keeps one image per prompt and index; give one seed")
-        else:
-            settings["seed"] = seed
-        if "strength" in more and image is None:
-            raise UserError("strength: is of an image to start from; give image, too")
-
-        chosen = self.with_settings((), "sample", factors, offered, **settings)
-        own = chosen.about.sample
-        if not texts and not labels:
-            texts = own.prompts
-
-        rows = chosen.rows(texts, labels, listed(negative_prompt), image)
-        total = len(rows) * own.num_per_prompt
-        if latents is not None:
-            more["x_1"] = call.checked_latents(latents, (total, *self.meta.x_shape))
-
-        if more.get("on_step_end") is not None:
-            more.setdefault("batch_size", total)
-
-        with Bars(show=not self._progress_bar_config.get("disable")) as bars:
-            task = bars.add_task("images", total=total)
-            done = partial(bars.update, task)
-            x_0 = chosen.samples(rows, own.num_per_prompt, range(total), progress=lambda n: done(completed=n), **more)
-
-        if output_type == "latent":
-            return x_0
-
-        return call.converted(self.decode(x_0), output_type)
-
     def sample(
         self,
         prompts: str | Sequence[str] | None = None,
@@ -195,7 +135,8 @@ class DecentralizedEnsemble(LoadedEnsemble):
             seed: seed of the noise, or one per image; None is the experiment's.
             trace: keeps the sampling trajectory, such as the weights of the experts.
             factors: multiply the clusters' weights, one per cluster; 0 switches its experts off. None changes nothing.
-            settings: other keys of the experiment's ``sample`` section, such as ``num_steps=20``.
+            settings: other keys of the experiment's ``sample`` section, such as ``num_steps=20``, and arguments of
+                ``__call__``.
 
         Returns:
             ``num`` images of the first prompt, then of the second, and so on. A repeated prompt gives further images:
@@ -205,9 +146,17 @@ class DecentralizedEnsemble(LoadedEnsemble):
             UserError: an empty prompt or list, an unknown class, strategy or setting, a value out of range, or guidance
                 of experts that were not trained for it.
         """
-        settings = {"num_per_prompt": num, "strategy": strategy, **settings}
-        names = call.arguments_of(self.sample)
-        return self._made(prompts, classes, settings, names, seed=seed, factors=factors, trace=trace)
+        if seed is None and "generator" not in settings:
+            seed = self.about.seed
+
+        given = {
+            "prompt": prompts,
+            "class_labels": classes,
+            "num_images_per_prompt": num,
+            "strategy": strategy,
+            **settings,
+        }
+        return self(seed=seed, trace=trace, factors=factors, **given)[0]
 
     def __call__(
         self,
@@ -227,9 +176,11 @@ class DecentralizedEnsemble(LoadedEnsemble):
         width: int | None = None,
         output_type: str = "pil",
         return_dict: bool = True,
-        callback_on_step_end: Callable[..., Mapping[str, Any] | None] | None = None,
+        callback_on_step_end: Callable[..., Any] | None = None,
         callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",),
         batch_size: int | None = None,
+        trace: Trace | None = None,
+        factors: Sequence[float] | None = None,
         **settings: Any,
     ) -> Any:
         """Generate images, called as a pipeline of diffusers; for what is None, as the experiment says.
@@ -259,6 +210,7 @@ class DecentralizedEnsemble(LoadedEnsemble):
                 image. It may return a dict with other ``latents``.
             callback_on_step_end_tensor_inputs: ``["latents"]``, as there are no other tensors.
             batch_size: images computed at once; None is 64, and with a callback all. It changes no image.
+            trace, factors: as in ``sample``.
             settings: other keys of the experiment's ``sample`` section, such as ``strategy`` and ``solver``.
 
         Returns:
@@ -267,10 +219,15 @@ class DecentralizedEnsemble(LoadedEnsemble):
         Raises:
             UserError: as ``sample``, or a value of another type, shape, number or size.
         """
-        more = call.checked(output_type=output_type, strength=strength, batch_size=batch_size)
-        on_step_end = call.step_callback(callback_on_step_end, callback_on_step_end_tensor_inputs, self)
-        if prompt is not None and class_labels is not None:
-            raise UserError("prompt and class_labels: give one of them")
+        known = dict.fromkeys([*call.arguments_of(self.__call__), *KEYS])
+        refuse_unknown("sample", settings, known)
+        texts = listed(prompt)
+        labels = listed(class_labels)
+        is_empty = (prompt is not None and not texts) or (class_labels is not None and not labels)
+        if is_empty or (texts and labels) or not all(isinstance(text, str) for text in texts):
+            raise UserError("sample: give prompts (strings) or classes, or leave both out for the experiment's")
+        if strength is not None and image is None:
+            raise UserError("strength: is of an image to start from; give image, too")
 
         if (height, width) != (None, None):
             own_height, own_width = self.image_size
@@ -280,24 +237,46 @@ class DecentralizedEnsemble(LoadedEnsemble):
                     f"{own_height} x {own_width} pixels; leave both out, and resize the images"
                 )
 
-        given = {
-            "num_per_prompt": num_images_per_prompt,
-            "num_steps": num_inference_steps,
-            "guidance_scale": guidance_scale,
-            **settings,
-        }
-        images = self._made(
-            prompt,
-            class_labels,
-            given,
-            call.arguments_of(self.__call__),
-            seed=call.seed_of(seed, generator),
-            negative_prompt=negative_prompt,
-            image=image,
-            latents=latents,
-            on_step_end=on_step_end,
-            **more,
-        )
+        settings.setdefault("num_steps", num_inference_steps)
+        settings.setdefault("num_per_prompt", num_images_per_prompt)
+        settings["guidance_scale"] = guidance_scale
+        on_step_end = call.step_callback(callback_on_step_end, callback_on_step_end_tensor_inputs, self)
+        seed = call.seed_of(seed, generator)
+        seeds = None
+        if isinstance(seed, Iterable):
+            seeds = listed(seed)
+            if trace is not None:
+                raise UserError("trace: keeps one image per prompt and index; give one seed")
+        else:
+            settings["seed"] = seed
+
+        more = call.checked(output_type=output_type, strength=strength, batch_size=batch_size, seed=seeds)
+        output_type = more.pop("output_type", "pil")
+        with own_defaults(), Bars(show=not self._progress_bar_config.get("disable")) as bars:
+            chosen = self.with_settings(factors=factors, **settings)
+            own = chosen.about.sample
+            if not labels:
+                texts = texts or own.prompts
+
+            rows = chosen.rows(texts, labels, listed(negative_prompt), image)
+            total = len(rows) * own.num_per_prompt
+            if on_step_end is not None:
+                more.setdefault("batch_size", total)
+
+            task = bars.add_task("images", total=total)
+            done = partial(bars.update, task)
+            x_0 = chosen.samples(
+                rows,
+                own.num_per_prompt,
+                range(total),
+                progress=lambda num: done(completed=num),
+                x_1=call.noise_of(latents),
+                on_step_end=on_step_end,
+                trace=trace,
+                **more,
+            )
+            images = call.converted(x_0, self.decode, output_type)
+
         if return_dict:
             return call.Output(images)
 

@@ -17,9 +17,10 @@ from ddm_lightning.members.run_folder import MEMBER_FILE
 from ddm_lightning.networks.lora import merged, write_peft
 from ddm_lightning.use.saved import TEMPLATES, save_ensemble
 
-_PIPELINE = '''"""Code of this folder for diffusers: the class is part of the installed package ddm_lightning."""
+_MODULE = "ddm_lightning.use.diffusers_pipeline"
+_PIPELINE = f'''"""Code of this folder for diffusers: the class is part of the installed package ddm_lightning."""
 
-from ddm_lightning.use.diffusers_pipeline import DecentralizedPipeline  # noqa: F401
+from {_MODULE} import DecentralizedPipeline  # noqa: F401
 '''
 CONDITION_FILE = "condition.safetensors"
 """Weights of a member for which its class of diffusers, or an adapter, has no place."""
@@ -70,7 +71,8 @@ def export_diffusers(manifest: EnsembleManifest, out: Path, licence: str | None 
     """
     save_ensemble(manifest, out, licence)
     atomic_write_text(out / "pipeline.py", _PIPELINE)
-    atomic_write_json(out / "model_index.json", {"_class_name": ["pipeline", "DecentralizedPipeline"]})
+    index = {"_class_name": ["pipeline", "DecentralizedPipeline"], "place": [_MODULE, "Place"]}
+    atomic_write_json(out / "model_index.json", index)
 
 
 def export_member(manifest: EnsembleManifest, out: Path, licence: str | None = None) -> list[str]:

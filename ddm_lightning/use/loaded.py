@@ -133,21 +133,19 @@ class LoadedEnsemble:
         overrides: Sequence[str] = (),
         source: str = "sample",
         factors: Sequence[float] | None = None,
-        offered: Sequence[str] = (),
-        /,
         **arguments: Any,
     ) -> _Self:
         """A copy with other settings; it shares the networks.
 
         Args:
-            overrides, source, offered, arguments: as in ``resolve``.
+            overrides, source, arguments: as in ``resolve``.
             factors: multiply the clusters' weights; see ``Ensemble.reweighted``.
 
         Raises:
             UserError: as ``resolve`` and ``Ensemble.reweighted``.
         """
         changed = copy(self)
-        changed.manifest = resolve(self.manifest, overrides, source, offered, **arguments)
+        changed.manifest = resolve(self.manifest, overrides, source, **arguments)
         changed.field = self.field
         if factors is not None:
             changed.field = self.field.reweighted(listed(factors))
@@ -287,7 +285,13 @@ class LoadedEnsemble:
                 yield i // num, i % num, image
 
     def samples(
-        self, rows: Sequence[Row], num: int, span: range, batch_size: int = BATCH_SIZE, **more: Any
+        self,
+        rows: Sequence[Row],
+        num: int,
+        span: range,
+        batch_size: int = BATCH_SIZE,
+        strength: float = STRENGTH,
+        **more: Any,
     ) -> Float[Tensor, "n c h w"]:
         """Generate the samples x_0 of the images ``span`` of ``num`` per row.
 
@@ -295,6 +299,7 @@ class LoadedEnsemble:
             rows, num: as in ``images``.
             span: numbers of the images, from 0 to ``num`` times the number of rows.
             batch_size: samples computed at once.
+            strength: of the noise, for rows that start from an image.
             more: as in ``latents``. With one seed per image, each is its seed's first image of the row.
         """
         own = [rows[i // num] for i in span]
@@ -310,6 +315,7 @@ class LoadedEnsemble:
             image=torch.stack(starts) if starts else None,
             keys=keys,
             batch_size=batch_size,
+            strength=strength,
             **more,
         )
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,8 @@ from ddm_lightning.use.saved import manifest_with_about
 
 # Sections that may be overridden for a saved ensemble.
 _FREE = ("island", "sample", "evaluate")
+KEYS = [field.name for field in fields(SampleConfig) if field.name != "member"]
+"""Keys of the section ``sample`` that a call may change."""
 # Arguments of diffusers whose names do not resemble ours.
 _OF_DIFFUSERS = {"scheduler": "solver"}
 
@@ -102,32 +104,34 @@ def refuse_paths(manifest: EnsembleManifest) -> None:
             )
 
 
-def unknown(name: str, known: Iterable[str], value: Any = None) -> str:
-    """Say that a function takes no argument ``name``, and what to give instead of it.
+def refuse_unknown(source: str, given: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Refuse arguments that are not ``known``, and say what to give instead.
 
     Args:
-        name: of the argument.
-        known: names that it takes.
-        value: of the argument, if strategies or solvers may have it as a parameter.
-    """
-    for setting, registry in (("strategy", STRATEGIES), ("solver", SOLVERS)):
-        for plugin in registry.names():
-            if value is not None and name in parameters_of(registry.get(plugin)):
-                return (
-                    f"no setting {name!r}; it is a parameter of {plugin!r}: "
-                    f"give {setting}={plugin!r}, {setting}_params={{{name!r}: {value!r:.60}}}"
-                )
+        source: begins the error line.
+        given: the arguments.
+        known: names that the function takes.
 
-    guess = checks.guess(_OF_DIFFUSERS.get(name, name), known)
-    return f"no setting {name!r}; {guess}known: {', '.join(known)}"
+    Raises:
+        UserError: there is such an argument.
+    """
+    for name, value in given.items():
+        if name in known:
+            continue
+
+        remedy = checks.guess(_OF_DIFFUSERS.get(name, name), known)
+        for setting, registry in (("strategy", STRATEGIES), ("solver", SOLVERS)):
+            for plugin in registry.names():
+                if name in parameters_of(registry.get(plugin)):
+                    remedy = f"give {setting}={plugin!r}, {setting}_params={{{name!r}: {value!r:.60}}}; "
+
+        raise UserError(f"{source}: no setting {name!r}; {remedy}known: {', '.join(known)}")
 
 
 def resolve(
     ensemble: EnsembleManifest,
     overrides: Sequence[str] = (),
     source: str = "sample",
-    offered: Sequence[str] = (),
-    /,
     **arguments: Any,
 ) -> EnsembleManifest:
     """Give an ensemble the settings of one call, and check them.
@@ -139,7 +143,6 @@ def resolve(
         ensemble: from ``manifest_with_about``.
         overrides: ``key=value`` pairs that the experiment was loaded with.
         source: begins error lines.
-        offered: further arguments that the caller takes, for the line about an unknown one.
         arguments: ``seed`` and keys of the section ``sample``; None is the ensemble's.
 
     Returns:
@@ -157,11 +160,7 @@ def resolve(
     seed = given.pop("seed", about.seed)
     checks.check({"seed": seed}, Experiment, "", source, references=False)
     before = about.sample
-    known = [field.name for field in fields(SampleConfig) if field.name != "member"]
-    for key in given:
-        if key not in known:
-            raise UserError(f"{source}: {unknown(key, [*offered, *known], given[key])}")
-
+    refuse_unknown(source, given, KEYS)
     sample = replace(before, **given)
     overridden = [text.partition("=")[0] for text in overrides]
     if sample.strategy != before.strategy and "strategy_params" not in given:
