@@ -35,6 +35,8 @@ from ddm_lightning.members.signatures import verify
 from ddm_lightning.use.download import fetched
 from ddm_lightning.use.ensemble import DecentralizedEnsemble
 from ddm_lightning.use.export import CONDITION_FILE, export_diffusers, export_member, export_peft
+from ddm_lightning.use.loaded import STRENGTH
+from ddm_lightning.use.recipe import read_recipe
 from ddm_lightning.use.saved import manifest_with_about, save_ensemble
 from ddm_lightning.use.settings import resolve
 
@@ -177,10 +179,28 @@ def _sample(experiment: Experiment, options: argparse.Namespace) -> None:
     given = {"--strategy": options.strategy, "--num": options.num, "--seed": options.seed}
     words = [f"{name} {value}" for name, value in given.items() if value is not None]
     ensemble = DecentralizedEnsemble.open(experiment, partial=True)
+    if options.strength is not None and options.image is None:
+        raise UserError("--strength: has no effect without --image; give both")
+
+    source = options.source
+    only = None
+    if source is not None:
+        recipe = read_recipe(source)
+        ensemble.manifest = recipe.applied(ensemble.manifest, options.overrides, source)
+        if recipe.image is not None and options.image is None:
+            raise UserError(f"{source}: started from an image, SHA-256 {recipe.image[:12]}…; give it with --image")
+
+        for name in ("classes", "negative_prompt", "strength"):
+            if getattr(options, name) is None:
+                setattr(options, name, getattr(recipe, name))
+
+        if options.num is None:
+            only = recipe.index
+
     ensemble.manifest = resolve(
         ensemble.manifest,
         options.overrides,
-        source=" ".join(words) or options.config,
+        " ".join(words) or source or options.config,
         strategy=options.strategy,
         num_per_prompt=options.num,
         seed=options.seed,
@@ -195,6 +215,10 @@ def _sample(experiment: Experiment, options: argparse.Namespace) -> None:
         singles=path.with_suffix(""),
         gif=options.gif,
         show_progress=True,
+        only=only,
+        negative_prompt=options.negative_prompt or "",
+        image=options.image,
+        strength=STRENGTH if options.strength is None else options.strength,
     )
     print(f"samples: {path}\nsingle images: {path.with_suffix('')}")
     for name, file in files.items():
@@ -216,7 +240,8 @@ def _grid_to_write(experiment: Experiment, settings: SampleConfig, options: argp
         if folder.suffix == ".png":
             return folder
 
-    changed = [options.prompt, options.classes, options.num, options.seed is not None]
+    changed = [options.source, options.prompt, options.classes, options.num, options.seed is not None]
+    changed += [options.negative_prompt, options.image]
     changed += [text.startswith("sample.") for text in options.overrides]
     if folder == samples and not any(changed):
         return samples / f"{settings.strategy}.png"

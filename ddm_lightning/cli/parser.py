@@ -108,9 +108,20 @@ def build_parser() -> argparse.ArgumentParser:
     sample.add_argument(
         "--class", dest="classes", action="append", metavar="NAME", help="class name or number; repeat it for more rows"
     )
+    sample.add_argument("--negative-prompt", metavar="TEXT", help="what guidance leads away from, for all prompts")
+    sample.add_argument("--image", type=Path, metavar="FILE", help="image to start from instead of noise, for all rows")
+    sample.add_argument(
+        "--strength", type=float, metavar="SHARE", help="share of the steps to run from the noisy image (default: 0.8)"
+    )
     sample.add_argument("--strategy", help=f"routing: {', '.join(STRATEGIES.names())}")
     sample.add_argument("--num", type=int, help="images per row (default: the experiment's)")
     sample.add_argument("--seed", type=int, help="noise seed (default: the experiment's)")
+    sample.add_argument(
+        "--from",
+        dest="source",
+        metavar="IMAGE.png",
+        help="make an image or grid of this command again, as its PNG says; other options change it",
+    )
     sample.add_argument(
         "--out",
         metavar="PATH",

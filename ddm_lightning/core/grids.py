@@ -12,6 +12,7 @@ from jaxtyping import UInt8
 from matplotlib import get_data_path
 from matplotlib.axes import Axes
 from PIL import Image, ImageDraw, ImageFont
+from PIL.PngImagePlugin import PngInfo
 
 from ddm_lightning.core.files import atomic_write
 
@@ -125,9 +126,9 @@ def heat_map(axis: Axes, values: np.ndarray, numbers: np.ndarray, form: str, **o
         axis.text(column, row, f"{number:{form}}", ha="center", va="center", fontsize="x-small", color=colour)
 
 
-def save_png(path: Path, image: Image.Image) -> None:
-    """Write ``image`` to ``path`` as PNG, atomically."""
-    atomic_write(path, lambda temporary: image.save(temporary, format="PNG"))
+def save_png(path: Path, image: Image.Image, texts: PngInfo | None = None) -> None:
+    """Write ``image`` to ``path`` as PNG with these text chunks, atomically."""
+    atomic_write(path, lambda temporary: image.save(temporary, format="PNG", pnginfo=texts))
 
 
 def _width(text: str, font: Font) -> int:

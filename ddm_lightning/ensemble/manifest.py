@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +12,7 @@ from ddm_lightning.config.experiment import ConditionConfig, SampleConfig
 from ddm_lightning.config.merge import expert_clusters
 from ddm_lightning.core import checks
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.core.files import atomic_write_json, inside, sha256_file
+from ddm_lightning.core.files import atomic_write_json, inside, sha256_file, sha256_json
 from ddm_lightning.members.artifact import (
     FORMAT_VERSION,
     REMEDY,
@@ -115,6 +116,12 @@ class EnsembleManifest:
             condition.dropout = 0.0
 
         return condition
+
+    @cached_property
+    def sha256(self) -> str:
+        """Hash of the members and their priors: a run and its copies have the same, wherever they are."""
+        members = {name: sha256_file(folder / MEMBER_FILE) for name, folder in self.folders.items()}
+        return sha256_json({"members": members, "priors": self.priors, "places": self.places})
 
     @property
     def experts(self) -> list[str]:

@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,11 +19,13 @@ from torch import Tensor
 
 from ddm_lightning.config.experiment import SampleConfig
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.core.files import atomic_files
+from ddm_lightning.core.files import atomic_files, sha256_file
 from ddm_lightning.core.formatting import Bars, format_bytes
 from ddm_lightning.core.grids import labelled_grid, save_png, scale_of
 from ddm_lightning.ensemble.routing import Key, Trace
 from ddm_lightning.use.ensemble import DecentralizedEnsemble
+from ddm_lightning.use.loaded import STRENGTH
+from ddm_lightning.use.recipe import open_image, recipe_texts
 from ddm_lightning.use.rows import MAX_ROWS
 
 # Images whose trajectory is drawn.
@@ -32,6 +35,8 @@ _GIF_FRAMES = 30
 _MAX_TICKS = 8
 # Columns of the largest grid; images beyond it are written as single images only.
 MAX_COLUMNS = 32
+# What the name of a file leaves out of a prompt: all but letters with their marks, digits and symbols such as emoji.
+_NO_WORD = re.compile(r"(?:[^\w\xa1-\U0010ffff]|[\s\u202a-\u202e\u2066-\u2069])+")
 
 
 def write_samples(
@@ -43,6 +48,10 @@ def write_samples(
     singles: Path | None = None,
     gif: bool = False,
     show_progress: bool = False,
+    only: int | None = None,
+    negative_prompt: str = "",
+    image: Path | None = None,
+    strength: float = STRENGTH,
 ) -> dict[str, Path]:
     """Generate ``sample.num_per_prompt`` images per prompt or class, and write them as a grid to the PNG ``path``.
 
@@ -56,16 +65,30 @@ def write_samples(
         singles: folder for single images; None writes none.
         gif: whether to write the trajectory as a GIF.
         show_progress: whether to show a progress bar on stderr.
+        only: number of the image of each row, if ``sample.num_per_prompt`` is 1; by default the first.
+        negative_prompt: takes the place of the null condition; empty for none.
+        image: file of an image to start from; None starts from noise.
+        strength: share of the steps that are run from the noisy image.
 
     Returns:
         The files of the trajectory.
 
     Raises:
-        UserError: a damaged artifact, an empty prompt, no such class, or too many images for the disk.
+        UserError: a damaged artifact, an empty prompt, no such class, a file that is no image, or too many images for
+            the disk; or as ``DecentralizedEnsemble.rows``.
     """
     settings = ensemble.about.sample
-    rows = ensemble.rows(prompts, classes)
+    pixels = None
+    start: dict[str, Any] = {"negative_prompt": negative_prompt, "image": None, "strength": strength}
+    if image is not None:
+        pixels = open_image(image)
+        start["image"] = sha256_file(image)
+
+    rows = ensemble.rows(prompts, classes, [negative_prompt], pixels)
+    texts = recipe_texts(ensemble, rows, start)
     num = settings.num_per_prompt
+    if only is not None and num == 1:
+        rows = [row._replace(repeats=only) for row in rows]
     if singles is None:
         rows = rows[:MAX_ROWS]
         num = min(num, MAX_COLUMNS)
@@ -95,16 +118,18 @@ def write_samples(
             )
 
         task = progress.add_task("images", total=total)
-        images = ensemble.images(rows, num, lambda done: progress.update(task, completed=done), trace)
-        for number, index, image in images:
+        images = ensemble.images(rows, num, lambda done: progress.update(task, completed=done), trace, strength)
+        for number, index, made in images:
             if singles is not None:
-                words = re.sub(r"\W+", "-", rows[number].label)[:40].strip("-")
+                row = rows[number]
+                words = _NO_WORD.sub("-", row.label)[:40].strip("-")
                 single = folder / singles.name / f"{number:03d}-{words}-{index:04d}.png"
-                save_png(single, Image.fromarray(image))
+                own = recipe_texts(ensemble, [row], start, row.repeats * num + index)
+                save_png(single, Image.fromarray(made), own)
 
             if number < MAX_ROWS and index < MAX_COLUMNS:
                 _, columns = shown[number]
-                columns.append(image.copy())  # a view would keep the whole batch
+                columns.append(made.copy())  # a view would keep the whole batch
 
         title = settings_line(settings)
         if total > len(in_rows) * num_columns:
@@ -113,7 +138,7 @@ def write_samples(
         grid = folder / path.name
         credit = ensemble.credit_line
         _, first_row = shown[0]
-        save_png(grid, labelled_grid(shown, scale_of(first_row[0]), title, footer=credit))
+        save_png(grid, labelled_grid(shown, scale_of(first_row[0]), title, footer=credit), texts)
         if trace is not None:
             files = write_trajectory(grid, trace, ensemble.field.cluster_names, labels, ensemble.decode, gif, credit)
 
