@@ -1,11 +1,17 @@
 """What the files around the package promise each other."""
 
 import ast
+import os
 import re
+import shutil
 import subprocess
+import sys
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
+
+from ddm_lightning import __version__
 
 ROOT = Path(__file__).parents[1]
 
@@ -86,3 +92,31 @@ def test_no_data_and_no_weights_are_committed():
         assert suffix != ".png" or name.startswith("docs/images/"), name
         if name.startswith("data/") and name != "data/README.md":
             assert re.fullmatch(r"data/ddm_data/\w+\.py", name), name
+
+
+@pytest.mark.slow
+def test_a_wheel_holds_the_package_its_data_files_and_experiments_and_nothing_else(tmp_path):
+    source = tmp_path / "source"
+    for name in ("ddm_lightning", "data/ddm_data", "experiments", "setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        copy(ROOT / name, source / name)
+    offline = ("--no-deps", "--no-build-isolation", "--no-index", "--quiet")
+    subprocess.run([sys.executable, "-m", "pip", "wheel", *offline, "-w", tmp_path, source], check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    with ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "installed")
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+    wanted = set()
+    for folder, place in {"ddm_lightning": "", "experiments": "ddm_lightning", "data/ddm_data": ""}.items():
+        for path in (ROOT / folder).rglob("*"):
+            if path.is_file() and "__pycache__" not in path.parts:
+                wanted.add(str(Path(place, Path(folder).name, path.relative_to(ROOT / folder))))
+    assert names == wanted
+    assert re.search(r"-(\d+\.\d+\.\d+)-", wheel.name)[1] == __version__
+    # Python finds the package in the wheel, which has no checkout beside it.
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
+    command = [sys.executable, "-m", "ddm_lightning", "init", "tiny_2x"]
+    subprocess.run(command, cwd=tmp_path, env=environment, check=True)
+    experiment = (tmp_path / "tiny_2x.yaml").read_text(encoding="utf-8")
+    assert experiment == text("experiments/tiny_2x.yaml").replace("experiments/", "")
