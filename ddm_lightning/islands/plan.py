@@ -150,7 +150,7 @@ def rates_of(mfu: str | None, files: Sequence[str]) -> Rates:
         UserError: ``mfu`` is no share, or its file holds none; an unknown device; a negative price.
     """
     value = ASSUMED_MFU
-    source = "assumed; measure it with benchmarks/mfu.py"
+    source = "assumed, too much for small networks; --device here or benchmarks/mfu.py measures"
     if mfu is not None:
         value, source = _read_mfu(mfu)
 

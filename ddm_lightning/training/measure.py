@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ddm_lightning.config.experiment import IslandConfig
-from ddm_lightning.core.devices import check_devices, configure_torch, resolve_accelerator
+from ddm_lightning.core.devices import check_devices, configure_torch, device_of, resolve_accelerator
 from ddm_lightning.core.environment import ALONE
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.encoders.interfaces import StoredForm
@@ -61,25 +61,27 @@ def samples_per_second(member: Member, island: IslandConfig) -> float:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(module, _batches(member, found))
+    trainer.fit(module, _batches(member, device_of(island.accelerator), found))
     return found[0]
 
 
-def _batches(member: Member, found: list[float]) -> Iterator[dict[str, Tensor]]:
+def _batches(member: Member, device: torch.device, found: list[float]) -> Iterator[dict[str, Tensor]]:
     """Yield a random batch for some seconds, with every column that a condition may need; add the speed to ``found``.
 
     The time from one request for a batch to the next is that of a step.
     """
     num = member.batch_size
     spec = member.condition
-    batch = {
-        "x_0": torch.randn(num, *member.x_shape),
-        "label": torch.randint(max(1, spec.size), (num,)),
-        "text": torch.randn(num, spec.vector_size or spec.size),
-        "text_tokens": torch.randn(num, *spec.row_shape),
-        "cluster": torch.randint(member.num_clusters, (num,)),
-        "sample_id": torch.arange(num),
-    }
+    with device:
+        batch = {
+            "x_0": torch.randn(num, *member.x_shape),
+            "label": torch.randint(max(1, spec.size), (num,)),
+            "text": torch.randn(num, spec.vector_size or spec.size),
+            "text_tokens": torch.randn(num, *spec.row_shape),
+            "cluster": torch.randint(member.num_clusters, (num,)),
+            "sample_id": torch.arange(num),
+        }
+
     for _ in range(_WARM_UP):
         yield batch
 
