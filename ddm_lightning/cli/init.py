@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import re
 import shlex
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, requires
+from importlib.metadata import PackageNotFoundError, distribution, requires
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,10 +14,10 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
-from ddm_lightning.config.load import leaves, load_experiment, read_override
-from ddm_lightning.core.errors import UserError, note
+from ddm_lightning.config.load import load_experiment, read_override
+from ddm_lightning.core import checks
+from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import create_file
-from ddm_lightning.core.registry import require
 
 
 def shipped() -> dict[str, Path]:
@@ -32,27 +30,21 @@ def shipped() -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
-def list_experiments() -> None:
-    """Print a line on each shipped experiment: its name, what it trains, hardware and time."""
-    for name, path in shipped().items():
-        words = " ".join(path.read_text(encoding="utf-8").replace("#", " ").split())
-        found = re.match(r"(.+?)[.:] .*? Hardware, time (.+?)[.;] ", words)
-        assert found is not None
-        print(f"{name:<12} {found[1]}. {found[2]}.")
-
-    print("to write one into this folder: python -m ddm_lightning init NAME")
-
-
-def write_experiment(options: argparse.Namespace) -> None:
-    """Write the experiment ``options.name`` with the given settings to a new file, and say what to do next.
+def init(options: argparse.Namespace) -> None:
+    """Write the experiment ``options.name`` with the given settings to a new file; without a name, list all.
 
     Raises:
         UserError: unknown name, a setting that is refused, no folder of images, or a file that exists.
     """
     files = shipped()
+    if options.name is None:
+        for name, file in files.items():
+            print(f"{name:<12} {_summary(file.read_text(encoding='utf-8'))}")
+
+        return
+
     if options.name not in files:
-        near = difflib.get_close_matches(options.name, files, n=1)
-        guess = f"did you mean {near[0]!r}? " if near else ""
+        guess = checks.guess(options.name, files)
         raise UserError(f"no experiment is called {options.name!r}; {guess}known: {', '.join(files)}")
 
     file = files[options.name]
@@ -69,16 +61,26 @@ def write_experiment(options: argparse.Namespace) -> None:
         raise UserError(f"{out}: exists; give another file: --out FILE")
 
     text = file.read_text(encoding="utf-8").replace(f"experiments/{file.name}", shlex.quote(str(out)))
-    written = with_settings(text, overrides)
+    for override in overrides:
+        text = _edited(text, override)
+
     with TemporaryDirectory() as folder:
         draft = Path(folder, file.name)
-        draft.write_text(written, encoding="utf-8")
+        draft.write_text(text, encoding="utf-8")
         if load_experiment(draft) != experiment:
             raise UserError(f"{file.name}: {' '.join(overrides)}: write it without, then change the file by hand")
 
-    create_file(out, written.encode())
+    create_file(out, text.encode())
     print(f"experiment: {out}")
-    _print_next(options.name, text)
+    _print_next(text)
+
+
+def _summary(text: str) -> str:
+    """What an experiment trains, on which hardware and for how long, by the header of its file."""
+    words = " ".join(text.replace("#", " ").split())
+    found = re.match(r"(.+?)[.:] .*? Hardware, time (.+?)[.;] ", words)
+    assert found is not None
+    return f"{found[1]}. {found[2]}."
 
 
 def _check_images(images: str, source: str) -> None:
@@ -90,65 +92,42 @@ def _check_images(images: str, source: str) -> None:
         raise UserError(f"--images {images}: no such folder; give the one that holds your images")
 
 
-def _print_next(name: str, text: str) -> None:
-    """Print the first command of the header, and whether an extra is missing that the header names."""
-    extras = re.search(r"ddm_lightning\[([\w,]+)\]", text)
-    if extras is not None:
-        condition = extras[1].replace(",", "|")
-        with suppress(PackageNotFoundError):  # in a checkout that is not installed
+def _print_next(text: str) -> None:
+    """Print the extra that the header names, if a package of it is missing, and the header's first command."""
+    extra = re.search(r"ddm_lightning\[([\w,]+)\]", text)
+    if extra is not None:
+        names = extra[1].replace(",", "|")
+        try:
             required = "\n".join(requires("ddm_lightning") or ())
-            packages = re.findall(rf"^([\w.-]+).*; extra == .(?:{condition}).$", required, re.MULTILINE)
-            try:
-                require(name, *packages, extra=extras[1])
-            except UserError as error:
-                note(str(error))
+            for package in re.findall(rf"^([\w.-]+).*; extra == .(?:{names}).$", required, re.MULTILINE):
+                distribution(package)
+        except PackageNotFoundError:
+            print(f"first: pip install '{extra[0]}'")
 
     command = re.search(r"python -m ddm_lightning .+?(?=  |$)", text, re.MULTILINE)
     assert command is not None
     print(f"next: {command[0]}")
 
 
-def with_settings(text: str, overrides: list[str]) -> str:
-    """Set ``key=value`` pairs in the YAML ``text`` and leave its other lines, comments too, as they are."""
-    # Names first, as a new plug-in drops the params of the former one.
-    for override in sorted(overrides, key=lambda text: not text.partition("=")[0].endswith(".name")):
-        for key, value in leaves(OmegaConf.to_container(read_override(override, "init")), lists=False):
-            if key.endswith(".name"):
-                key = key.removesuffix(".name")
-                value = {"name": value}
+def _edited(text: str, override: str) -> str:
+    """Set ``key=value`` in the YAML ``text`` and leave its other lines, comments too, as they are."""
+    node: Any = yaml.compose(text)
+    value: Any = OmegaConf.to_container(read_override(override, "init"))
+    section = node
+    name = ""
+    while isinstance(node, yaml.MappingNode) and value and isinstance(value, dict):
+        section = node
+        name, value = next(iter(value.items()))
+        node = {key.value: inner for key, inner in section.value}.get(name)
 
-            text = _with_value(text, key.split("."), value)
+    new = json.dumps(value, ensure_ascii=False)
+    if node is not None:
+        start = node.start_mark.index
+        old = text[start : node.end_mark.index].rstrip()
+        return text[:start] + new + text[start + len(old) :]
 
-    return text
+    start = section.start_mark.index  # a new key comes first
+    if section.flow_style:
+        return f"{text[: start + 1]}{name}: {new}, {text[start + 1 :]}"
 
-
-def _with_value(text: str, names: list[str], value: Any) -> str:
-    """Set one key, given by the names of its sections and its own."""
-    node = yaml.compose(text)
-    while names and isinstance(node, yaml.MappingNode):
-        inner = {key.value: child for key, child in node.value}
-        if names[0] not in inner:
-            break
-
-        node = inner[names[0]]
-        names = names[1:]
-
-    assert node is not None
-    start = node.start_mark.index
-    if isinstance(node, yaml.MappingNode) and names:
-        new = f"{names[0]}: {_flow(names[1:], value)}"
-        if node.flow_style:
-            return f"{text[: start + 1]}{new}, {text[start + 1 :]}"
-
-        return f"{text[:start]}{new}\n{' ' * node.start_mark.column}{text[start:]}"
-
-    old = text[start : node.end_mark.index].rstrip()
-    return text[:start] + _flow(names, value) + text[start + len(old) :]
-
-
-def _flow(names: list[str], value: Any) -> str:
-    """YAML of a value within sections that the file lacks, on one line."""
-    for name in reversed(names):
-        value = {name: value}
-
-    return json.dumps(value, ensure_ascii=False)
+    return f"{text[:start]}{name}: {new}\n{' ' * section.start_mark.column}{text[start:]}"

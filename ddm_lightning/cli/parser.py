@@ -212,7 +212,9 @@ def _add_init(commands: Any) -> None:
     """Add ``init``, which takes the name of a shipped experiment."""
     text = "List the experiments that come with the package, or write one into a file of yours."
     init = commands.add_parser("init", help=text, description=text)
-    name = init.add_argument("name", nargs="?", metavar="NAME", help="experiment to write (default: list all)")
+    name = init.add_argument(
+        "name", nargs="?", metavar="NAME", help="experiment to write into this folder (default: list all)"
+    )
     name.completer = _experiments
     init.add_argument("overrides", nargs="*", metavar="key=value", help="settings to write, such as seed=1")
     init.add_argument("--images", metavar="DIR", help="folder or URL of your images, for folder_4x")
@@ -306,13 +308,9 @@ def _run(options: argparse.Namespace) -> int:
         return 0
 
     if options.command == "init":
-        from ddm_lightning.cli.init import list_experiments, write_experiment
+        from ddm_lightning.cli.init import init
 
-        if options.name is None:
-            list_experiments()
-        else:
-            write_experiment(options)
-
+        init(options)
         return 0
 
     from ddm_lightning.config.load import load_experiment, to_yaml
