@@ -178,6 +178,7 @@ class Run:
         from ddm_lightning.prepare.engine import Reporter
         from ddm_lightning.prepare.share import Share
         from ddm_lightning.prepare.stages import prepare
+        from ddm_lightning.training.prompts import encoded_prompts
 
         experiment = self.experiment
         self.check()
@@ -196,6 +197,7 @@ class Run:
                 run = OpenRun.open(experiment, create=True)
                 sign_manifest(run)
                 publish_prepared(run, lambda done, total: reporter.advance("publish", done, total))
+                encoded_prompts(run)
 
         if share is not None:  # a folder without shards is left, and would be taken for the run's shards
             shutil.rmtree(self.folder.shards, ignore_errors=True)

@@ -123,9 +123,14 @@ class MissedValidation(L.Callback):
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Validate if this step's validation was missed."""
         trainer.fit_loop.epoch_loop.max_steps = self._max_steps
-        # Curves after the checkpoint are discarded, so later validations are repeated.
+        # Curves after the checkpoint are discarded, so later validations are repeated. So are those that a callback's
+        # state does not count.
+        validated = min(self.status.validated_step, trainer.global_step)
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            validated = min(validated, callback.state_dict().get("validated_step", validated))
+
         # Another node may not have rank zero's status.
-        self.status.validated_step = trainer.strategy.broadcast(min(self.status.validated_step, trainer.global_step))
+        self.status.validated_step = trainer.strategy.broadcast(validated)
         if self.is_missed(trainer.global_step, trainer.max_steps):
             self._validate(trainer)
 
@@ -146,12 +151,6 @@ class MissedValidation(L.Callback):
         trainer.validating = True
         loop.run()
         trainer.training = True
-
-    def on_load_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Repeat validations after the ``validated_step`` of a callback's state in the checkpoint."""
-        for state in checkpoint["callbacks"].values():
-            counted = state.get("validated_step", self.status.validated_step)
-            self.status.validated_step = min(self.status.validated_step, counted)
 
     def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Put the held-out averages into the status, and with them into the artifact."""

@@ -57,15 +57,16 @@ class EarlyStopping(L.Callback):
 
         step = trainer.global_step
         loss = float(trainer.callback_metrics.get(f"held_out/{module.objective.loss_name}", math.inf))
-        self.seen["validated_step"] = step
-        self.seen["num_without"] += 1
+        num_without = self.seen["num_without"] + 1
         if loss < self.seen["lowest"] - self.min_delta:
-            self.seen |= {"lowest": loss, "num_without": 0}
+            self.seen["lowest"] = loss
+            num_without = 0
 
-        if self.seen["num_without"] >= self.patience and step < trainer.max_steps:
+        self.seen |= {"validated_step": step, "num_without": num_without}
+        if num_without >= self.patience and step < trainer.max_steps:
             trainer.fit_loop.epoch_loop.max_steps = step
             if trainer.is_global_zero:
                 say(
                     f"{module.member.name}: finished early at step {step}: its held-out loss has not fallen for "
-                    f"{self.seen['num_without']} validations"
+                    f"{num_without} validations"
                 )

@@ -35,7 +35,7 @@ from ddm_lightning.training import callbacks, checkpoint, ema, ranks
 from ddm_lightning.training.module import MemberModule
 from ddm_lightning.training.objective import build_objective
 from ddm_lightning.training.parallel import BackgroundCheckpoints, choose_strategy, environment
-from ddm_lightning.training.previews import SampleLogger, build_loggers, fixed_rows, shows_images
+from ddm_lightning.training.previews import SampleLogger, build_loggers, fixed_rows
 
 
 def fit_member(member: Member, run: Run, mine: Ranks) -> MemberStatus:
@@ -242,11 +242,6 @@ def build_trainer(
     island = experiment.island
     checkpoints = callbacks.RollingCheckpoints(folder / "checkpoints", island, origin)
     stop = callbacks.StopOnRequest(checkpoints, mine)
-    loggers = build_loggers(island.loggers, folder, experiment.name, first_step)
-    fixed = None
-    if shows_images(loggers):
-        fixed = fixed_rows(member, run, mine)
-
     all_callbacks: list[L.Callback] = [
         callbacks.Reporter(folder, status, show=mine.is_first),
         callbacks.MissedValidation(folder, status, island.validate_every_n_steps),
@@ -254,7 +249,7 @@ def build_trainer(
         *([ema.EmaSnapshots(folder, member.train)] if member.train.ema_widths else []),
         checkpoints,
         stop,
-        SampleLogger(experiment.sample, stop, fixed),
+        SampleLogger(experiment.sample, stop, fixed_rows(member, run, mine)),
         *(CALLBACKS.build(plugin.name, plugin.params) for plugin in island.callbacks),
     ]
     quieten(keep_notes="profiler" in island.trainer)
@@ -270,7 +265,7 @@ def build_trainer(
             val_check_interval=island.validate_every_n_steps,
             check_val_every_n_epoch=None,
             num_sanity_val_steps=0,
-            logger=loggers,
+            logger=build_loggers(island.loggers, folder, experiment.name, first_step),
             callbacks=all_callbacks,
             plugins=[environment(mine)],
             log_every_n_steps=island.log_every_n_steps,

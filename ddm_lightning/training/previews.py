@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from threading import get_ident
@@ -37,7 +36,8 @@ from ddm_lightning.members.run import Run
 from ddm_lightning.training.callbacks import StopOnRequest
 from ddm_lightning.training.module import MemberModule
 from ddm_lightning.training.objective import Classification, Objective
-from ddm_lightning.training.prompts import fixed_prompts, prompt_condition
+from ddm_lightning.training.prompts import encoded_prompts
+from ddm_lightning.use.rows import Row, rows_of_classes
 
 NUM_COLUMNS = 8
 
@@ -121,11 +121,6 @@ def _wandb_id(folder: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def shows_images(loggers: Iterable[Logger]) -> bool:
-    """Whether one of the loggers takes images."""
-    return any(isinstance(logger, TensorBoardLogger | WandbLogger) for logger in loggers)
-
-
 def log_image(trainer: L.Trainer, name: str, image: np.ndarray[Any, Any] | Figure) -> None:
     """Show an image ``[h w 3]`` or a figure in every logger that takes images."""
     for logger in trainer.loggers:
@@ -137,56 +132,35 @@ def log_image(trainer: L.Trainer, name: str, image: np.ndarray[Any, Any] | Figur
             logger.experiment.add_image(tensorboard_tag(name), image, trainer.global_step, dataformats="HWC")
 
 
-@dataclass(frozen=True)
-class FixedRows:
-    """Rows of images that every validation samples anew, from the same noise."""
+def fixed_rows(member: Member, run: Run, mine: Ranks = ALONE) -> Sequence[Row]:
+    """Return rows of the first of ``sample.prompts``, of the first classes, or one for no condition.
 
-    labels: Sequence[str]
-    noise: Float[Tensor, "num c h w"]
-    """x_1 of all rows, of which each has as many; that of the command ``sample`` for the same prompt and number."""
-    condition: Condition | None
-    """One per image."""
-
-
-def fixed_rows(member: Member, run: Run, mine: Ranks = ALONE) -> FixedRows | None:
-    """Build rows for the first of ``sample.prompts``, for the first classes, or one for no condition.
-
-    Returns:
-        None for a router, for an expert of some noise levels, and without prompts or if they cannot be encoded here,
-        which the first rank says.
+    None for a router, for an expert of some noise levels, and without encoded prompts.
     """
-    kind = member.condition.kind
     if member.role.classifies or member.interval != (0.0, 1.0):
-        return None
+        return []
+    if member.condition.kind == "none":
+        return [Row("no condition", "no condition")]
+    if member.condition.kind == "class":
+        names = run.manifest.class_names or [f"class {number}" for number in range(member.condition.size)]
+        return rows_of_classes((), names)[:NUM_COLUMNS]
 
-    condition = None
-    if kind == "none":
-        labels = keys = ["no condition"]
-    elif kind == "class":
-        numbers = range(min(NUM_COLUMNS, member.condition.size))
-        keys = [f"class {number}" for number in numbers]
-        labels = (run.manifest.class_names or keys)[: len(keys)]
-        condition = Condition.of(torch.tensor(numbers))
-    else:
-        labels = keys = fixed_prompts(run)
-        try:
-            condition = prompt_condition(run, keys)
-        except Exception as error:  # noqa: BLE001  # images are not worth a training
-            if mine.is_first:
-                say(f"{member.name}: samples for held-out captions, not for sample.prompts: {first_line(error)}")
+    return encoded_prompts(run, mine)
 
-        if condition is None:
-            return None
 
-    num = NUM_COLUMNS // len(keys)
+def noise_of_rows(rows: Sequence[Row], member: Member) -> tuple[Float[Tensor, "num c h w"], Condition | None]:
+    """Return noise and conditions of equally many images per row, as the command ``sample`` has them."""
+    num = NUM_COLUMNS // len(rows)
     noise = []
-    for key in keys:
+    conditions = []
+    for row in rows:
         for index in range(num):
-            generator = keyed_generator(member.seed, "x_1", key, index)
+            generator = keyed_generator(member.seed, "x_1", *row.key(index, num))
             noise.append(torch.randn(member.x_shape, generator=generator))
+            if row.condition is not None:
+                conditions.append(row.condition)
 
-    rows = torch.arange(len(keys)).repeat_interleave(num)
-    return FixedRows(labels, torch.stack(noise), condition and condition.rows(rows))
+    return torch.stack(noise), Condition.cat(conditions) if conditions else None
 
 
 class SampleLogger(L.Callback):
@@ -198,13 +172,13 @@ class SampleLogger(L.Callback):
     Args:
         sample: solver steps and guidance.
         stop: cuts sampling short.
-        fixed: what to sample; None for one row under the conditions of the held-out images.
+        rows: what to sample; none for one row under the conditions of the held-out images.
     """
 
-    def __init__(self, sample: SampleConfig, stop: StopOnRequest, fixed: FixedRows | None = None) -> None:
+    def __init__(self, sample: SampleConfig, stop: StopOnRequest, rows: Sequence[Row] = ()) -> None:
         self.sample = sample
         self.stop = stop
-        self.fixed = fixed
+        self.rows = rows
         self._batch: dict[str, Tensor] = {}
 
     def on_validation_batch_start(
@@ -217,7 +191,8 @@ class SampleLogger(L.Callback):
     @torch.no_grad()
     def on_validation_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Log the images; every rank samples, as a sharded network needs all, and rank zero decodes and logs."""
-        if trainer.should_stop or not shows_images(trainer.loggers) or not self._batch:
+        shows = any(isinstance(logger, TensorBoardLogger | WandbLogger) for logger in trainer.loggers)
+        if trainer.should_stop or not shows or not self._batch:
             return
 
         assert isinstance(module, MemberModule)
@@ -248,15 +223,7 @@ class SampleLogger(L.Callback):
             with module.trainer.precision_plugin.forward_context():
                 return module.network(*inputs).float()
 
-        objective = module.objective
-        if self.fixed is None:
-            x_t = noised(objective, self._batch)
-            condition = objective.condition(self._batch)
-        else:
-            x_t = self.fixed.noise.to(module.device)
-            condition = self.fixed.condition and self.fixed.condition.to(module.device)
-
-        return denoised(objective, network, x_t, condition, self.sample)
+        return sample_like(module.objective, network, self._batch, self.sample, self.rows)
 
     def _log(self, trainer: L.Trainer, objective: Objective, made: Tensor) -> None:
         if isinstance(objective, Classification):
@@ -266,37 +233,40 @@ class SampleLogger(L.Callback):
         coder = objective.member.image_encoder
         encoder = IMAGE_ENCODERS.build(coder.name, coder.params)  # built anew: takes no memory between validations
         held_out = list(encoder.decode(objective.x_0(self._batch).float().cpu()))
-        labels = self.fixed.labels if self.fixed else ["sampled"]
+        labels = [row.label for row in self.rows] or ["sampled"]
         sampled = np.split(encoder.decode(made.float().cpu()), len(labels))
         rows = [("held out", held_out), *zip(labels, map(list, sampled), strict=True)]
         log_image(trainer, "samples", np.asarray(labelled_grid(rows, scale_of(held_out[0]))))
 
 
-def noised(objective: Objective, batch: dict[str, Tensor]) -> Float[Tensor, "b c h w"]:
-    """Noise a held-out batch to the objective's highest noise level, the same way at each validation."""
-    x_0 = objective.x_0(batch)  # a stored posterior has twice the channels
-    generator = keyed_generator(objective.member.seed, "images", device=x_0.device)
-    noise = torch.randn(x_0.shape, generator=generator, device=x_0.device)
-    return interpolate(x_0, noise, time_rows(objective.member.interval[1], noise))
-
-
-def denoised(
+def sample_like(
     objective: Objective,
     network: Callable[..., Tensor],
-    x_t: Float[Tensor, "b c h w"],
-    condition: Condition | None,
+    batch: dict[str, Tensor],
     sample: SampleConfig,
-) -> Float[Tensor, "b c h w"]:
-    """Sample by Euler steps, from the objective's highest noise level to its estimate at the lowest.
+    rows: Sequence[Row] = (),
+) -> Float[Tensor, "num c h w"]:
+    """Sample ``rows``, or under the conditions of ``batch``, by Euler steps.
+
+    An expert of some noise levels denoises the batch itself, from its highest level to its estimate at the lowest.
 
     Args:
         objective: of the member.
         network: evaluates the objective's network.
-        x_t: images at the highest noise level.
-        condition: one per image.
+        batch: conditions, and the shape of the samples.
         sample: number of steps and guidance.
+        rows: what to sample instead.
     """
+    x_0 = objective.x_0(batch)  # its shape; a stored posterior has twice the channels
+    condition = objective.condition(batch)
     scale = sample.guidance_scale
+    if rows:
+        noise, condition = noise_of_rows(rows, objective.member)
+        noise = x_0 = noise.to(x_0)
+        condition = condition and condition.to(x_0.device)
+    else:
+        generator = keyed_generator(objective.member.seed, "images", device=x_0.device)
+        noise = torch.randn(x_0.shape, generator=generator, device=x_0.device)
 
     def predicted(x_t: Tensor, t: Tensor, condition: Condition | None) -> Tensor:
         return velocity_of(network, x_t, t, condition, objective.prediction, objective.member.path)
@@ -310,8 +280,8 @@ def denoised(
 
     low, high = objective.member.interval
     times = sampling_times(sample.num_steps, objective.member.timesteps.shift).clamp(low, high).unique().flip(0)
-    x_t = Euler().solve(velocity, x_t, times)
-    end = time_rows(low, x_t)
+    x_t = Euler().solve(velocity, interpolate(x_0, noise, time_rows(high, noise)), times)
+    end = time_rows(low, noise)
     if low > 0:
         return x_0_from_velocity(x_t, velocity(x_t, end), end)
 

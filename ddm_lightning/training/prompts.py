@@ -8,61 +8,62 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
 
 from safetensors.torch import load_file
 
 from ddm_lightning.core import remote
+from ddm_lightning.core.environment import ALONE, Ranks
+from ddm_lightning.core.errors import first_line, say
 from ddm_lightning.core.files import sha256_json
 from ddm_lightning.core.weights import save_weights
 from ddm_lightning.encoders.captions import encode_texts
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.members.run import Run
 from ddm_lightning.training.objective import build_caption_encoder
+from ddm_lightning.use.rows import Row
 
 MAX_PROMPTS = 8
 
 
-def fixed_prompts(run: Run) -> list[str]:
-    """The first different ones of ``sample.prompts``; empty if the members are not conditioned on text."""
+def encoded_prompts(run: Run, mine: Ranks = ALONE) -> list[Row]:
+    """Return rows of the first different ones of ``sample.prompts``, and encode them if that has not been done.
+
+    None if members are not conditioned on text, or, as the first rank says, if the prompts cannot be encoded here.
+    """
     experiment = run.experiment
-    if experiment.condition.kind in ("class", "none"):
+    prompts = list(dict.fromkeys(experiment.sample.prompts))[:MAX_PROMPTS]
+    if experiment.condition.kind in ("class", "none") or not prompts:
         return []
 
-    return list(dict.fromkeys(experiment.sample.prompts))[:MAX_PROMPTS]
+    try:
+        condition = prompt_condition(run, prompts)
+    except Exception as error:  # noqa: BLE001  # images are not worth a training
+        if mine.is_first:
+            say(f"validations show samples for held-out captions, not for sample.prompts: {first_line(error)}")
+
+        return []
+
+    return [Row(prompt, prompt, condition.rows(slice(row, row + 1))) for row, prompt in enumerate(prompts)]
 
 
-def prompt_condition(run: Run, prompts: Sequence[str]) -> Condition | None:
+def prompt_condition(run: Run, prompts: Sequence[str]) -> Condition:
     """Read the condition of each prompt, on the CPU; encode and publish it first if it is neither here nor at the URL.
 
-    Returns:
-        None without prompts.
-
     Raises:
-        UserError: the run's caption encoder is not on this machine, or another one; or the URL cannot be reached.
+        UserError: the run's caption encoder is not on this machine, or another one.
+        OSError: the URL cannot be reached.
     """
-    if not prompts:
-        return None
-
-    experiment = run.experiment
-    encoder = experiment.prepare.caption_encoder
-    kind = experiment.condition.kind
-    key = sha256_json([prompts, kind, encoder and asdict(encoder)])
-    name = f"prompts/{key[:16]}.safetensors"
+    kind = run.experiment.condition.kind
+    name = f"prompts/{sha256_json([prompts, kind, run.manifest.caption_encoder])[:16]}.safetensors"
     path = run.folder.root / name
     if run.url and not path.exists():
-        with remote.reaching(), suppress(FileNotFoundError):
+        with suppress(FileNotFoundError):
             remote.get(f"{run.url}/{name}", path)
 
     if not path.exists():
-        condition = encode_texts(prompts, build_caption_encoder(run), kind)
-        values = {"values": condition.values}
-        if condition.vectors is not None:
-            values["vectors"] = condition.vectors
-
-        save_weights(path, values, str(path))
+        values = vars(encode_texts(prompts, build_caption_encoder(run), kind))
+        save_weights(path, {key: value for key, value in values.items() if value is not None}, str(path))
         if run.url:
-            with remote.reaching():
-                remote.put(path, f"{run.url}/{name}")
+            remote.put(path, f"{run.url}/{name}")
 
-    return Condition.of(**load_file(path))
+    return Condition(**load_file(path))

@@ -20,6 +20,7 @@ FAST = (
     *("expert.train.learning_rate=2", "expert.train.warmup_steps=200", "expert.train.ema_decay=0.2"),
     *("island.validate_every_n_steps=4", "expert.train.max_steps=40"),
 )
+WIDTHS = "expert.train.ema_widths=[0.1, 0.2]"
 EARLY = "island.callbacks=[{name: early-stopping, params: {patience: 2}}]"
 
 
@@ -30,14 +31,14 @@ def meta(run):
 def resume(run, *more):
     """Train again without the artifact, as after a kill before it was written."""
     shutil.rmtree(member(run, "artifact"))
-    assert fit(run, *FAST, *more) == 0
+    assert fit(run, *FAST, WIDTHS, *more) == 0
     return weights(run), {**meta(run), "metrics": meta(run)["metrics"]["held_out/loss"]}
 
 
 @pytest.fixture(scope="module")
 def ended(tiny_prepared, tmp_path_factory):
     """An expert that has ended early."""
-    return trained(tiny_prepared, tmp_path_factory.mktemp("early"), *FAST, EARLY)
+    return trained(tiny_prepared, tmp_path_factory.mktemp("early"), *FAST, EARLY, WIDTHS)
 
 
 def test_it_ends_when_the_loss_has_not_fallen_as_a_training_of_that_many_steps(ended, tiny_prepared, tmp_path):
@@ -59,10 +60,10 @@ def test_it_is_finished(ended, capsys):
     step = meta(ended)["step"]
     capsys.readouterr()
 
-    assert fit(ended, *FAST, EARLY) == 0
+    assert fit(ended, *FAST, WIDTHS, EARLY) == 0
     assert "expert-0 is finished" in capsys.readouterr().err and weights(ended) == before
 
-    address = ["-c", str(TINY), f"run_dir={ended}", *FAST]
+    address = ["-c", str(TINY), f"run_dir={ended}", *FAST, WIDTHS]
     assert main(["status", *address]) == 0
 
     (row,) = [line for line in capsys.readouterr().out.splitlines() if "expert-0" in line]
@@ -92,6 +93,12 @@ def test_a_killed_training_ends_at_the_same_step(ended, tmp_path):
 
     # With more patience it goes on.
     assert resume(run, EARLY.replace("2", "3"))[1]["step"] == whole[1]["step"] + 4
+
+
+def test_widths_of_its_averages_are_compared_up_to_the_last_snapshot(ended, capsys):
+    address = ["-c", str(TINY), f"run_dir={ended}", *FAST, WIDTHS]
+    assert main(["ema", *address, "member=expert-0"]) == 0
+    assert "width 0.1" in capsys.readouterr().out
 
 
 def test_the_best_average_is_handed_over(ended, tiny_prepared, tmp_path):

@@ -22,7 +22,7 @@ from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.members.load import load_network
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import RunFolder
-from ddm_lightning.training.previews import fixed_rows
+from ddm_lightning.training.previews import fixed_rows, noise_of_rows
 from ddm_lightning.training.prompts import prompt_condition
 from ddm_lightning.use.ensemble import DecentralizedEnsemble
 
@@ -89,7 +89,7 @@ def test_an_island_without_the_encoder_says_so_and_trains_the_same(finished, tin
     assert fit(tiny_run, "sample.prompts=[a prompt of its own]") == 0
 
     said = [line for line in capsys.readouterr().err.splitlines() if "no weights here" in line]
-    assert said == ["expert-0: samples for held-out captions, not for sample.prompts: no weights here"]
+    assert said == ["validations show samples for held-out captions, not for sample.prompts: no weights here"]
     assert weights(tiny_run) == weights(finished)
     assert {*shown(tiny_run)} == {12, 20}
 
@@ -136,21 +136,22 @@ def test_without_text_the_rows_are_the_first_classes(condition, labels, num):
     own = SimpleNamespace(**{**vars(MEMBER), "condition": condition})
     names = labels if "owl" in labels else None
     rows = fixed_rows(own, SimpleNamespace(manifest=SimpleNamespace(class_names=names)))
+    noise, found = noise_of_rows(rows, MEMBER)
 
-    assert rows.labels == labels and len(rows.noise) == num * len(labels)
+    assert [row.label for row in rows] == labels and len(noise) == num * len(labels)
 
     key = "no condition"
     if condition.kind == "class":
-        assert rows.condition.values.tolist() == [number for number in range(len(labels)) for _ in range(num)]
+        assert found.values.tolist() == [number for number in range(len(labels)) for _ in range(num)]
         key = f"class {len(labels) - 1}"
 
     # As ``sample`` generates it.
-    assert torch.equal(rows.noise[-1], torch.randn(3, 4, 4, generator=keyed_generator(7, "x_1", key, num - 1)))
+    assert torch.equal(noise[-1], torch.randn(3, 4, 4, generator=keyed_generator(7, "x_1", key, num - 1)))
 
 
 def test_text_without_prompts_has_the_captions_of_held_out_images(run_of):
     prompts = ["red disc", "red disc", *map(str, range(20))]
     rows = fixed_rows(MEMBER, run_of("a", f"sample.prompts={prompts}"))
-    assert list(rows.labels) == ["red disc", *"0123456"]
+    assert [row.label for row in rows] == ["red disc", *"0123456"]
 
-    assert fixed_rows(MEMBER, run_of("a", "sample.prompts=[]")) is None
+    assert fixed_rows(MEMBER, run_of("a", "sample.prompts=[]")) == []

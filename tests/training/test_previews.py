@@ -23,20 +23,15 @@ from ddm_lightning.islands.publish import _is_shared
 from ddm_lightning.training import previews
 from ddm_lightning.training.callbacks import RollingCheckpoints, StopOnRequest
 from ddm_lightning.training.module import MemberModule
-from ddm_lightning.training.previews import SampleLogger, build_loggers, denoised, noised, routing_heat_map
+from ddm_lightning.training.previews import SampleLogger, build_loggers, routing_heat_map, sample_like
 
 pytestmark = WARNINGS
-
-
-def like(objective, given, settings):
-    """Samples under the conditions of a held-out batch."""
-    return denoised(objective, objective.network, noised(objective, given), objective.condition(given), settings)
 
 
 def test_samples_from_a_stored_posterior_have_the_channels_of_an_image():
     objective = expert(stored=StoredForm("posterior", {"scale": 0.5, "shift": 0.0}))
     given = {**batch(), "x_0": torch.randn(6, 8, 4, 4, generator=torch.Generator().manual_seed(0))}
-    found = like(objective, given, SampleConfig())
+    found = sample_like(objective, objective.network, given, SampleConfig())
 
     assert found.shape == objective.x_0(given).shape == (6, 4, 4, 4)
     assert all(x_t.shape == found.shape for x_t, *_ in objective.network.calls)
@@ -64,7 +59,7 @@ def test_samples_are_guided():
 
     noise = torch.randn((6, 3, 4, 4), generator=keyed_generator(MEMBER.seed, "images"))
     objective = expert(Answers())
-    found = like(objective, batch(), SampleConfig(guidance_scale=4, num_steps=1))
+    found = sample_like(objective, objective.network, batch(), SampleConfig(guidance_scale=4, num_steps=1))
     torch.testing.assert_close(found, noise - (1 + 4 * (3 - 1)) * noise)
 
 
