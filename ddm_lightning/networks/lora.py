@@ -107,22 +107,35 @@ def merged(network: nn.Module) -> dict[str, Tensor]:
 
 
 def write_peft(folder: Path, lora: LoraConfig, state: Mapping[str, Tensor], inner: str = "") -> None:
-    """Write adapters as peft and others read them: ``adapter_config.json`` and ``adapter_model.safetensors``.
+    """Write adapters as peft reads them, and those of a model of diffusers as diffusers does, too.
+
+    The scale ``alpha / rank`` is within ``lora_B``, and the written alpha is the rank: readers of weights alone take
+    the scale for 1.
 
     Args:
         folder: exists.
         lora: as in ``adapt``.
         state: ``state_dict`` of the adapted network; entries that are no adapters are skipped.
-        inner: what the names of a network within it begin with, to which the written adapters belong.
+        inner: what the names of diffusers' model within it begin with; empty for other networks.
     """
-    adapters = {}
-    for name, value in state.items():
-        if ".lora_" in name:
-            theirs = name.removeprefix(inner).replace(f".{_NAME}.", ".")
-            adapters[f"base_model.model.{theirs}"] = value
+    config = _of_peft(lora)
+    files = {"adapter_model.safetensors": "base_model.model"}
+    if inner:
+        files["pytorch_lora_weights.safetensors"] = "transformer"
 
-    save_weights(folder / "adapter_model.safetensors", adapters, str(folder))
-    _of_peft(lora).save_pretrained(str(folder))
+    for file, model in files.items():
+        adapters = {}
+        for name, value in state.items():
+            if ".lora_B." in name:
+                value = value * (config.lora_alpha / config.r)
+            if ".lora_" in name:
+                theirs = name.removeprefix(inner).replace(f".{_NAME}.", ".")
+                adapters[f"{model}.{theirs}"] = value
+
+        save_weights(folder / file, adapters, str(folder))
+
+    config.lora_alpha = config.r
+    config.save_pretrained(str(folder))
 
 
 def _of_peft(lora: LoraConfig) -> Any:

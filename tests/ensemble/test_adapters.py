@@ -1,5 +1,6 @@
 """Experts that are adapters on one frozen base: they sample what full experts would, in the memory of one."""
 
+import inspect
 import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -8,7 +9,7 @@ import peft
 import pytest
 import torch
 from artifact_files import PARAMS, SHAPE, TEXT, edit, make_meta, make_network, refused
-from networks.test_diffusers import MODELS, PIXART, TOKENS, vp_time
+from networks.test_diffusers import LUMINA, MODELS, PIXART, SD3, TOKENS, vp_time
 from networks.test_diffusers import SHAPE as DIFFUSERS_SHAPE
 from networks.test_diffusers import saved as save_diffusers
 from safetensors.torch import load_file
@@ -155,32 +156,38 @@ def test_a_saved_copy_has_each_base_once(tmp_path):
     assert three < 1.7 * one and four - three > 0.8 * one
 
 
-def test_adapters_on_a_model_of_diffusers(tmp_path):
-    model = save_diffusers(PIXART, tmp_path / "pretrained")
+def adapted(kind, lora, tmp_path, path, prediction):
+    """A pretrained model of diffusers, random adapters on it, and the ensemble of their artifact."""
+    model = save_diffusers(kind, tmp_path / "pretrained")
     file = tmp_path / "pretrained" / "diffusion_pytorch_model.safetensors"
     base = tmp_path / "run" / "initial"
     sha256 = sha256_file(file)
     (base / sha256).mkdir(parents=True)
     shutil.copyfile(file, base / sha256 / "model.safetensors")
-    lora = LoraConfig(rank=2, alpha=8, target_modules=["attn1.to_q", "attn2.to_v", "proj_out"])
-    params = {"config": {"_class_name": PIXART} | MODELS[PIXART]}
+    params = {"config": {"_class_name": kind} | MODELS[kind]}
     network = EXPERTS.build("diffusers", params, x_shape=DIFFUSERS_SHAPE, condition=TOKENS)
     adapt(network, lora, prefixed(load_file(file), network))
     for parameter in network.parameters():
         nn.init.normal_(parameter, std=0.2)
 
-    assert {name for name in network.state_dict() if ".lora_" not in name} == {"null"}  # which the base lacks
     of_base = {"lora": asdict(lora), "init_from": "base", "init_sha256": sha256}
-    meta = replace(make_meta(), network="diffusers", params=params, x_shape=DIFFUSERS_SHAPE, path="vp", **of_base)
-    meta = replace(meta, condition=TOKENS, prediction="epsilon")
-    write_artifact(tmp_path / "run" / "expert-0", network.state_dict(), meta)
-    manifest = single(tmp_path / "run" / "expert-0")
+    meta = replace(make_meta(), network="diffusers", params=params, x_shape=DIFFUSERS_SHAPE, path=path, **of_base)
+    write_artifact(
+        tmp_path / "run" / "expert-0", network.state_dict(), replace(meta, condition=TOKENS, prediction=prediction)
+    )
+    return model, network.eval(), single(tmp_path / "run" / "expert-0")
+
+
+def test_adapters_on_a_model_of_diffusers(tmp_path):
+    lora = LoraConfig(rank=2, alpha=8, target_modules=["attn1.to_q", "attn2.to_v", "proj_out"])
+    model, network, manifest = adapted(PIXART, lora, tmp_path, "vp", "epsilon")
+    assert {name for name in network.state_dict() if ".lora_" not in name} == {"null"}  # which the base lacks
     (loaded,) = load_ensemble(manifest).experts
     x_t = torch.randn(3, *DIFFUSERS_SHAPE)
     t = torch.full((3,), vp_time(500))
     condition = Condition.of(torch.randn(3, 3, 6))
     with torch.no_grad():
-        expected = network.eval()(x_t, t, condition)
+        expected = network(x_t, t, condition)
         assert torch.equal(loaded(x_t, t, condition), expected)
         assert export_peft(manifest, tmp_path / "peft") == ["null"]
         kept = load_file(tmp_path / "peft" / "expert-0" / "condition.safetensors")
@@ -192,6 +199,43 @@ def test_adapters_on_a_model_of_diffusers(tmp_path):
             torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
 
     assert expected.std() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("kind", "pipeline", "layer"),
+    [(SD3, "StableDiffusion3Pipeline", "proj_out"), (LUMINA, "Lumina2Pipeline", "x_embedder")],
+)
+def test_diffusers_applies_adapters_with_their_scale(kind, pipeline, layer, tmp_path):
+    """By the model and by its pipeline, which asks for no names."""
+    import diffusers
+
+    lora = LoraConfig(rank=3, alpha=2, target_modules=["to_q", "to_out.0", layer])
+    model, network, manifest = adapted(kind, lora, tmp_path, "linear", "velocity")
+    export_peft(manifest, tmp_path / "peft")
+    folder = tmp_path / "peft" / "expert-0"
+    with_pipeline = type(model).from_pretrained(tmp_path / "pretrained")
+    parts = dict.fromkeys(inspect.signature(getattr(diffusers, pipeline)).parameters)
+    parts |= {"transformer": with_pipeline, "scheduler": diffusers.FlowMatchEulerDiscreteScheduler()}
+    if kind == SD3:
+        del parts["image_encoder"], parts["feature_extractor"]
+
+    inputs = (torch.randn(3, *DIFFUSERS_SHAPE), torch.tensor([0.1, 0.5, 1.0]), Condition.of(torch.randn(3, 3, 6)))
+    answers = []
+    plain = EXPERTS.build("diffusers", manifest.meta.params, x_shape=DIFFUSERS_SHAPE, condition=TOKENS).eval()
+    plain.load_state_dict(network.state_dict(), strict=False)
+    with torch.no_grad():
+        expected = network(*inputs)
+        for theirs in (model, with_pipeline):
+            plain.model = theirs
+            answers.append(plain(*inputs))
+            if theirs is model:
+                theirs.load_lora_adapter(folder, weight_name="pytorch_lora_weights.safetensors")
+            else:
+                getattr(diffusers, pipeline)(**parts).load_lora_weights(folder)
+
+            torch.testing.assert_close(plain(*inputs), expected, rtol=1e-4, atol=1e-4)
+
+    assert (answers[0] - expected).abs().max() > 0.1 and torch.equal(*answers)
 
 
 def test_an_adapted_layer_that_the_base_has_in_another_shape_is_loaded(tmp_path):

@@ -8,6 +8,7 @@ import math
 import shutil
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from artifact_files import make_meta, refused
@@ -23,9 +24,9 @@ from ddm_lightning.core.compat import ensure_torchvision_importable
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import EXPERTS
 from ddm_lightning.core.weights import save_weights
+from ddm_lightning.ensemble.load import load_ensemble
 from ddm_lightning.ensemble.manifest import single
 from ddm_lightning.flow.condition import Condition, ConditionSpec
-from ddm_lightning.flow.path import guided
 from ddm_lightning.members.artifact import write_artifact
 from ddm_lightning.members.cost import MemberCost
 from ddm_lightning.members.load import build_network, load_network
@@ -145,55 +146,115 @@ def test_it_answers_as_diffusers_does(kind, spec, tmp_path):
     assert torch.equal(*twice)
 
 
-@pytest.mark.parametrize("kind", [PRX, LUMINA])
-@pytest.mark.parametrize("guidance", [1.0, 3.0])
-@pytest.mark.filterwarnings("ignore:`LoraLoaderMixin` is deprecated:FutureWarning")  # a base of PRX's pipeline
-def test_its_velocity_gives_the_images_of_diffusers_own_pipeline(kind, guidance, tmp_path):
-    """Time, sign, masks and the dropped caption, as the pipeline has them."""
+def stock_pipeline(kind, transformer, scheduler):
+    """diffusers' own pipeline of a class; DiT's decodes by a tiny random autoencoder, the others give latents."""
     import diffusers
 
-    model = saved(kind, tmp_path)
-    network = built(TOKENS, folder=tmp_path).eval()
-    torch.nn.init.normal_(network.null)
-    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
-    make, own = {
-        PRX: (diffusers.PRXPipeline, {"use_resolution_binning": False}),
-        LUMINA: (diffusers.Lumina2Pipeline, {"cfg_normalization": False}),
+    parts = {"transformer": transformer, "scheduler": scheduler, "vae": None}
+    if kind == DIT:
+        parts["vae"] = diffusers.AutoencoderKL(block_out_channels=(4,), norm_num_groups=2, layers_per_block=1).eval()
+    else:
+        numbers = ("", "_2", "_3") if kind == SD3 else ("",)
+        parts |= dict.fromkeys(f"{part}{number}" for part in ("text_encoder", "tokenizer") for number in numbers)
+
+    build = {
+        DIT: diffusers.DiTPipeline,
+        PIXART: diffusers.PixArtAlphaPipeline,
+        SD3: diffusers.StableDiffusion3Pipeline,
+        PRX: diffusers.PRXPipeline,
+        LUMINA: diffusers.Lumina2Pipeline,
     }[kind]
-    pipeline = make(transformer=model, scheduler=scheduler, text_encoder=None, tokenizer=None, vae=None)
+    pipeline = build(**parts)
     pipeline.set_progress_bar_config(disable=True)
-    noise = torch.randn(2, *SHAPE)
+    return pipeline
+
+
+def text_arguments(kind, network, tokens, mask):
+    """One caption, and what the model card of an exported expert says of a dropped one."""
+    null = torch.zeros_like(tokens)
+    null[:, : len(network.null)] = network.null.detach()
+    given = {"prompt_embeds": tokens, "negative_prompt_embeds": null}
+    if kind == SD3:
+        for name, values in (("pooled_prompt_embeds", tokens), ("negative_pooled_prompt_embeds", null)):
+            given[name] = network.pooled(values.mean(1)).detach()
+    else:
+        given |= {"prompt_attention_mask": mask, "negative_prompt_attention_mask": torch.arange(3)[None] < 1}
+
+    own = {
+        PIXART: {"use_resolution_binning": False, "negative_prompt": None},
+        PRX: {"use_resolution_binning": False},
+        LUMINA: {"cfg_normalization": False},
+    }
+    return given | own.get(kind, {})
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+@pytest.mark.filterwarnings("ignore:`LoraLoaderMixin` is deprecated:FutureWarning")  # a base of PRX's pipeline
+def test_an_exported_expert_makes_its_images_in_the_stock_pipeline(kind, guidance, tmp_path):
+    """Time, sign, masks and the dropped caption are as the pipeline has them.
+
+    A step of DDIM for the noise is Euler's for the velocity: both keep the estimates of x_0 and of the noise.
+    """
+    import diffusers
+
+    # DiTPipeline takes 1000 for the null class, whatever the model.
+    changes = {"num_embeds_ada_norm": 1000} if kind == DIT else {}
+    condition = ConditionSpec("class", 1000) if kind == DIT else TOKENS
+    saved(kind, tmp_path / "given", **changes)
+    network = built(condition, folder=tmp_path / "given").eval()
+    for name, parameter in network.named_parameters():
+        if not name.startswith("model."):
+            torch.nn.init.normal_(parameter, std=0.3)
+
+    manifest = handed_over(network, tmp_path, condition, path=network.path)
+    export_member(manifest, tmp_path / "out")
+    transformer = getattr(diffusers, kind).from_pretrained(tmp_path / "out").eval()
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
+    if network.path == "vp":
+        # The first steps of the usual ones: later on, random weights imply an x_0 that we would bound.
+        betas = np.linspace(1e-4, 0.02, 1000)[:400]
+        scheduler = diffusers.DDIMScheduler(400, trained_betas=betas, clip_sample=False)
+
+    pipeline = stock_pipeline(kind, transformer, scheduler)
+    noise = torch.randn(2, *SHAPE, generator=torch.Generator().manual_seed(1))
     mask = torch.arange(3) < torch.tensor([[3], [1]])
     tokens = torch.randn(2, 3, 6) * mask[:, :, None]
-    null = torch.zeros(1, 3, 6)
-    null[:, :1] = network.null.detach()
+    if kind == DIT:
+        given = Condition.of(torch.tensor([3, 7]))
+        generator = torch.Generator().manual_seed(1)
+        expected = pipeline([3, 7], guidance, generator, num_inference_steps=4, output_type="np").images
+    else:
+        given = Condition.of(tokens)
+        made = []
+        for row in (slice(0, 1), slice(1, 2)):  # alone, as PRX's pipeline guides a single prompt only
+            arguments = text_arguments(kind, network, tokens[row], mask[row])
+            arguments |= {"guidance_scale": guidance, "latents": noise[row], "num_inference_steps": 4}
+            made.append(pipeline(**arguments, height=64, width=64, output_type="latent").images)
 
-    expected = []
-    for row in (slice(0, 1), slice(1, 2)):  # alone, as PRX's pipeline guides a single prompt only
-        made = pipeline(
-            prompt_embeds=tokens[row],
-            prompt_attention_mask=mask[row],
-            negative_prompt_embeds=null,
-            negative_prompt_attention_mask=torch.arange(3)[None] < 1,
-            guidance_scale=guidance,
-            latents=noise[row],
-            num_inference_steps=4,
-            height=64,
-            width=64,
-            output_type="latent",
-            **own,
-        )
-        expected.append(made.images)
+        expected = torch.cat(made)
 
     x = noise
-    condition = Condition.of(tokens)
-    with torch.no_grad():
-        for sigma, following in itertools.pairwise(scheduler.sigmas):
-            t = sigma.expand(2)
-            velocity = guided(network(x, t, condition), network(x, t, condition.null()), guidance)
-            x = x + (following - sigma) * velocity
+    if network.path == "vp":
+        alpha = torch.cat([scheduler.alphas_cumprod[scheduler.timesteps], torch.ones(1)]).sqrt()
+        sigma = (1 - alpha**2).sqrt()
+        x = noise / (alpha + sigma)[0]
+        times = sigma / (alpha + sigma)
+    else:
+        times = scheduler.sigmas
 
-    torch.testing.assert_close(x, torch.cat(expected), rtol=1e-5, atol=1e-5)
+    ensemble = load_ensemble(manifest)
+    with torch.no_grad():
+        for t, following in itertools.pairwise(times):
+            x = x + (following - t) * ensemble.velocity(x, t.expand(2), given, guidance_scale=guidance)
+
+        if kind == DIT:
+            x = pipeline.vae.decode(x / pipeline.vae.config.scaling_factor).sample.permute(0, 2, 3, 1)
+            x = (x / 2 + 0.5).clamp(0, 1).numpy()
+            assert np.std(x) > 0.01 and np.mean((x > 0) & (x < 1)) > 0.5
+
+    tolerance = 1e-3 if network.path == "vp" else 1e-5
+    np.testing.assert_allclose(x, expected, rtol=tolerance, atol=tolerance)
 
 
 def test_a_configuration_of_prx_without_the_name_of_its_class_is_known():
@@ -222,7 +283,12 @@ def test_a_member_becomes_a_folder_that_its_class_loads(kind, tmp_path):
     manifest = handed_over(network, tmp_path, condition, path=network.path)
 
     lost = export_member(manifest, tmp_path / "out", "CC0")
-    again = getattr(diffusers, kind).from_pretrained(tmp_path / "out", low_cpu_mem_usage=False).state_dict()
+    build = getattr(diffusers, kind)
+    again = build.from_pretrained(tmp_path / "out", low_cpu_mem_usage=False).state_dict()
+    if hasattr(build, "from_single_file"):
+        file = tmp_path / "out" / "diffusion_pytorch_model.safetensors"
+        from_file = build.from_single_file(str(file), config=str(tmp_path / "out")).state_dict()
+        assert from_file.keys() == state.keys() and all(torch.equal(from_file[name], state[name]) for name in state)
 
     assert lost == {DIT: [], SD3: ["null", "pooled.weight", "pooled.bias"]}.get(kind, ["null"])
     assert again.keys() == state.keys()
