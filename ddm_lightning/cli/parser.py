@@ -169,7 +169,7 @@ def build_parser() -> argparse.ArgumentParser:
         required=True,
         choices=("ensemble", "diffusers", "peft"),
         help="diffusers adds its pipeline, or with sample.member=NAME writes that member's own transformer; "
-        "peft writes only the experts' adapters, for peft",
+        "peft writes only the experts' adapters, for peft and diffusers",
     )
     export.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="new folder")
     export.add_argument("--licence", metavar="TEXT", help="licence of the weights, for the model card")
