@@ -11,12 +11,14 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -159,7 +161,9 @@ def run_local(work: Callable[[Job], Result], jobs: Sequence[Job], num_processes:
     while unfinished:
         pool = ProcessPoolExecutor(num_processes, multiprocessing.get_context("spawn"), initializer=_begin)
         try:
-            numbers = {pool.submit(work, job): number for number, job in unfinished.items()}
+            with _without_main():
+                numbers = {pool.submit(work, job): number for number, job in unfinished.items()}
+
             for future in as_completed(numbers):
                 result = future.result()
                 del unfinished[numbers[future]]
@@ -174,6 +178,17 @@ def run_local(work: Callable[[Job], Result], jobs: Sequence[Job], num_processes:
                 ) from None
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
+
+
+@contextmanager
+def _without_main() -> Iterator[None]:
+    """Let processes start without the caller's script: it would run again in each of them, down to its ``prepare``."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 class _Actor:

@@ -1,6 +1,8 @@
 import errno
 import os
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -64,7 +66,12 @@ def test_processes_take_turns_on_all_gpus():
 
 
 @pytest.mark.slow
-def test_each_job_is_done_once_by_processes_of_one_thread_that_are_gone_afterwards():
+def test_each_job_is_done_once_by_processes_of_one_thread_that_are_gone_afterwards(tmp_path, monkeypatch):
+    """They leave the caller's script alone, which would run again in each: it needs no ``if __name__ …``."""
+    script = ModuleType("__main__")
+    script.__file__ = str(tmp_path / "script.py")
+    Path(script.__file__).write_text("raise SystemExit('I am run again')")
+    monkeypatch.setitem(sys.modules, "__main__", script)
     jobs = [{"number": number, "rows": np.arange(number)} for number in range(9)]
     with no_process_left():
         results = dict(run_local(square, jobs, 2))
