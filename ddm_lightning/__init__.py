@@ -5,8 +5,9 @@ that never communicate, and a small router learns which cluster a noisy sample c
 sampling, the experts' velocities, weighted by the router, form the velocity of one model trained on
 everything (McAllister, Tancik, Song, Kanazawa; CVPR 2025; arXiv 2501.05450).
 
-    from ddm_lightning import DecentralizedEnsemble
+    from ddm_lightning import DecentralizedEnsemble, Run
 
+    Run("experiments/emoji_4x.yaml").fit()
     ensemble = DecentralizedEnsemble.from_pretrained("runs/emoji_4x")
     images = ensemble.sample(["red apple", "cat"], strategy="bayes", num=4, seed=0)
 

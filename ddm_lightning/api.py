@@ -36,7 +36,7 @@ from ddm_lightning.islands.shared import (
     pull_manifest,
 )
 from ddm_lightning.islands.status import Status, Watch, open_to_watch
-from ddm_lightning.members.member import STUDENT, parse_members
+from ddm_lightning.members.member import STUDENT, one_member, parse_members
 from ddm_lightning.members.preflight import check_networks, check_plugins, check_strategy, is_collected, refuse_stale
 from ddm_lightning.members.run import Run as OpenRun
 from ddm_lightning.members.run_folder import RunFolder, refuse_changed
@@ -317,13 +317,13 @@ class Run:
             the condition.
 
         Raises:
-            UserError: an unknown member, or as ``to_train``.
+            UserError: as ``one_member`` or ``to_train``.
         """
         from ddm_lightning.training.fit import build_data
         from ddm_lightning.training.module import MemberModule
         from ddm_lightning.training.objective import build_objective
 
-        (name,) = parse_members(member, self.experiment)
+        name = one_member(member, self.experiment, "lightning")
         run = self.to_train(name)
         own = run.member(name)
         with own_defaults():

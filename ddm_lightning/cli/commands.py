@@ -22,12 +22,11 @@ from ddm_lightning.core.processes import STOPPED
 from ddm_lightning.core.registry import require
 from ddm_lightning.ensemble.changes import added, removed, replaced
 from ddm_lightning.ensemble.manifest import EnsembleManifest, assemble
-from ddm_lightning.islands.local import fit_on_island
+from ddm_lightning.islands.local import Failure, fit_on_island
 from ddm_lightning.islands.plan import data_of
 from ddm_lightning.islands.publish import published
 from ddm_lightning.islands.shared import pull_ensemble
-from ddm_lightning.islands.status import Status, Watch
-from ddm_lightning.members.member import ROUTER, parse_members
+from ddm_lightning.members.member import ROUTER, one_member, parse_members
 from ddm_lightning.members.preflight import check_strategy
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import RunFolder
@@ -90,14 +89,6 @@ def _dry_run(run: api.Run, options: argparse.Namespace) -> None:
     print(f"what the members will need (for a GPU: --device NAME): {command_line('plan', options)} {' '.join(also)}")
 
 
-def _one_member(experiment: Experiment, options: argparse.Namespace) -> str:
-    members = parse_members(options.member, experiment)
-    if len(members) != 1:
-        raise UserError(f"{options.command}: name the member, such as member=expert-0")
-
-    return members[0]
-
-
 def _fit(experiment: Experiment, options: argparse.Namespace) -> int | None:
     members = parse_members(options.member, experiment)
     check_positive("--jobs", options.jobs)
@@ -122,23 +113,25 @@ def _fit_here(member: str, run: api.Run, options: argparse.Namespace) -> int | N
 
 def _fit_several(members: list[str], run: api.Run, options: argparse.Namespace) -> int | None:
     opened = Run(run.experiment)
+    failures: Mapping[str, Failure] = {}
     try:
-        status = run.fit(options.member, jobs=options.jobs)
+        run.fit(options.member, jobs=options.jobs)
     except api.FitError as error:
-        Console().print(Status(opened, Watch(opened).look()))
-        print_skipped(members, opened, options)
-        for member, failure in error.failures.items():
+        failures = error.failures
+
+    Console().print(run.status())
+    print_skipped(members, opened, options)
+    if failures:
+        for member, failure in failures.items():
             say(f"{member}: {failure.reason}")
 
         say(f"logs: {run.folder.root / 'members'}; run the same command again to train the rest")
-        codes = {failure.code for failure in error.failures.values()}
+        codes = {failure.code for failure in failures.values()}
         if codes in ({2}, {STOPPED}):
             return codes.pop()
 
         return 1
 
-    Console().print(status)
-    print_skipped(members, opened, options)
     if all(map(opened.is_finished, opened.names)):
         print(f"ensemble: {run.folder.ensemble}\nsamples: {run.grid}")
         clusters = run.folder.prepared / "clusters.png"
@@ -272,7 +265,7 @@ def _diagnose(experiment: Experiment, options: argparse.Namespace) -> None:
 
 def _replay(experiment: Experiment, options: argparse.Namespace) -> None:
     run = Run.open(experiment)
-    member = _one_member(experiment, options)
+    member = one_member(options.member, experiment, options.command)
 
     from ddm_lightning.evaluation.replay import replay_step, replay_table
 
@@ -285,7 +278,7 @@ def _replay(experiment: Experiment, options: argparse.Namespace) -> None:
 
 def _ema(experiment: Experiment, options: argparse.Namespace) -> None:
     run = Run.open(experiment)
-    member = _one_member(experiment, options)
+    member = one_member(options.member, experiment, options.command)
     width = None
     if options.use not in (None, "original"):
         try:

@@ -86,7 +86,6 @@ class Bars(Progress):
         # Colours that a variable forces into a file do not make it a screen.
         is_screen = console.is_interactive and console.file.isatty()
         self._shows_lines = show and not is_screen
-        self._is_transient = transient
         self._over = threading.Event()
         show_lines = self._draw_in_notebook if console.is_jupyter else self._print_lines
         self._lines = threading.Thread(target=show_lines, name="progress", daemon=True)
@@ -146,7 +145,7 @@ class Bars(Progress):
             over = self._over.wait(_NOTEBOOK_SECONDS)
             self._drawing.update(self)
 
-        if self._is_transient:
+        if self.live.transient:
             self._drawing.update({"text/plain": ""}, raw=True)
 
 

@@ -107,7 +107,7 @@ def start_time(pid: int) -> str:
 
 @contextlib.contextmanager
 def on_stop_signal(handler: Any) -> Iterator[None]:
-    """Let ``handler`` receive the stop signals within the block."""
+    """Let ``handler`` receive the stop signals within the block; in the main thread alone, as Python asks for."""
 
     def heard(number: int, frame: Any) -> None:
         if number == signal.SIGHUP:
@@ -115,10 +115,11 @@ def on_stop_signal(handler: Any) -> Iterator[None]:
 
         handler(number, frame)
 
+    is_main = threading.current_thread() is threading.main_thread()
     is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     previous = {}
     for number in STOP_SIGNALS:
-        if not (is_nohup and number == signal.SIGHUP):
+        if is_main and not (is_nohup and number == signal.SIGHUP):
             previous[number] = signal.signal(number, heard)
 
     try:

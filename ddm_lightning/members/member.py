@@ -125,6 +125,19 @@ def parse_members(text: str, experiment: Experiment, key: str = "member") -> lis
     return list(dict.fromkeys(names))
 
 
+def one_member(text: str, experiment: Experiment, source: str) -> str:
+    """Parse the name of one member.
+
+    Raises:
+        UserError: as ``parse_members``, or several; ``source`` begins the line.
+    """
+    members = parse_members(text, experiment)
+    if len(members) != 1:
+        raise UserError(f"{source}: name the member, such as member=expert-0")
+
+    return members[0]
+
+
 def section_of(name: str, experiment: Experiment) -> ExpertConfig | RouterConfig:
     """The member's section of the experiment, with its overrides; a student's has steps and batch of ``distill``."""
     if name == ROUTER:
