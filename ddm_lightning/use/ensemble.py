@@ -197,8 +197,8 @@ class DecentralizedEnsemble(LoadedEnsemble):
                 prompt. Without it and ``seed``, each call gives other images.
             seed: in place of a generator, one integer or one per image. One gives the images of the command ``sample``.
             latents: noise to start from. A stochastic solver draws further noise by the seed.
-            image: image to start from instead of noise alone, or one per prompt or image (SDEdit, arXiv 2108.01073): of
-                Pillow, or arrays [h w 3] or tensors [3 h w] of uint8 or numbers from 0 to 1. Other sizes are stretched.
+            image: image to start from instead of noise alone, or one per prompt (SDEdit, 2108.01073): of Pillow,
+                or arrays [h w 3] or tensors [3 h w] of uint8 or numbers from 0 to 1. Other sizes are stretched.
                 Samples x_0 of latents, as ``output_type="latent"`` returns them, are taken as they are.
             strength: share of the steps that are run from the noisy image, in (0, 1]; by default 0.8.
             height, width: in pixels; only the ensemble's own, to which None is equal.
@@ -229,14 +229,6 @@ class DecentralizedEnsemble(LoadedEnsemble):
         if strength is not None and image is None:
             raise UserError("strength: is of an image to start from; give image, too")
 
-        if (height, width) != (None, None):
-            own_height, own_width = self.image_size
-            if height not in (None, own_height) or width not in (None, own_width):
-                raise UserError(
-                    f"height = {height!r:.60}, width = {width!r:.60}: {self.about.name} makes images of "
-                    f"{own_height} x {own_width} pixels; leave both out, and resize the images"
-                )
-
         settings.setdefault("num_steps", num_inference_steps)
         settings.setdefault("num_per_prompt", num_images_per_prompt)
         settings["guidance_scale"] = guidance_scale
@@ -253,6 +245,14 @@ class DecentralizedEnsemble(LoadedEnsemble):
         more = call.checked(output_type=output_type, strength=strength, batch_size=batch_size, seed=seeds)
         output_type = more.pop("output_type", "pil")
         with own_defaults(), Bars(show=not self._progress_bar_config.get("disable")) as bars:
+            if image is not None or height is not None or width is not None:
+                own_height, own_width = self.image_size  # which the copy keeps
+                if height not in (None, own_height) or width not in (None, own_width):
+                    raise UserError(
+                        f"height = {height!r:.60}, width = {width!r:.60}: {self.about.name} makes images of "
+                        f"{own_height} x {own_width} pixels; leave both out, and resize the images"
+                    )
+
             chosen = self.with_settings(factors=factors, **settings)
             own = chosen.about.sample
             if not labels:
