@@ -184,7 +184,7 @@ def test_what_cannot_be_sampled_leaves_the_run_as_it_was(refuse, run, tmp_path, 
         raise AssertionError("images are drawn for nothing")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("ddm_lightning.use.ensemble.load_ensemble", load)
+    monkeypatch.setattr("ddm_lightning.use.loaded.load_ensemble", load)
     before = tree(run)
 
     found = refuse("sample", *settings(run), *words)

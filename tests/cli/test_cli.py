@@ -282,7 +282,7 @@ def test_an_image_of_a_prompt_is_the_same_whatever_its_neighbours(
 
     alone = images(sampled(*few, "--prompt", "red disc", "--out", tmp_path / "a.png"))
     other_seed = images(sampled(*few, "--prompt", "red disc", "--seed", 1, "--out", tmp_path / "b.png"))
-    monkeypatch.setattr("ddm_lightning.use.ensemble.BATCH_SIZE", 3)
+    monkeypatch.setattr("ddm_lightning.use.loaded.BATCH_SIZE", 3)
     prompts = ["--prompt", "a cross", "--prompt", "red disc", "--prompt", "red-disc"]
     cross, _, *among, other_text, _ = images(sampled(*few, *prompts, "--out", tmp_path / "c.png"))
 

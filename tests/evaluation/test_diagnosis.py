@@ -23,7 +23,7 @@ from ddm_lightning.members.member import Member
 from ddm_lightning.shards.manifest import HELD_OUT, shard_name
 from ddm_lightning.shards.mds import open_shards
 from ddm_lightning.training.objective import Objective
-from ddm_lightning.use import ensemble as sampling
+from ddm_lightning.use import loaded as sampling
 
 SIZES = [30, 60, 90]
 PRIORS = [size / 180 for size in SIZES]

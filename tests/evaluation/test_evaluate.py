@@ -23,7 +23,7 @@ from ddm_lightning.evaluation import image_sets
 from ddm_lightning.evaluation.image_sets import FileImages, Generated, ShardImages
 from ddm_lightning.members.run import Run
 from ddm_lightning.shards.manifest import HELD_OUT, TRAIN, Manifest
-from ddm_lightning.use import ensemble
+from ddm_lightning.use import loaded
 
 PIXELS = "{name: kid, params: {features: pixels}}"
 FD = "{name: fid, params: {features: pooled-pixels, num_groups: 2, min_images: 10}}"
@@ -216,13 +216,13 @@ def test_features_of_other_parameters_are_computed_anew(run, tmp_path):
 
 def test_a_second_call_samples_only_what_is_missing(run, monkeypatch):
     numbers = []
-    sample = ensemble.sample
+    sample = loaded.sample
 
     def counted(*arguments, **named):
         numbers.append(arguments[2])
         return sample(*arguments, **named)
 
-    monkeypatch.setattr(ensemble, "sample", counted)
+    monkeypatch.setattr(loaded, "sample", counted)
     assert evaluate(run) == 0
     (folder,) = (path for path in (run / "evaluation").iterdir() if path.name != "features")
     first = result(folder)
