@@ -196,8 +196,8 @@ class Run:
                 # Only now: after an error in prepare, the corrected experiment may use the same folder.
                 run = OpenRun.open(experiment, create=True)
                 sign_manifest(run)
-                publish_prepared(run, lambda done, total: reporter.advance("publish", done, total))
                 encoded_prompts(run)
+                publish_prepared(run, lambda done, total: reporter.advance("publish", done, total))
 
         if share is not None:  # a folder without shards is left, and would be taken for the run's shards
             shutil.rmtree(self.folder.shards, ignore_errors=True)

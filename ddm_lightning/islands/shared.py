@@ -72,7 +72,7 @@ def _refuse_other_experiment(run: Run) -> None:
 
 
 def publish_prepared(run: Run, tick: Callable[[int, int], None]) -> None:
-    """Send the prepared shards, then the experiment and last the manifest, unless they are there.
+    """Send encoded prompts, the prepared shards, the experiment and last the manifest, unless they are there.
 
     Args:
         run: its shards are prepared here.
@@ -103,6 +103,11 @@ def publish_prepared(run: Run, tick: Callable[[int, int], None]) -> None:
 
         if signature_of(manifest).exists():
             remote.put(signature_of(manifest), f"{target}.sig")
+
+        sent = remote.files(f"{run.url}/prompts")
+        for path in sorted(folder.root.glob("prompts/[!.]*")):
+            if path.name not in sent:
+                remote.put(path, f"{run.url}/prompts/{path.name}")
 
         if not is_there:
             _publish_initial(run)

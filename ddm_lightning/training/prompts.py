@@ -1,7 +1,7 @@
 """The experiment's prompts, encoded once for all members of a run: an island may lack the caption encoder.
 
-``prompts/KEY.safetensors`` in the run folder and at ``remote`` is named after prompts and encoder, so that changed
-prompts are another file.
+``prompts/KEY.safetensors`` in the run folder is named after prompts and encoder, so that changed prompts are another
+file. ``prepare`` publishes it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def encoded_prompts(run: Run, mine: Ranks = ALONE) -> list[Row]:
 
 
 def prompt_condition(run: Run, prompts: Sequence[str]) -> Condition:
-    """Read the condition of each prompt, on the CPU; encode and publish it first if it is neither here nor at the URL.
+    """Read the condition of each prompt, on the CPU; encode it first if it is neither here nor at the run's URL.
 
     Raises:
         UserError: the run's caption encoder is not on this machine, or another one.
@@ -63,7 +63,5 @@ def prompt_condition(run: Run, prompts: Sequence[str]) -> Condition:
     if not path.exists():
         values = vars(encode_texts(prompts, build_caption_encoder(run), kind))
         save_weights(path, {key: value for key, value in values.items() if value is not None}, str(path))
-        if run.url:
-            remote.put(path, f"{run.url}/{name}")
 
     return Condition(**load_file(path))

@@ -13,6 +13,7 @@ from tiny_runs import TINY
 from training.members import MEMBER
 from training.short_fits import events, fit, member, weights
 
+from ddm_lightning.cli.parser import main
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.grids import labelled_grid
@@ -23,7 +24,7 @@ from ddm_lightning.members.load import load_network
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.training.previews import fixed_rows, noise_of_rows
-from ddm_lightning.training.prompts import prompt_condition
+from ddm_lightning.training.prompts import encoded_prompts
 from ddm_lightning.use.ensemble import DecentralizedEnsemble
 
 pytestmark = WARNINGS
@@ -109,19 +110,21 @@ def run_of(tiny_prepared, tmp_path):
     return opened
 
 
-def test_prompts_are_encoded_once_for_all_islands(run_of, monkeypatch):
-    """Changed prompts are encoded anew."""
-    first = prompt_condition(run_of("a"), PROMPTS)
-    assert torch.equal(first.values, torch.from_numpy(HashedWords(16).vectors(PROMPTS))) and first.keep.all()
+def test_prompts_are_encoded_where_the_run_is_prepared(run_of, monkeypatch):
+    """Changed prompts are encoded and published by a second ``prepare``."""
+    changed = "sample.prompts=[green ring]"
+    for settings in ((), (changed,)):
+        run = run_of("a")
+        assert main(["prepare", "-c", str(TINY), f"run_dir={run.folder.root}", f"remote={run.url}", *settings]) == 0
 
-    other = prompt_condition(run_of("a"), ["green ring"])
+    expected = torch.from_numpy(HashedWords(16).vectors([*PROMPTS, "green ring"]))
     monkeypatch.setattr(HashedWords, "vectors", None)
-    for island in (run_of("a"), run_of("b")):
-        assert torch.equal(prompt_condition(island, PROMPTS).values, first.values)
-        assert torch.equal(prompt_condition(island, ["green ring"]).values, other.values)
+    for island in ("a", "b"):
+        rows = [*encoded_prompts(run_of(island)), *encoded_prompts(run_of(island, changed))]
+        assert [row.label for row in rows] == [*PROMPTS, "green ring"]
+        assert torch.equal(torch.cat([row.condition.values for row in rows]), expected)
 
-    with pytest.raises(TypeError):
-        prompt_condition(run_of("b"), ["yellow cross"])
+    assert encoded_prompts(run_of("b", "sample.prompts=[yellow cross]")) == []
 
 
 @pytest.mark.parametrize(
