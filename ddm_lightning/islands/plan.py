@@ -359,7 +359,7 @@ class Planner:
 
     def _plan(self, member: Member, device: Device, *, is_here: bool) -> MemberPlan:
         island = island_of(member.name, self.experiment)
-        cost, _, per_sample = self._cost(member)
+        cost, forward, per_sample = self._cost(member)
         num_bytes = device.num_bytes
         strategy = chosen_strategy(island, cost.state, num_bytes or 0)
         memory = cost.memory(island, strategy)
@@ -368,10 +368,15 @@ class Planner:
             fits = memory.peak <= USABLE * num_bytes
 
         rate = None
-        if not is_here:
-            rate = self._peak_rate(member, island, device)
-        elif fits is not False:
-            rate = self._measured_rate(member, island, device)
+        peak = device.peak(island.precision)
+        if peak is not None:
+            work = per_sample
+            if island.activation_checkpointing and self.rates.mfu == ASSUMED_MFU:
+                work += forward
+
+            rate = self.rates.mfu * peak * 1e12 / work
+        elif is_here and fits is not False:
+            rate = self._measured_rate(member, island)
 
         num_samples = member.batch_size * member.train.max_steps
         sample_bytes = self.data.sample_bytes
@@ -411,28 +416,16 @@ class Planner:
             checkpoints_out=cost.state.checkpoint / (60 * island.publish_every_n_minutes),
         )
 
-    def _peak_rate(self, member: Member, island: IslandConfig, device: Device) -> float | None:
-        """Samples per second of one device by its peak; None if that is unknown."""
-        peak = device.peak(island.precision)
-        if peak is None:
-            return None
-
-        _, forward, work = self._cost(member)
-        if island.activation_checkpointing and self.rates.mfu == ASSUMED_MFU:
-            work += forward
-
-        return self.rates.mfu * peak * 1e12 / work
-
-    def _measured_rate(self, member: Member, island: IslandConfig, device: Device) -> float:
+    def _measured_rate(self, member: Member, island: IslandConfig) -> float:
         """Samples per second of one device of this machine; equal members are measured once."""
         key = f"{_key(member)} {island}"
         if key not in self._speeds:
             from ddm_lightning.training.measure import samples_per_second
 
-            say(f"{member.name}: measuring a few steps on {device.name} …")
-            _, _, per_sample = self._cost(member)
+            say(f"{member.name}: measuring a few steps here …")
             num = math.ceil(member.batch_size / island.num_ranks)
             if resolve_accelerator(island.accelerator) == "cpu":
+                _, _, per_sample = self._cost(member)
                 num = min(num, max(1, int(_CPU_FLOPS / per_sample)))
 
             self._speeds[key] = samples_per_second(replace(member, batch_size=num), island)
