@@ -38,9 +38,9 @@ def rgb(image: Image.Image) -> UInt8[np.ndarray, "h w 3"]:
         image = Image.fromarray(np.rint(grey).astype(np.uint8))
 
     if image.mode == "F":
-        raise UserError("floating-point numbers of unknown range")
+        raise UserError("an image has floating-point numbers of unknown range; convert it to RGB")
     if image.palette is not None and not image.palette.palette:  # Streaming's encoding ``pil`` loses it
-        raise UserError("numbers of a palette that was not stored")
+        raise UserError("an image has numbers of a palette that was not stored; convert it to RGB")
     if image.mode == "La":  # Pillow converts it to nothing else
         image = image.convert("LA")
     if image.has_transparency_data:

@@ -289,8 +289,6 @@ class LoadedEnsemble:
         rows: Sequence[Row],
         num: int,
         span: range,
-        batch_size: int = BATCH_SIZE,
-        strength: float = STRENGTH,
         **more: Any,
     ) -> Float[Tensor, "n c h w"]:
         """Generate the samples x_0 of the images ``span`` of ``num`` per row.
@@ -298,9 +296,8 @@ class LoadedEnsemble:
         Args:
             rows, num: as in ``images``.
             span: numbers of the images, from 0 to ``num`` times the number of rows.
-            batch_size: samples computed at once.
-            strength: of the noise, for rows that start from an image.
-            more: as in ``latents``. With one seed per image, each is its seed's first image of the row.
+            more: as in ``latents``; ``batch_size`` is ``BATCH_SIZE`` by default, ``strength`` is ``STRENGTH``. With one
+                seed per image, each is its seed's first image of the row.
         """
         own = [rows[i // num] for i in span]
         keys = [row.key(i % num, num) for i, row in zip(span, own, strict=True)]
@@ -314,9 +311,7 @@ class LoadedEnsemble:
             negative=_joined([row.negative for row in own]),
             image=torch.stack(starts) if starts else None,
             keys=keys,
-            batch_size=batch_size,
-            strength=strength,
-            **more,
+            **{"batch_size": BATCH_SIZE, "strength": STRENGTH, **more},
         )
 
 

@@ -126,6 +126,20 @@ def test_call_pipeline_and_command_make_the_same_images(kept, ensemble, pipeline
         assert shown(found) == expected
 
 
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"strategy": "bayes"}, {"negative_prompt": "bird", "guidance_scale": 3.0}, {"seed": [*range(8)]}],
+    ids=str,
+)
+def test_the_size_of_batches_changes_no_image(ensemble, more):
+    found = []
+    for batch_size in (1, 3, 8):
+        given = {"seed": 5, "num_images_per_prompt": 4, "batch_size": batch_size, **more}
+        found.append(shown(ensemble(["cat", "dog"], **given).images))
+
+    assert found[0] == found[1] == found[2] and len({*found[0]}) == 8
+
+
 def test_each_image_may_have_a_seed_of_its_own(ensemble):
     """Which is the first of its prompt with that seed."""
     alone = {}
