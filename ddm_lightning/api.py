@@ -87,7 +87,7 @@ class Run:
 
     Each method does what the command of its name does, writes the same files and resumes like it. Progress is shown on
     a terminal and in notebooks. Ctrl-C, or a notebook's interrupt, raises ``KeyboardInterrupt`` after a checkpoint;
-    call the method again to resume. Afterwards torch's threads, defaults and random numbers are those of the caller.
+    call the method again to resume. Torch's threads, defaults and random numbers stay the caller's.
 
         run = Run("tiny_2x.yaml", {"expert.train.max_steps": 200})
         run.fit()

@@ -207,6 +207,14 @@ def test_the_documents_trainer_trains_what_fit_trains(finished_run, tmp_path, mo
     assert found["trainer"].callback_metrics["held_out/loss"] == shown.Scalars("1_watch/held_out/loss")[-1].value
 
 
+def test_a_module_starts_from_the_given_weights(finished_run, tiny_run):
+    source = finished_run / "members" / "expert-1" / "artifact"
+    module, _ = at(tiny_run, f"expert.init_from={source}").lightning("expert-0")
+
+    expected = load_file(source / "model.safetensors")
+    assert all(torch.equal(weights, expected[name]) for name, weights in module.network.state_dict().items())
+
+
 # What is refused is one line.
 
 

@@ -78,7 +78,7 @@ class Bars(Progress):
     Args:
         console: by default stderr.
         show: whether to show anything at all.
-        transient: whether bars disappear at the end.
+        transient: whether bars disappear at the end, on a terminal.
     """
 
     def __init__(self, console: Console | None = None, *, show: bool = True, transient: bool = False) -> None:
@@ -144,9 +144,6 @@ class Bars(Progress):
         while not over:
             over = self._over.wait(_NOTEBOOK_SECONDS)
             self._drawing.update(self)
-
-        if self.live.transient:
-            self._drawing.update({"text/plain": ""}, raw=True)
 
 
 def _line_of(task: Task) -> str:
