@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -244,7 +243,7 @@ class DecentralizedEnsemble(LoadedEnsemble):
 
         more = call.checked(output_type=output_type, strength=strength, batch_size=batch_size, seed=seeds)
         output_type = more.pop("output_type", "pil")
-        with own_defaults(), Bars(show=not self._progress_bar_config.get("disable")) as bars:
+        with own_defaults():
             if image is not None or height is not None or width is not None:
                 own_height, own_width = self.image_size  # which the copy keeps
                 if height not in (None, own_height) or width not in (None, own_width):
@@ -259,22 +258,17 @@ class DecentralizedEnsemble(LoadedEnsemble):
                 texts = texts or own.prompts
 
             rows = chosen.rows(texts, labels, listed(negative_prompt), image)
-            total = len(rows) * own.num_per_prompt
+            num = own.num_per_prompt
+            total = len(rows) * num
             if on_step_end is not None:
                 more.setdefault("batch_size", total)
 
-            task = bars.add_task("images", total=total)
-            done = partial(bars.update, task)
-            x_0 = chosen.samples(
-                rows,
-                own.num_per_prompt,
-                range(total),
-                progress=lambda num: done(completed=num),
-                x_1=call.noise_of(latents),
-                on_step_end=on_step_end,
-                trace=trace,
-                **more,
-            )
+            more |= {"x_1": call.noise_of(latents), "on_step_end": on_step_end, "trace": trace}
+            with Bars(show=not self._progress_bar_config.get("disable")) as bars:
+                task = bars.add_task("images", total=total)
+                more["progress"] = lambda done: bars.update(task, completed=done)
+                x_0 = chosen.samples(rows, num, range(total), **more)
+
             images = call.converted(x_0, self.decode, output_type)
 
         if return_dict:

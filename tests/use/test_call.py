@@ -363,6 +363,7 @@ CALLBACK = "callback_on_step_end: give a function; its only tensor inputs are ['
         ({"image": np.zeros((4, 4, 4), np.uint8)}, IMAGE),
         ({"image": torch.full((3, 4, 4), 2.0)}, IMAGE),
         ({"image": torch.full((3, 4, 4), np.nan)}, IMAGE),
+        ({"image": torch.full((3, 4, 4), -0.5)}, IMAGE),
         ({"image": []}, "image: is an empty list; give one or more"),
         ({"image": Image.new("F", (4, 4))}, "floating-point numbers of unknown range"),
         ({"image": [picture(1)] * 2}, "image: 2 for 1 prompts; give one, or one per prompt"),
