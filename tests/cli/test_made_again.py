@@ -131,6 +131,7 @@ def test_images_and_grids_are_made_again(kind, kept, called, tmp_path):
         ("--prompt", "dog", "--seed", "6", "sample.strategy_params.router_prior=true"),
         ("--num", "3", "sample.num_steps=2"),
         ("--strategy", "full"),
+        ("sample.strategy=full",),
     ],
 )
 def test_options_beside_it_win(given, kept, first, called, tmp_path):
@@ -138,7 +139,8 @@ def test_options_beside_it_win(given, kept, first, called, tmp_path):
 
     options = {"--prompt": "cat", "--num": "1", "--seed": "5", "--strategy": "bayes"}
     settings = list(SETTINGS[4:])
-    if "full" in given:  # whose params and solver are others
+    if "full" in given[-1]:  # whose params and solver are others
+        options["--strategy"] = "full"
         settings = ["sample.solver=ancestral", *(text for text in settings if "params" not in text)]
     for name, value in zip(given[::2], given[1::2], strict=False):
         if name in options:
