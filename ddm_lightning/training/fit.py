@@ -285,9 +285,10 @@ def build_trainer(
 
 
 def quieten(*, keep_notes: bool) -> None:
-    """Hide the warnings and notes that Lightning gives in every training; a profiler's table is such a note."""
+    """Hide what Lightning says in every training, or of callbacks left out; a profiler's table is such a note."""
     disable_possible_user_warnings()
-    for message in (r".*isinstance\(treespec, LeafSpec\).*", r".*exists and is not empty.*"):
+    own_choice = r".*callbacks used to create the checkpoint need to be provided.*"
+    for message in (r".*isinstance\(treespec, LeafSpec\).*", r".*exists and is not empty.*", own_choice):
         warnings.filterwarnings("ignore", message=message)
 
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.distributed"):

@@ -91,8 +91,9 @@ def test_a_killed_training_ends_at_the_same_step(ended, tmp_path):
     shutil.rmtree(newest)
     assert resume(run, EARLY) == whole
 
-    # With more patience it goes on.
+    # With more patience it goes on, and without the callback to its last step.
     assert resume(run, EARLY.replace("2", "3"))[1]["step"] == whole[1]["step"] + 4
+    assert resume(run)[1]["step"] == 40
 
 
 def test_widths_of_its_averages_are_compared_up_to_the_last_snapshot(ended, capsys):
