@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -20,6 +21,7 @@ from ddm_lightning.flow.path import Samples, Times, expand_rows, guided, velocit
 from ddm_lightning.members.cost import flops_per_sample
 from ddm_lightning.networks.blocks import check_compiler, compile_blocks
 from ddm_lightning.networks.calibration import temperature_at
+from ddm_lightning.networks.rows import independent_rows
 
 Weights: TypeAlias = Float[Tensor, "b K"]
 """Weights of the clusters' experts, or probabilities of the clusters, for each row."""
@@ -247,7 +249,7 @@ class Ensemble:
             condition = None
 
         self.work.router_rows += len(x_t)
-        logits = _output(self.router, self.precision, x_t, t, condition)[:, self._logits]
+        logits = self._output(self.router, x_t, t, condition)[:, self._logits]
         null, conditional = self.temperatures
         fitted = temperature_at(t, null)
         if condition is not None:
@@ -365,7 +367,7 @@ class Ensemble:
 
         for number, rows in used.items():
             self.work.expert_rows[number] += len(rows)
-            network = partial(_output, self.experts[number], self.precision)
+            network = partial(self._output, self.experts[number])
             own = condition and condition.rows(rows)
             kind = (self.predictions[number], self.paths[number])
             velocity = velocity_of(network, x_t[rows], t[rows], own, *kind)
@@ -374,15 +376,16 @@ class Ensemble:
 
             yield self.expert_clusters[number], rows, velocity
 
+    def _output(self, network: Any, x_t: Samples, t: Times, condition: Condition | None) -> Float[Tensor, "b *output"]:
+        """Evaluate a network in ``precision``; its output is float32, or float64 if the network's is."""
+        layers: AbstractContextManager[None] = nullcontext()
+        if x_t.device.type == "cpu" and not self._is_compiled:
+            layers = independent_rows(network)
 
-def _output(
-    network: Callable[..., Tensor], precision: str, x_t: Samples, t: Times, condition: Condition | None
-) -> Float[Tensor, "b *output"]:
-    """Evaluate a network in ``precision``; its output is float32, or float64 if the network's is."""
-    with autocast(precision, x_t.device):
-        output = network(x_t, t, condition)
+        with autocast(self.precision, x_t.device), layers:
+            output = network(x_t, t, condition)
 
-    return output.to(torch.promote_types(output.dtype, torch.float32))
+        return output.to(torch.promote_types(output.dtype, torch.float32))
 
 
 def finite(probabilities: Weights) -> Weights:
