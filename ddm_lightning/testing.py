@@ -357,6 +357,7 @@ def check_solver(factory: Callable[[], Any]) -> None:
     - It comes to the data: 64 steps leave an error in mean and std of at most 0.05.
     - Rows do not depend on each other.
     - It draws noise if and only if ``is_stochastic``, and none for a step to 0.
+    - It calls ``on_step`` after each step, or once at the end, and goes on with the result.
     """
     with _checking("solver"):
         solver: Solver = _built(factory, Solver)
@@ -386,6 +387,16 @@ def check_solver(factory: Callable[[], Any]) -> None:
         problem = f"mean and std of the samples are wrong by {mean_error:.3f} and {std_error:.3f}"
         assert max(mean_error, std_error) <= 0.05, problem
         assert _agree(solve(slice(3, 5)), whole[3:5]), "a row depends on the other rows of its batch"
+        ended: list[float] = []
+
+        def replaced(_: int, s: float, x_s: Samples) -> Samples:
+            ended.append(s)
+            return x_s if s else x_s + 1
+
+        end = solver.solve(velocity, x_1, sampling_times(num_steps), drawn.__getitem__, replaced)
+        reached = sampling_times(num_steps)[1:].tolist()
+        assert ended in (reached, reached[-1:]), f"calls on_step after {len(ended)} steps, not {num_steps} or the last"
+        assert torch.equal(end, whole + 1), "does not go on with the result of on_step, or its steps change with it"
         num_expected = num_steps - 1 if solver.is_stochastic else 0
         assert asked == set(range(num_expected)), f"draws noise for {len(asked)} steps, not {num_expected}"
 
