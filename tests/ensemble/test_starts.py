@@ -189,8 +189,7 @@ class Start(Batch):
             self.x_start = x_t
 
 
-@pytest.mark.parametrize("num_skipped", [8, 14])
-@pytest.mark.parametrize("guidance", ["mixture", "expert"])
+@pytest.mark.parametrize(("guidance", "num_skipped"), [("mixture", 14), ("expert", 8)])
 def test_without_a_router_the_filter_ends_at_the_noisy_images_posterior(data, guidance, num_skipped):
     """Along a known chain it comes to p(k | x_t, class) of the points, whatever the guidance, and to p(k | x_t)."""
     points, clusters, classes = data
@@ -265,7 +264,7 @@ def test_strength_keeps_at_least_one_step():
         ({"strength": 0.0}, r"strength = 0\.0: give a number above 0 and at most 1"),
         ({"strength": 1.5}, r"strength = 1\.5"),
         ({"seed": [1, 2]}, "2 seeds for 3 images"),
-        ({"x_1": torch.ones(3, 2, 3, 4)}, r"x_1 has shape \[3, 2, 3, 4\]; give \[3, 2, 3, 3\]"),
+        ({"x_1": torch.ones(3, 2, 3, 4)}, r"latents has shape \[3, 2, 3, 4\]; give \[3, 2, 3, 3\]"),
         ({"image": torch.full((3, *TOY_SHAPE), torch.nan)}, "image has numbers that are not finite"),
     ],
 )
