@@ -187,13 +187,12 @@ def _sample(experiment: Experiment, options: argparse.Namespace) -> None:
             if getattr(options, name) is None:
                 setattr(options, name, getattr(recipe, name))
 
-        if options.num is None:
-            only = recipe.index
+        only = recipe.index
 
     ensemble.manifest = resolve(
         ensemble.manifest,
         options.overrides,
-        " ".join(words) or source or options.config,
+        " ".join(words) or str(source or options.config),
         strategy=options.strategy,
         num_per_prompt=options.num,
         seed=options.seed,

@@ -119,6 +119,7 @@ def build_parser() -> argparse.ArgumentParser:
     sample.add_argument(
         "--from",
         dest="source",
+        type=Path,
         metavar="IMAGE.png",
         help="make an image or grid of this command again, as its PNG says; other options change it",
     )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -49,7 +51,7 @@ class Recipe:
     strength: checks.Amount
     """Share of the steps that are run from the noisy image."""
 
-    def applied(self, manifest: EnsembleManifest, overrides: Sequence[str], source: str) -> EnsembleManifest:
+    def applied(self, manifest: EnsembleManifest, overrides: Sequence[str], source: Path) -> EnsembleManifest:
         """An ensemble with the recipe's seed and settings, except those that ``overrides`` name.
 
         Args:
@@ -67,29 +69,34 @@ class Recipe:
                 f"and this is {about.name!r}, SHA-256 {manifest.sha256[:12]}…; give that one with -c"
             )
 
-        kept = {"member", "resident_experts"}
-        for text in overrides:
-            key, *_ = text.removeprefix("sample.").partition("=")
-            name, *_ = key.partition(".")
-            kept |= {name, f"{name}_params"}
+        kept = {"member", "resident_experts", *re.findall(r"(?m)^sample\.(\w+)", "\n".join(overrides))}
+        own = {}
+        for name, value in vars(about.sample).items():
+            if kept & {name, name.removesuffix("_params")}:
+                own[name] = value
 
-        own = {name: value for name, value in vars(about.sample).items() if name in kept}
         return replace(manifest, about=replace(about, seed=self.seed, sample=replace(self.sample, **own)))
 
 
-def read_recipe(path: str) -> Recipe:
+@contextmanager
+def _opened(path: Path, formats: list[str], problem: str, remedy: str) -> Iterator[Image.Image]:
+    try:
+        with Image.open(path, formats=formats) as image:
+            yield image
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise UserError(f"{path}: {problem} ({first_line(error)}); {remedy}") from None
+
+
+def read_recipe(path: Path) -> Recipe:
     """Read the recipe in a PNG, perhaps a stranger's; its pixels are not decoded.
 
     Raises:
         UserError: the file is missing, no PNG or damaged, or has no recipe or a wrong one.
     """
-    try:
-        with Image.open(path, formats=["PNG"]) as image:
-            recipe = parse_json(image.info.get(_KEYWORD, ""))
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise UserError(f"{path}: does not say how it was made ({first_line(error)}); {_REMEDY}") from None
+    with _opened(path, ["PNG"], "does not say how it was made", _REMEDY) as image:
+        recipe = parse_json(image.info.get(_KEYWORD, ""))
 
-    return checks.record(recipe, Recipe, path, _REMEDY)
+    return checks.record(recipe, Recipe, str(path), _REMEDY)
 
 
 def open_image(path: Path) -> Image.Image:
@@ -98,12 +105,10 @@ def open_image(path: Path) -> Image.Image:
     Raises:
         UserError: the file is missing, damaged, or of another format.
     """
-    try:
-        with Image.open(path, formats=["PNG", "JPEG", "WEBP", "TIFF", "BMP", "GIF"]) as image:
-            image.load()
-            return image
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise UserError(f"{path}: cannot be read as an image ({first_line(error)}); give a PNG, JPEG or WEBP") from None
+    formats = ["PNG", "JPEG", "WEBP", "TIFF", "BMP", "GIF"]
+    with _opened(path, formats, "cannot be read as an image", "give a PNG, JPEG or WEBP") as image:
+        image.load()
+        return image
 
 
 def recipe_texts(
@@ -138,23 +143,19 @@ def recipe_texts(
         elif row.condition is not None:
             sample.prompts.append(row.label)
 
-    shown = {
-        "Steps": sample.num_steps,
-        "Sampler": sample.solver,
-        "CFG scale": sample.guidance_scale,
-        "Seed": about.seed,
-        "Model hash": recipe.ensemble[:10],
-        "Model": about.name,
-        "Strategy": sample.member or sample.strategy,
-        "Version": f"ddm_lightning {__version__}",
-    }
     lines = [row.label for row in rows]
     if recipe.negative_prompt:
         lines.append(f"Negative prompt: {recipe.negative_prompt}")
-    if recipe.image is not None:
-        shown["Denoising strength"] = recipe.strength
 
-    lines.append(", ".join(f"{key}: {value}" for key, value in shown.items()))
+    settings = (
+        f"Steps: {sample.num_steps}, Sampler: {sample.solver}, CFG scale: {sample.guidance_scale}, Seed: {about.seed}, "
+        f"Model hash: {recipe.ensemble[:10]}, Model: {about.name}, Strategy: {sample.member or sample.strategy}, "
+        f"Version: ddm_lightning {__version__}"
+    )
+    if recipe.image is not None:
+        settings += f", Denoising strength: {recipe.strength}"
+
+    lines.append(settings)
     info = PngInfo()
     info.add_text("parameters", "\n".join(lines))  # as UTF-8 if Latin-1 is not enough
     info.add_text(_KEYWORD, json.dumps(asdict(recipe)))
