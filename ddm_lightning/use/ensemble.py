@@ -244,13 +244,8 @@ class DecentralizedEnsemble(LoadedEnsemble):
         more = call.checked(output_type=output_type, strength=strength, batch_size=batch_size, seed=seeds)
         output_type = more.pop("output_type", "pil")
         with own_defaults():
-            if image is not None or height is not None or width is not None:
-                own_height, own_width = self.image_size  # which the copy keeps
-                if height not in (None, own_height) or width not in (None, own_width):
-                    raise UserError(
-                        f"height = {height!r:.60}, width = {width!r:.60}: {self.about.name} makes images of "
-                        f"{own_height} x {own_width} pixels; leave both out, and resize the images"
-                    )
+            if image is not None or (height, width) != (None, None):
+                self.check_size(height, width)  # looked up here, the size is not looked up in each copy
 
             chosen = self.with_settings(factors=factors, **settings)
             own = chosen.about.sample

@@ -186,6 +186,19 @@ class LoadedEnsemble:
         _, height, width, _ = self.decode(torch.zeros(1, *self.meta.x_shape)).shape
         return height, width
 
+    def check_size(self, height: Any, width: Any) -> None:
+        """Refuse another size than that of the images; None is theirs.
+
+        Raises:
+            UserError: it is another.
+        """
+        own_height, own_width = self.image_size
+        if height not in (None, own_height) or width not in (None, own_width):
+            raise UserError(
+                f"height = {height!r:.60}, width = {width!r:.60}: {self.about.name} makes images of "
+                f"{own_height} x {own_width} pixels; leave both out, and resize the images"
+            )
+
     def encode(self, image: Any) -> Float[Tensor, "n c h w"]:
         """Encode images to samples x_0, the mean if the encoder gives a posterior.
 
