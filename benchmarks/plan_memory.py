@@ -23,7 +23,8 @@ from step_loops import our_trainer
 from step_memory import most_allocated
 from torch.profiler import ProfilerActivity, profile
 
-from ddm_lightning.islands.plan import Planner, data_of, rates_of
+from ddm_lightning.islands.plan import Planner, rates_of
+from ddm_lightning.islands.plan_data import data_of
 
 STEPS = 3
 DIT = "expert.network={{name: dit, params: {{width: {}, depth: {}, num_heads: 4, patch_size: 2{}}}}}"

@@ -35,6 +35,7 @@ from ddm_lightning.evaluation.image_sets import FileImages, Generated, ShardImag
 from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.flow.randomness import keyed_seed
 from ddm_lightning.islands import plan, shared
+from ddm_lightning.islands.plan_data import data_of
 from ddm_lightning.members.artifact import described, write_artifact
 from ddm_lightning.members.cost import MemberCost
 from ddm_lightning.members.load import Bases
@@ -265,7 +266,7 @@ def test_adapters_share_a_base_only_if_they_build_alike(tmp_path):
 
 def test_memory_that_was_counted_before_serves_equal_settings_alone():
     experiment = load_experiment(TINY)
-    member = plan.Planner(experiment, ["expert-0"], plan.data_of(experiment), plan.rates_of(None, ())).members[0]
+    member = plan.Planner(experiment, ["expert-0"], data_of(experiment), plan.rates_of(None, ())).members[0]
     plain, used = IslandConfig("gpu", 2, strategy="fsdp"), MemberCost(member)
     changes = (
         {},
@@ -286,7 +287,7 @@ def test_memory_that_was_counted_before_serves_equal_settings_alone():
 def test_a_plan_counts_members_that_differ_apart(own):
     def planned(*members):
         experiment = load_experiment(TINY, [f"expert.overrides.expert-1.{own}"])
-        made = plan.Planner(experiment, members, plan.data_of(experiment), plan.rates_of(None, ()))
+        made = plan.Planner(experiment, members, data_of(experiment), plan.rates_of(None, ()))
         return made.on("L4").members[-1]
 
     assert planned("expert-0", "expert-1") == planned("expert-1")

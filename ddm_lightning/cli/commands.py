@@ -23,7 +23,7 @@ from ddm_lightning.core.registry import require
 from ddm_lightning.ensemble.changes import added, removed, replaced
 from ddm_lightning.ensemble.manifest import EnsembleManifest, assemble
 from ddm_lightning.islands.local import Failure, fit_on_island
-from ddm_lightning.islands.plan import data_of
+from ddm_lightning.islands.plan_data import data_of
 from ddm_lightning.islands.publish import published
 from ddm_lightning.islands.shared import pull_ensemble
 from ddm_lightning.members.member import ROUTER, one_member, parse_members

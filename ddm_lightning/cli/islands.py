@@ -18,6 +18,7 @@ from ddm_lightning.core.errors import UserError, note
 from ddm_lightning.core.registry import LAUNCHERS
 from ddm_lightning.islands import plan, plan_tables
 from ddm_lightning.islands.launch import build_launcher, cancel, jobs_of, launch
+from ddm_lightning.islands.plan_data import data_of
 from ddm_lightning.islands.shared import pull_manifest
 from ddm_lightning.islands.status import NOTES, Seen, Status, Watch, open_to_watch
 from ddm_lightning.members.member import parse_members
@@ -63,7 +64,7 @@ def show_plan(experiment: Experiment, options: argparse.Namespace) -> None:
     members = parse_members(options.only, experiment, "--only")
     rates = plan.rates_of(options.mfu, options.prices or ())
     devices, source = plan.devices_of(experiment, options.device, rates)
-    data = plan.data_of(experiment, options.samples)
+    data = data_of(experiment, options.samples)
     planner = plan.Planner(experiment, members, data, rates)
     plans = sorted(map(planner.on, devices), key=_by_price)
     best = plans[0] = planner.with_suggestions(plans[0])

@@ -10,7 +10,8 @@ from typing import Any
 from rich.table import Table
 
 from ddm_lightning.core.formatting import format_bytes, format_duration, format_number, table
-from ddm_lightning.islands.plan import Data, Plan, Rates
+from ddm_lightning.islands.plan import Plan, Rates
+from ddm_lightning.islands.plan_data import Data
 
 
 def as_json(plan: Plan) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from ddm_lightning.core.formatting import format_bytes
 from ddm_lightning.core.gpus import Device
 from ddm_lightning.encoders.images import Pixels
 from ddm_lightning.islands import plan
+from ddm_lightning.islands.plan_data import data_of
 from ddm_lightning.members.cost import MemberCost, chosen_strategy
 from ddm_lightning.members.member import Member
 from ddm_lightning.training import measure
@@ -34,7 +35,7 @@ def network(width, depth):
 
 def planner(*overrides, members=("expert-0",), mfu=None, prices=(), samples=None):
     experiment = load_experiment(TINY, overrides)
-    return plan.Planner(experiment, members, plan.data_of(experiment, samples), plan.rates_of(mfu, prices))
+    return plan.Planner(experiment, members, data_of(experiment, samples), plan.rates_of(mfu, prices))
 
 
 def test_state_and_flops_are_those_of_the_closed_form(tmp_path):
@@ -82,8 +83,8 @@ def test_hours_price_and_traffic_follow_by_division(tmp_path):
 
 
 def test_what_is_known_before_prepare_is_what_it_writes(tiny_run):
-    before = plan.data_of(load_experiment(TINY, [f"run_dir={tiny_run.parent / 'none'}"]))
-    after = plan.data_of(load_experiment(TINY, [f"run_dir={tiny_run}"]))
+    before = data_of(load_experiment(TINY, [f"run_dir={tiny_run.parent / 'none'}"]))
+    after = data_of(load_experiment(TINY, [f"run_dir={tiny_run}"]))
     assert before.sample_bytes == after.sample_bytes
     assert sum(before.num_samples) == pytest.approx(sum(after.num_samples), abs=8)
     sizes = ("x_shape", "text_size", "token_shape", "num_classes")
@@ -129,7 +130,7 @@ def test_a_dry_run_of_prepare_and_the_plan_agree(tmp_path, capsys, filters):
 
 def test_flips_and_deviations_are_stored_beside_the_images(tmp_path, monkeypatch):
     def stored(*overrides):
-        return plan.data_of(load_experiment(TINY, [f"run_dir={tmp_path}", *overrides])).sample_bytes
+        return data_of(load_experiment(TINY, [f"run_dir={tmp_path}", *overrides])).sample_bytes
 
     plain, image = stored(), 3 * 8 * 8
     assert stored("prepare.horizontal_flips=true") == plain + image
