@@ -208,7 +208,8 @@ class DecentralizedEnsemble(LoadedEnsemble):
                 number from 0, the time t that it reached and ``{"latents": x_t}``. Here t runs from 1, noise, to 0, the
                 image. It may return a dict with other ``latents``.
             callback_on_step_end_tensor_inputs: ``["latents"]``, as there are no other tensors.
-            batch_size: images computed at once; None is 64, and with a callback all. It changes no image.
+            batch_size: images computed at once; None is 64, and with a callback all. ``sampler.sample`` says where it
+                changes no bit.
             trace, factors: as in ``sample``.
             settings: other keys of the experiment's ``sample`` section, such as ``strategy`` and ``solver``.
 
