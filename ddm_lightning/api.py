@@ -246,7 +246,7 @@ class Run:
         if all(map(run.is_finished, run.names)):
             self.assemble()
 
-        return Status(run, Watch(run).look())
+        return self.status()
 
     def _get_ready(self, members: Sequence[str]) -> None:
         """Prepare what several members need, or fetch it."""
