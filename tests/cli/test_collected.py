@@ -57,7 +57,9 @@ def test_a_late_artifact_is_waited_for_and_not_trained(refuse, run):
 def test_an_artifact_of_other_settings_is_not_the_experiments(refuse, run, member, key, value, more):
     artifact = run / "members" / member / "artifact"
     meta = json.loads((artifact / "member.json").read_text(encoding="utf-8"))
-    (artifact / "member.json").write_text(json.dumps({**meta, key: value}), encoding="utf-8")
+    other = {**meta, key: value}
+    other["max_steps"] = other["step"]  # it has not ended early
+    (artifact / "member.json").write_text(json.dumps(other), encoding="utf-8")
 
     line = refuse("fit", *settings(run), *more)
 
