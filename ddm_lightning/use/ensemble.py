@@ -246,7 +246,7 @@ class DecentralizedEnsemble(LoadedEnsemble):
         output_type = more.pop("output_type", "pil")
         with own_defaults():
             if image is not None or (height, width) != (None, None):
-                self.check_size(height, width)  # looked up here, the size is not looked up in each copy
+                self.check_size(height, width)  # also keeps the size for all copies
 
             chosen = self.with_settings(factors=factors, **settings)
             own = chosen.about.sample
