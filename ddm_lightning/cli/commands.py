@@ -90,12 +90,13 @@ def _dry_run(run: api.Run, options: argparse.Namespace) -> None:
 
 
 def _fit(experiment: Experiment, options: argparse.Namespace) -> int | None:
-    members = parse_members(options.member, experiment)
     check_positive("--jobs", options.jobs)
+    run = _run(experiment, options)
+    members = parse_members(options.member, experiment)
     if len(members) == 1 and options.member != "all":  # "all" is assembled, too, even if it is one expert
-        return _fit_here(members[0], _run(experiment, options), options)
+        return _fit_here(members[0], run, options)
 
-    return _fit_several(members, _run(experiment, options), options)
+    return _fit_several(members, run, options)
 
 
 def _fit_here(member: str, run: api.Run, options: argparse.Namespace) -> int | None:
