@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -376,7 +376,9 @@ class Ensemble:
 
             yield self.expert_clusters[number], rows, velocity
 
-    def _output(self, network: Any, x_t: Samples, t: Times, condition: Condition | None) -> Float[Tensor, "b *output"]:
+    def _output(
+        self, network: nn.Module, x_t: Samples, t: Times, condition: Condition | None
+    ) -> Float[Tensor, "b *output"]:
         """Evaluate a network in ``precision``; its output is float32, or float64 if the network's is."""
         layers: AbstractContextManager[None] = nullcontext()
         if x_t.device.type == "cpu" and not self._is_compiled:
