@@ -373,7 +373,9 @@ class Run:
         """Open the run for sampling; if it has a URL, fetch its ``sample.member``, or else the whole ensemble."""
         run = OpenRun(self.settings)
         sample = run.experiment.sample
-        check_strategy(sample, self.place, self.overrides)
+        if not whole:  # a diagnosis has strategies of its own
+            check_strategy(sample, self.place, self.overrides)
+
         check_devices(run.experiment.island.accelerator, 1)
         if Ranks.read().rank == 0:  # the others wait for it
             pull_ensemble(run, None if whole else sample.member)
