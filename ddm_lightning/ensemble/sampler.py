@@ -73,7 +73,8 @@ def sample(
         strength: above 0 and at most 1, which ignores ``image``.
         on_step_end: called as ``on_step_end(step, t, x_t)`` after each step of each batch, with the step's number from
             0, the time that it reached and x_t, [b c h w], on the ensemble's device. What it returns replaces x_t.
-            ``dormand-prince`` chooses its own steps and calls it once, at the end.
+            ``dormand-prince`` chooses its own steps and calls it once, at the end. Samples that an expert fails on are
+            generated again, and then it is called for these alone.
 
     Returns:
         x_0, float32, on the CPU, in the value range that the experts model.

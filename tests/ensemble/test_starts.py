@@ -6,7 +6,7 @@ import pytest
 import torch
 from finite_set import FiniteSetOracle
 from toy_ensemble import SHAPE as TOY_SHAPE
-from toy_ensemble import WAYS, Linear, draw, sample, two
+from toy_ensemble import WAYS, ByBrightness, Linear, draw, sample, two
 from two_classes import SHAPE, SIZES, K, exact, mean_velocity, points_of_two_classes
 
 from ddm_lightning.config.experiment import SampleConfig
@@ -233,6 +233,18 @@ def test_without_a_router_the_filter_ends_at_the_noisy_images_posterior(data, gu
     assert rest.mean().abs() < 0.05 and rest.std().item() == pytest.approx(1, abs=0.03)
 
 
+class Timed(ByBrightness):
+    """Keeps the times at which it is asked."""
+
+    def __init__(self):
+        super().__init__()
+        self.times = []
+
+    def forward(self, x_t, t, condition):
+        self.times.append(t[0].item())
+        return super().forward(x_t, t, condition)
+
+
 @pytest.mark.parametrize("strategy", ["sample-1", "oracle", "bayes"])
 def test_experts_chosen_once_are_chosen_at_the_noisy_image(strategy):
     """Bright images stay with the bright expert, whose images are all 1; the router is 95 % sure."""
@@ -241,7 +253,11 @@ def test_experts_chosen_once_are_chosen_at_the_noisy_image(strategy):
     for router_prior in (True, False) if strategy == "bayes" else (None,):
         params = {} if router_prior is None else {"router_prior": router_prior}
         options = {"strategy": strategy, "solver": solver, "strategy_params": params, "num_steps": 10}
-        got = draw(two(), 40, image=image, strength=0.5, **options)
+        ensemble = two()
+        ensemble.router = Timed()
+        got = draw(ensemble, 40, image=image, strength=0.5, **options)
+        expected = [] if router_prior is False else [pytest.approx(0.6)]
+        assert ensemble.router.times == expected
         kept = (got.mean((1, 2, 3)) > 0) == (image.mean((1, 2, 3)) > 0)
         assert kept[:20].sum() >= 17 and kept[20:].sum() >= 17
 
