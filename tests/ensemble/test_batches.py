@@ -63,3 +63,20 @@ def test_a_linear_layer_multiplies_products_of_one_size(features, threads):
         torch.set_num_threads(before)
 
     assert type(network[0]) is nn.Linear
+
+
+@pytest.mark.parametrize("kernel", [1, 3])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_convolution_takes_few_rows_as_many(kernel, threads):
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Conv2d(32, 64, kernel))
+    x = torch.randn(17, 32, 12, 12)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with torch.no_grad(), independent_rows(network):
+            whole = network(x)
+            for num in (1, 3, 8):
+                assert torch.equal(torch.cat([network(part) for part in x.split(num)]), whole)
+    finally:
+        torch.set_num_threads(before)

@@ -255,7 +255,14 @@ def test_experts_chosen_once_are_chosen_at_the_noisy_image(strategy):
         options = {"strategy": strategy, "solver": solver, "strategy_params": params, "num_steps": 10}
         ensemble = two()
         ensemble.router = Timed()
-        got = draw(ensemble, 40, image=image, strength=0.5, **options)
+        steps = []
+
+        def watch(step, t, x_t, steps=steps):
+            steps.append(step)
+            return x_t
+
+        got = draw(ensemble, 40, image=image, strength=0.5, on_step_end=watch, **options)
+        assert steps == [0, 1, 2, 3, 4]
         expected = [] if router_prior is False else [pytest.approx(0.6)]
         assert ensemble.router.times == expected
         kept = (got.mean((1, 2, 3)) > 0) == (image.mean((1, 2, 3)) > 0)
