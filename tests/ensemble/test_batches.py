@@ -42,41 +42,39 @@ def test_batches_change_no_bit(network, way):
     check_batches(two_of(*network), conditions(network[2], NUM), strategy=strategy, solver=solver)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.fixture(params=[1, 2])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("features", [40, 1000])
-def test_a_linear_layer_multiplies_products_of_one_size(features, threads):
+def test_a_linear_layer_multiplies_products_of_one_size(features):
     """Whatever MKL does with them: vectors by 16, tokens of many features by the sample."""
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(features, 24))
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        with torch.no_grad(), independent_rows(network):
-            for shape in ([], [5], [20]):
-                x = torch.randn(40, *shape, features)
-                whole = network(x)
-                assert torch.allclose(whole, nn.functional.linear(x, network[0].weight, network[0].bias), atol=1e-5)
-                for num in (1, 2, 3, 8, 17):
-                    parts = [network(part) for part in x.split(num)]
-                    assert torch.equal(torch.cat(parts), whole)
-    finally:
-        torch.set_num_threads(before)
+    with torch.no_grad(), independent_rows(network):
+        for shape in ([], [5], [20]):
+            x = torch.randn(40, *shape, features)
+            whole = network(x)
+            assert torch.allclose(whole, nn.functional.linear(x, network[0].weight, network[0].bias), atol=1e-5)
+            for num in (1, 2, 3, 8, 17):
+                parts = [network(part) for part in x.split(num)]
+                assert torch.equal(torch.cat(parts), whole)
 
     assert type(network[0]) is nn.Linear
 
 
 @pytest.mark.parametrize("kernel", [1, 3])
-@pytest.mark.parametrize("threads", [1, 2])
-def test_a_convolution_takes_few_rows_as_many(kernel, threads):
+@pytest.mark.usefixtures("threads")
+def test_a_convolution_takes_few_rows_as_many(kernel):
     torch.manual_seed(0)
     network = nn.Sequential(nn.Conv2d(32, 64, kernel))
     x = torch.randn(17, 32, 12, 12)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        with torch.no_grad(), independent_rows(network):
-            whole = network(x)
-            for num in (1, 3, 8):
-                assert torch.equal(torch.cat([network(part) for part in x.split(num)]), whole)
-    finally:
-        torch.set_num_threads(before)
+    with torch.no_grad(), independent_rows(network):
+        whole = network(x)
+        for num in (1, 3, 8):
+            assert torch.equal(torch.cat([network(part) for part in x.split(num)]), whole)
