@@ -213,20 +213,11 @@ def _add_init(commands: Any) -> None:
     """Add ``init``, which takes the name of a shipped experiment."""
     text = "List the experiments that come with the package, or write one into a file of yours."
     init = commands.add_parser("init", help=text, description=text)
-    name = init.add_argument(
+    init.add_argument(
         "name", nargs="?", metavar="NAME", help="experiment to write into this folder (default: list all)"
     )
-    name.completer = _experiments
-    init.add_argument("overrides", nargs="*", metavar="key=value", help="settings to write, such as seed=1")
     init.add_argument("--images", metavar="DIR", help="folder or URL of your images, for folder_4x")
     init.add_argument("--out", type=Path, metavar="FILE", help="file to write (default: NAME.yaml in this folder)")
-
-
-def _experiments(**_: Any) -> list[str]:
-    """Names of the shipped experiments, for a shell's completion."""
-    from ddm_lightning.cli.init import shipped
-
-    return list(shipped())
 
 
 def _add_ensemble(commands: Any) -> None:
@@ -372,10 +363,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
     options, rest = parser.parse_known_args(arguments)
     # argparse takes positionals from one place only; overrides may also stand between and after options.
-    is_fixed = options.command == "ensemble"
+    is_fixed = options.command in ("ensemble", "init")
     strays = [text for text in rest if is_fixed or text.startswith("-") or "=" not in text]
     if strays:
-        parser.error(f"unrecognized arguments: {' '.join(strays)}; settings are given as key=value")
+        parser.error(
+            f"unrecognized arguments: {' '.join(strays)}; settings are given as key=value, to commands with -c"
+        )
 
     options.overrides = [*getattr(options, "overrides", ()), *rest]
     return options

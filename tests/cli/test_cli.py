@@ -341,9 +341,7 @@ def test_an_output_that_is_not_utf_8_shows_question_marks(command, variables):
     assert b"`bayes` ? (`sample --help`" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("line", "expected"), [("dia", {"diagnose"}), ("export --to d", {"diffusers"}), ("init ti", {"tiny_2x"})]
-)
+@pytest.mark.parametrize(("line", "expected"), [("dia", {"diagnose"}), ("export --to d", {"diffusers"})])
 def test_a_shell_completes_commands_and_options(tmp_path, line, expected):
     line = f"ddm-lightning {line}"
     shell = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_IFS": "\n"}
