@@ -14,6 +14,9 @@ from ddm_lightning.core.environment import Ranks
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.gpus import find_gpu
 
+DTYPES = {"32-true": torch.float32, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+"""Dtype in which networks compute, by ``island.precision`` or ``sample.precision``."""
+
 
 def resolve_accelerator(accelerator: str) -> str:
     """Resolve ``auto`` to ``gpu`` or ``cpu``; return other names unchanged."""
@@ -95,9 +98,8 @@ def own_defaults() -> Iterator[None]:
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
     """Autocast for ``island.precision`` or ``sample.precision`` in a forward pass, whatever autocast is around it."""
-    dtypes = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-    dtype = dtypes.get(resolve_precision(precision, device))
-    return torch.autocast(device.type, dtype, enabled=dtype is not None)
+    dtype = DTYPES[resolve_precision(precision, device)]
+    return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
 
 
 def check_devices(accelerator: str, devices: int) -> None:

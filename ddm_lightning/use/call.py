@@ -15,11 +15,9 @@ from PIL import Image
 from torch import Tensor
 
 from ddm_lightning.core import checks
+from ddm_lightning.core.devices import DTYPES
 from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.rgb import rgb
-
-PRECISIONS = {torch.float32: "32-true", torch.bfloat16: "bf16-mixed", torch.float16: "16-mixed"}
-"""``sample.precision`` of each dtype."""
 
 
 @dataclass
@@ -31,7 +29,7 @@ class _Options:
 
 
 class Output(NamedTuple):
-    """Result of a call; ``output[0]`` are its images, too."""
+    """Result of a call: a tuple and an object with ``.images``, as diffusers returns one or the other."""
 
     images: list[Image.Image] | Float[np.ndarray, "n h w 3"] | Float[Tensor, "n c h w"]
     """As ``output_type`` says."""
@@ -70,8 +68,8 @@ def device_and_dtype(*places: Any, device: Any = None, dtype: Any = None) -> tup
         elif place is not None:
             found = usable_device(place)
 
-    if dtype not in (None, *PRECISIONS):
-        raise UserError(f"dtype {dtype}: must be one of {', '.join(map(str, PRECISIONS))}")
+    if dtype not in (None, *DTYPES.values()):
+        raise UserError(f"dtype {dtype}: must be one of {', '.join(map(str, DTYPES.values()))}")
 
     return found, dtype
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from diffusers import DiffusionPipeline, ImagePipelineOutput, ModelMixin
+from diffusers import DiffusionPipeline, ModelMixin
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.use.call import device_and_dtype
@@ -85,9 +85,7 @@ class DecentralizedPipeline(DiffusionPipeline):  # type: ignore[misc]  # diffuse
         export_diffusers(self.ensemble.manifest, Path(save_directory))
 
     @wraps(DecentralizedEnsemble.__call__)
-    def __call__(
-        self, *given: Any, return_dict: bool = True, callback_on_step_end: Any = None, **named: Any
-    ) -> ImagePipelineOutput | tuple[Any]:
+    def __call__(self, *given: Any, callback_on_step_end: Any = None, **named: Any) -> Any:
         callback = callback_on_step_end
         if callable(callback_on_step_end):
 
@@ -95,8 +93,4 @@ class DecentralizedPipeline(DiffusionPipeline):  # type: ignore[misc]  # diffuse
                 return callback_on_step_end(self, *step)
 
         self.ensemble.set_progress_bar_config(**getattr(self, "_progress_bar_config", {}))
-        (images,) = self.ensemble(*given, return_dict=False, callback_on_step_end=callback, **named)
-        if return_dict:
-            return ImagePipelineOutput(images=images)
-
-        return (images,)
+        return self.ensemble(*given, callback_on_step_end=callback, **named)

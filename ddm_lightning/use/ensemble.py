@@ -203,7 +203,7 @@ class DecentralizedEnsemble(LoadedEnsemble):
             height, width: in pixels; only the ensemble's own, to which None is equal.
             output_type: ``pil``, ``np`` or ``pt`` for float32 from 0 to 1, [n h w 3] or [n 3 h w], or ``latent`` for
                 x_0, float32, [n c h w].
-            return_dict: whether to return an object with ``.images`` instead of a tuple.
+            return_dict: has no effect, as the result is both a tuple and an object.
             callback_on_step_end: called after each step with the ensemble (of a pipeline: the pipeline), the step's
                 number from 0, the time t that it reached and ``{"latents": x_t}``. Here t runs from 1, noise, to 0, the
                 image. It may return a dict with other ``latents``.
@@ -267,10 +267,7 @@ class DecentralizedEnsemble(LoadedEnsemble):
 
             images = call.converted(x_0, self.decode, output_type)
 
-        if return_dict:
-            return call.Output(images)
-
-        return (images,)
+        return call.Output(images)
 
     def save_pretrained(self, folder: str | Path, licence: str | None = None) -> None:
         """Write a folder that ``from_pretrained`` loads: ``ensemble.json``, artifacts and a model card.

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
-from ddm_lightning.core.devices import configure_cuda, own_defaults, resolve_precision
+from ddm_lightning.core.devices import DTYPES, configure_cuda, own_defaults, resolve_precision
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import IMAGE_ENCODERS
 from ddm_lightning.encoders.interfaces import StoredForm
@@ -88,9 +88,7 @@ class LoadedEnsemble:
     @property
     def dtype(self) -> torch.dtype:
         """Type in which the networks compute; weights, times and velocities are float32."""
-        precision = resolve_precision(self.about.sample.precision, self.device)
-        (dtype,) = (dtype for dtype, name in call.PRECISIONS.items() if name == precision)
-        return dtype
+        return DTYPES[resolve_precision(self.about.sample.precision, self.device)]
 
     @property
     def experts(self) -> list[nn.Module]:
@@ -117,7 +115,8 @@ class LoadedEnsemble:
         """
         usable, chosen = call.device_and_dtype(*places, device=device, dtype=dtype)
         if chosen is not None:
-            self.manifest = resolve(self.manifest, precision=call.PRECISIONS[chosen])
+            (precision,) = (name for name, dtype in DTYPES.items() if dtype == chosen)
+            self.manifest = resolve(self.manifest, precision=precision)
         if usable is None:
             return self
         if usable.type == "cuda":
