@@ -116,9 +116,9 @@ class Run:
 
         self.place = os.path.expanduser(place)  # noqa: PTH111 (pathlib would change URLs)
         self.overrides = [*map(hide_passwords, overrides)]
+        self._loaded = experiment
         self.experiment = experiment or load_experiment(self.place, self.overrides)
         """The resolved experiment; its settings must not be changed."""
-        self._given = experiment
 
     def __repr__(self) -> str:
         return f"Run({self.place!r}, {self.overrides})"
@@ -140,7 +140,7 @@ class Run:
         Raises:
             UserError: as ``load_settings``.
         """
-        return self._given or load_settings(self.place, self.overrides, allow_paths=True)
+        return self._loaded or load_settings(self.place, self.overrides, allow_paths=True)
 
     def check(self, members: Sequence[str] = ()) -> None:
         """Check plug-ins, keys for signatures, and that the run folder is not another experiment's; write nothing.

@@ -1,4 +1,4 @@
-"""Opened images of any kind to RGB."""
+"""Turns opened images of any mode into RGB pixels: images to train on, and images to start a sample from."""
 
 from __future__ import annotations
 

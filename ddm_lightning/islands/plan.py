@@ -39,7 +39,7 @@ USABLE = 0.9
 _NODE = (1, 2, 4, 8)
 """Devices of a node to suggest."""
 HERE = "here"
-"""Names this machine's device, whose speed is measured."""
+"""Name of this machine's device for ``Planner.on``, which then measures its speed."""
 _CPU_FLOPS = 2e11
 """Most FLOPs of a measured step on a CPU, some seconds; a step with fewer samples stands for a larger one."""
 
@@ -424,9 +424,8 @@ def devices_of(experiment: Experiment, asked: Sequence[str] | None, rates: Rates
         name = torch.cuda.get_device_name()
         return [name if find_gpu(name) else HERE], "this machine's"
 
-    return [
-        ASSUMED_DEVICE
-    ], "assumed, as this machine has no GPU; give --device NAME, or --device here for this machine"
+    source = "assumed, as this machine has no GPU; give --device NAME, or --device here for this machine"
+    return [ASSUMED_DEVICE], source
 
 
 def shortages(experiment: Experiment, members: Sequence[str], devices: Sequence[str]) -> list[str]:

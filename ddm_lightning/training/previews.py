@@ -135,15 +135,14 @@ def log_image(trainer: L.Trainer, name: str, image: np.ndarray[Any, Any] | Figur
 def fixed_rows(member: Member, run: Run, mine: Ranks = ALONE) -> Sequence[Row]:
     """Return rows of the first of ``sample.prompts``, of the first classes, or one for no condition.
 
-    None for a router, for an expert of some noise levels, and without encoded prompts.
+    A router, an expert of some noise levels and a run without encoded prompts have no rows.
     """
     if member.role.classifies or member.interval != (0.0, 1.0):
         return []
     if member.condition.kind == "none":
         return [Row("no condition", "no condition")]
     if member.condition.kind == "class":
-        names = run.manifest.class_names or [f"class {number}" for number in range(member.condition.size)]
-        return rows_of_classes((), names)[:NUM_COLUMNS]
+        return rows_of_classes((), run.manifest.class_names, member.condition.size)[:NUM_COLUMNS]
 
     return encoded_prompts(run, mine)
 

@@ -26,9 +26,10 @@ MAX_PROMPTS = 8
 
 
 def encoded_prompts(run: Run, mine: Ranks = ALONE) -> list[Row]:
-    """Return rows of the first different ones of ``sample.prompts``, and encode them if that has not been done.
+    """Return a row for each of the first distinct ``sample.prompts``, and encode them if that has not been done.
 
-    None if members are not conditioned on text, or, as the first rank says, if the prompts cannot be encoded here.
+    There are no rows if members are not conditioned on text, or if the prompts cannot be encoded here, which the first
+    rank says.
     """
     experiment = run.experiment
     prompts = list(dict.fromkeys(experiment.sample.prompts))[:MAX_PROMPTS]

@@ -1,11 +1,13 @@
-"""Arguments and results of a sampling call, as in diffusers: generators, images to start from, callbacks."""
+"""Between ``DecentralizedEnsemble.__call__``, whose arguments are those of diffusers, and ``sampler.sample``.
+
+Arguments are checked and converted on the way in, samples on the way out.
+"""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import NoneType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,7 +25,7 @@ from ddm_lightning.core.rgb import rgb
 @dataclass
 class _Options:
     output_type: str = checks.choice("pil", "np", "pt", "latent")
-    strength: float = checks.option(1.0, low=0, high=1)
+    strength: float = 1.0
     batch_size: int = checks.option(1, low=1)
     seed: list[checks.Count] = field(default_factory=list)
 
@@ -36,9 +38,8 @@ class Output(NamedTuple):
 
 
 def arguments_of(function: Callable[..., Any]) -> list[str]:
-    """Names of the arguments that ``function`` takes by name."""
-    parameters = inspect.signature(function).parameters.values()
-    return [one.name for one in parameters if one.kind is not inspect.Parameter.VAR_KEYWORD]
+    """Names of the arguments of a ``function`` whose last one, left out here, takes all others."""
+    return [*inspect.signature(function).parameters][:-1]
 
 
 def usable_device(device: torch.device | str) -> torch.device:
@@ -80,17 +81,13 @@ def checked(**given: Any) -> dict[str, Any]:
     Raises:
         UserError: one is of another type or out of range.
     """
-    found = {}
-    for name, value in given.items():
-        if value is not None:
-            found[name] = value.item() if isinstance(value, np.generic) else value
-
+    found = {name: value for name, value in given.items() if value is not None}
     checks.check(found, _Options, "", "sample", references=False)
     return found
 
 
 def seed_of(seed: Any, generator: Any) -> Any:
-    """Seed of the noise, or one per image: ``seed``, or as drawn from a generator or from each of several.
+    """Seed of the noise, or one per image: ``seed``, or drawn from a generator or each of several, or from torch's own.
 
     Raises:
         UserError: both are given, or what is given is no generator.
@@ -104,16 +101,15 @@ def seed_of(seed: Any, generator: Any) -> Any:
     if isinstance(generator, (list, tuple)):
         return list(map(_drawn, generator))
 
-    return _drawn(generator)
+    return _drawn(torch.default_generator if generator is None else generator)
 
 
 def _drawn(generator: Any) -> int:
-    """Draw a seed, on the generator's own device; None is torch's own generator."""
-    if not isinstance(generator, (torch.Generator, NoneType)):
+    """Draw a seed, on the generator's own device."""
+    if not isinstance(generator, torch.Generator):
         raise UserError(f"generator = {generator!r:.60}: give a torch.Generator or one per image, or numbers as seed")
 
-    device = getattr(generator, "device", "cpu")
-    return int(torch.randint(2**63 - 1, (), generator=generator, device=device))
+    return int(torch.randint(2**63 - 1, (), generator=generator, device=generator.device))
 
 
 def pixels_of(image: Any, height: int, width: int) -> UInt8[np.ndarray, "n {height} {width} 3"]:

@@ -1,4 +1,7 @@
-"""A loaded ensemble: its networks, encoders and settings, and what they generate."""
+"""What ``DecentralizedEnsemble`` computes: its networks and settings, and the samples of rows of conditions.
+
+How users open, call and save it is in ``use.ensemble``.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,6 @@ from ddm_lightning.core.registry import IMAGE_ENCODERS
 from ddm_lightning.encoders.interfaces import StoredForm
 from ddm_lightning.ensemble.load import load_ensemble
 from ddm_lightning.ensemble.manifest import About, EnsembleManifest
-from ddm_lightning.ensemble.routing import Trace
 from ddm_lightning.ensemble.sampler import sample
 from ddm_lightning.ensemble.velocity import Cost, Ensemble
 from ddm_lightning.flow.condition import Condition
@@ -249,8 +251,7 @@ class LoadedEnsemble:
         if prompts:
             rows = rows_of_prompts(prompts, self.meta)
         elif kind == "class":
-            num_classes = self.meta.condition.size
-            rows = rows_of_classes(classes, self.about.class_names or [f"class {c}" for c in range(num_classes)])
+            rows = rows_of_classes(classes, self.about.class_names, self.meta.condition.size)
 
         if any(negative_prompts):
             rows = with_negatives(rows, negative_prompts, self.meta)
@@ -264,9 +265,8 @@ class LoadedEnsemble:
         self,
         rows: Sequence[Row],
         num: int,
-        progress: Callable[[float], object] = lambda _: None,
-        trace: Trace | None = None,
-        strength: float = STRENGTH,
+        progress: Callable[[float], object],
+        **more: Any,
     ) -> Iterator[tuple[int, int, UInt8[np.ndarray, "h w 3"]]]:
         """Generate ``num`` images per row, in batches that bound the memory.
 
@@ -276,8 +276,7 @@ class LoadedEnsemble:
             rows: output of ``rows``.
             num: images per row.
             progress: called with the number of finished images, fractional.
-            trace: keeps the sampling trajectory of its samples, by (noise key, index).
-            strength: as in ``sampler.sample``, for rows that start from an image.
+            more: as in ``samples``.
 
         Yields:
             Row, index within the row, and image.
@@ -285,14 +284,7 @@ class LoadedEnsemble:
         total = num * len(rows)
         for first in range(0, total, BATCH_SIZE):
             span = range(first, min(first + BATCH_SIZE, total))
-            x_0 = self.samples(
-                rows,
-                num,
-                span,
-                progress=lambda done, first=first: progress(first + done),
-                trace=trace,
-                strength=strength,
-            )
+            x_0 = self.samples(rows, num, span, progress=lambda done, first=first: progress(first + done), **more)
             for i, image in zip(span, self.decode(x_0), strict=True):
                 yield i // num, i % num, image
 

@@ -29,7 +29,7 @@ _REMEDY = "give a PNG of the command sample, or the prompt and the settings them
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How images were made. The same ensemble on the same device makes them again."""
+    """How images were made: with it, the same ensemble on the same device makes them again."""
 
     version: checks.Text
     """Release of ddm_lightning."""
@@ -122,27 +122,31 @@ def recipe_texts(
         start: ``negative_prompt``, ``image`` and ``strength`` of ``Recipe``.
         index: number of a single image; None for a grid.
     """
+    prompts = []
+    classes = []
+    for row in rows:
+        if row.condition is None:
+            continue
+        if ensemble.meta.condition.kind == "class":
+            classes.append(int(row.condition.values))
+        else:
+            prompts.append(row.label)
+
     about = ensemble.about
-    sample = replace(about.sample, prompts=[])
+    sample = replace(about.sample, prompts=prompts)
+    if index is not None:
+        sample.num_per_prompt = 1
+
     recipe = Recipe(
         version=__version__,
         name=about.name,
         ensemble=ensemble.manifest.sha256,
         seed=about.seed,
         sample=sample,
-        classes=[],
+        classes=classes,
         index=index,
         **start,
     )
-    if index is not None:
-        sample.num_per_prompt = 1
-
-    for row in rows:
-        if ensemble.meta.condition.kind == "class":
-            recipe.classes.append(int(row.noise.removeprefix("class ")))
-        elif row.condition is not None:
-            sample.prompts.append(row.label)
-
     lines = [row.label for row in rows]
     if recipe.negative_prompt:
         lines.append(f"Negative prompt: {recipe.negative_prompt}")

@@ -88,7 +88,13 @@ def built_encoder(registry: Registry, plugin: PluginConfig) -> Any:
 
 
 def text_condition(texts: Sequence[str], meta: ArtifactMeta) -> Condition:
-    """Encode ``texts`` as vectors, tokens or both with the caption encoder of the experts."""
+    """Encode ``texts`` as vectors, tokens or both with the caption encoder of the experts.
+
+    Raises:
+        UserError: one is not UTF-8, or there is no caption encoder.
+    """
+    if re.search(r"[\udc80-\udcff]", "".join(texts)):  # as Python reads other bytes
+        raise UserError("a prompt is not UTF-8; set the terminal's encoding to it")
     if meta.caption_encoder is None:
         raise UserError(f"{meta.member}: key 'caption_encoder' is null in {MEMBER_FILE}; {REMEDY}")
 
@@ -99,13 +105,12 @@ def rows_of_prompts(prompts: Sequence[str], meta: ArtifactMeta) -> list[Row]:
     """Rows of texts.
 
     Raises:
-        UserError: one is empty or not UTF-8.
+        UserError: one is empty, or as ``text_condition``.
     """
     for prompt in prompts:
         if not prompt.strip():
             raise UserError("a prompt is empty; describe an image")
 
-    _check_text(prompts)
     condition = text_condition(prompts, meta)
     rows = []
     for row, prompt in enumerate(prompts):
@@ -114,13 +119,19 @@ def rows_of_prompts(prompts: Sequence[str], meta: ArtifactMeta) -> list[Row]:
     return rows
 
 
-def rows_of_classes(classes: Sequence[str | int], names: Sequence[Any]) -> list[Row]:
-    """Rows of classes, given by name or number; by default the first ``MAX_ROWS``.
+def rows_of_classes(classes: Sequence[str | int], names: Sequence[str] | None, num_classes: int) -> list[Row]:
+    """Rows of classes.
+
+    Args:
+        classes: names or numbers; none for the first ``MAX_ROWS``.
+        names: of all classes, if they have any.
+        num_classes: number of classes.
 
     Raises:
         UserError: there is no such class, or several have the name.
     """
-    numbers = range(len(names))
+    numbers = range(num_classes)
+    names = names or [f"class {number}" for number in numbers]
     chosen: list[int] = []
     rows = []
     for given in classes or numbers[:MAX_ROWS]:
@@ -152,19 +163,13 @@ def with_negatives(rows: Sequence[Row], texts: Sequence[str], meta: ArtifactMeta
         meta: of an expert.
 
     Raises:
-        UserError: another number of texts, or one is no text or not UTF-8.
+        UserError: another number of texts, one is no text, or as ``text_condition``.
     """
     if not all(isinstance(text, str) for text in texts):
         raise UserError("negative_prompt: give a text, or one per prompt")
 
-    _check_text(texts)
     is_empty = torch.tensor([not text.strip() for text in texts])
     condition = text_condition(texts, meta).dropped(is_empty)
     each = [condition.rows(torch.tensor([number])) for number in range(len(texts))]
     negatives = spread("negative_prompt", each, len(rows))
     return [row._replace(negative=negative) for row, negative in zip(rows, negatives, strict=True)]
-
-
-def _check_text(texts: Sequence[str]) -> None:
-    if re.search(r"[\udc80-\udcff]", "".join(texts)):  # as Python reads other bytes
-        raise UserError("a prompt is not UTF-8; set the terminal's encoding to it")

@@ -118,7 +118,9 @@ def write_samples(
             )
 
         task = progress.add_task("images", total=total)
-        images = ensemble.images(rows, num, lambda done: progress.update(task, completed=done), trace, strength)
+        images = ensemble.images(
+            rows, num, lambda done: progress.update(task, completed=done), trace=trace, strength=strength
+        )
         for number, index, made in images:
             if singles is not None:
                 row = rows[number]

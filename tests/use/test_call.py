@@ -367,7 +367,7 @@ CALLBACK = "callback_on_step_end: give a function; its only tensor inputs are ['
         ({"image": Image.new("F", (4, 4))}, "floating-point numbers of unknown range"),
         ({"image": [picture(1)] * 2}, "image: 2 for 1 prompts; give one, or one per prompt"),
         ({"image": picture(1), "strength": 0}, "strength = 0: give a number above 0"),
-        ({"image": picture(1), "strength": 1.5}, "key 'strength' = 1.5: must be from 0 to 1"),
+        ({"image": picture(1), "strength": 1.5}, "strength = 1.5: give a number above 0 and at most 1"),
         ({"image": picture(1), "strength": "a"}, "key 'strength': must be a finite number"),
         ({"strength": 0.5}, "strength: is of an image to start from; give image, too"),
         ({"height": 512, "width": 4}, "height = 512, width = 4: three makes images of 4 x 4 pixels; leave both out"),
