@@ -37,7 +37,7 @@ from ddm_lightning.training.callbacks import StopOnRequest
 from ddm_lightning.training.module import MemberModule
 from ddm_lightning.training.objective import Classification, Objective
 from ddm_lightning.training.prompts import encoded_prompts
-from ddm_lightning.use.rows import Row, rows_of_classes
+from ddm_lightning.use.rows import Row, joined, rows_without_prompts
 
 NUM_COLUMNS = 8
 
@@ -139,10 +139,8 @@ def fixed_rows(member: Member, run: Run, mine: Ranks = ALONE) -> Sequence[Row]:
     """
     if member.role.classifies or member.interval != (0.0, 1.0):
         return []
-    if member.condition.kind == "none":
-        return [Row("no condition", "no condition")]
-    if member.condition.kind == "class":
-        return rows_of_classes((), run.manifest.class_names, member.condition.size)[:NUM_COLUMNS]
+    if member.condition.kind in ("class", "none"):
+        return rows_without_prompts((), run.manifest.class_names, member.condition)[:NUM_COLUMNS]
 
     return encoded_prompts(run, mine)
 
@@ -156,10 +154,9 @@ def noise_of_rows(rows: Sequence[Row], member: Member) -> tuple[Float[Tensor, "n
         for index in range(num):
             generator = keyed_generator(member.seed, "x_1", *row.key(index, num))
             noise.append(torch.randn(member.x_shape, generator=generator))
-            if row.condition is not None:
-                conditions.append(row.condition)
+            conditions.append(row.condition)
 
-    return torch.stack(noise), Condition.cat(conditions) if conditions else None
+    return torch.stack(noise), joined(conditions)
 
 
 class SampleLogger(L.Callback):

@@ -42,20 +42,20 @@ class DecentralizedPipeline(DiffusionPipeline):  # type: ignore[misc]  # diffuse
         super().__init__()
         self._allow_paths = allow_paths
         device, dtype = place or (None, None)
-        self._place = device or torch.device("cpu")
+        self._device = device or torch.device("cpu")
         self._dtype: torch.dtype | None = dtype
 
     @cached_property
     def ensemble(self) -> DecentralizedEnsemble:
         """The ensemble of the folder; loaded at first use, because diffusers sets the folder after construction."""
         return DecentralizedEnsemble.from_pretrained(
-            self.config["_name_or_path"], self._place, dtype=self._dtype, allow_paths=self._allow_paths
+            self.config["_name_or_path"], self._device, dtype=self._dtype, allow_paths=self._allow_paths
         )
 
     @property
     def device(self) -> torch.device:
         """Where it samples."""
-        return self._place
+        return self._device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -76,7 +76,7 @@ class DecentralizedPipeline(DiffusionPipeline):  # type: ignore[misc]  # diffuse
         if "ensemble" in vars(self):
             self.ensemble.to(device, dtype)
 
-        self._place = device or self._place
+        self._device = device or self._device
         self._dtype = dtype or self._dtype
         return self
 

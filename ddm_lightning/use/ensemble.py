@@ -246,7 +246,7 @@ class DecentralizedEnsemble(LoadedEnsemble):
         output_type = more.pop("output_type", "pil")
         with own_defaults():
             if image is not None or (height, width) != (None, None):
-                self.check_size(height, width)  # also keeps the size for all copies
+                self.check_size(height, width)  # decodes once; copies with other settings take the size over
 
             chosen = self.with_settings(factors=factors, **settings)
             own = chosen.about.sample

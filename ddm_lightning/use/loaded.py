@@ -26,7 +26,16 @@ from ddm_lightning.ensemble.velocity import Cost, Ensemble
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.members.artifact import ArtifactMeta
 from ddm_lightning.use import call
-from ddm_lightning.use.rows import Row, built_encoder, listed, rows_of_classes, rows_of_prompts, spread, with_negatives
+from ddm_lightning.use.rows import (
+    Row,
+    built_encoder,
+    joined,
+    listed,
+    rows_of_prompts,
+    rows_without_prompts,
+    spread,
+    with_negatives,
+)
 from ddm_lightning.use.settings import resolve
 
 # Images computed at once; the number does not change them.
@@ -247,11 +256,10 @@ class LoadedEnsemble:
         if any(negative_prompts) and self.about.sample.guidance_scale == 1:
             raise UserError("negative_prompt: has no effect without guidance; give a guidance_scale, such as 3.0")
 
-        rows = [Row("no condition", "no condition")]
         if prompts:
             rows = rows_of_prompts(prompts, self.meta)
-        elif kind == "class":
-            rows = rows_of_classes(classes, self.about.class_names, self.meta.condition.size)
+        else:
+            rows = rows_without_prompts(classes, self.about.class_names, self.meta.condition)
 
         if any(negative_prompts):
             rows = with_negatives(rows, negative_prompts, self.meta)
@@ -295,11 +303,11 @@ class LoadedEnsemble:
         span: range,
         **more: Any,
     ) -> Float[Tensor, "n c h w"]:
-        """Generate the samples x_0 of the images ``span`` of ``num`` per row.
+        """Generate the samples x_0 of some of the images of ``images``.
 
         Args:
             rows, num: as in ``images``.
-            span: numbers of the images, from 0 to ``num`` times the number of rows.
+            span: numbers of these images: the first row's come first, from 0 to ``num - 1``, then the second row's.
             more: as in ``latents``; ``batch_size`` is ``BATCH_SIZE`` by default, ``strength`` is ``STRENGTH``. With one
                 seed per image, each is its seed's first image of the row.
         """
@@ -310,15 +318,10 @@ class LoadedEnsemble:
 
         starts = [row.start for row in own if row.start is not None]
         return self.latents(
-            _joined([row.condition for row in own]),
+            joined(row.condition for row in own),
             len(own),
-            negative=_joined([row.negative for row in own]),
+            negative=joined(row.negative for row in own),
             image=torch.stack(starts) if starts else None,
             keys=keys,
             **{"batch_size": BATCH_SIZE, "strength": STRENGTH, **more},
         )
-
-
-def _joined(conditions: Sequence[Condition | None]) -> Condition | None:
-    given = [one for one in conditions if one is not None]
-    return Condition.cat(given) if given else None

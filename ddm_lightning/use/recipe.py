@@ -56,7 +56,7 @@ class Recipe:
 
         Args:
             manifest: of the ensemble that made the images.
-            overrides: ``key=value`` pairs, which the settings of ``manifest`` follow.
+            overrides: ``key=value`` pairs that the settings of ``manifest`` already have; those they name stay.
             source: begins the error line.
 
         Raises:

@@ -18,7 +18,7 @@ from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import CAPTION_ENCODERS, Registry
 from ddm_lightning.encoders.captions import encode_texts
 from ddm_lightning.ensemble.routing import Key
-from ddm_lightning.flow.condition import Condition
+from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.members.artifact import REMEDY, ArtifactMeta
 from ddm_lightning.members.run_folder import MEMBER_FILE
 
@@ -44,6 +44,12 @@ class Row(NamedTuple):
     def key(self, index: int, num: int) -> Key:
         """Key of an image's noise in a row of ``num``; a repeated row continues the numbers of the earlier one."""
         return self.noise, self.repeats * num + index
+
+
+def joined(conditions: Iterable[Condition | None]) -> Condition | None:
+    """Join the conditions of rows; None if they have none."""
+    given = [one for one in conditions if one is not None]
+    return Condition.cat(given) if given else None
 
 
 def listed(given: Any) -> list[Any]:
@@ -119,18 +125,23 @@ def rows_of_prompts(prompts: Sequence[str], meta: ArtifactMeta) -> list[Row]:
     return rows
 
 
-def rows_of_classes(classes: Sequence[str | int], names: Sequence[str] | None, num_classes: int) -> list[Row]:
-    """Rows of classes.
+def rows_without_prompts(
+    classes: Sequence[str | int], names: Sequence[str] | None, condition: ConditionSpec
+) -> list[Row]:
+    """Rows of classes, or one of the null condition if networks are not conditioned on classes.
 
     Args:
         classes: names or numbers; none for the first ``MAX_ROWS``.
         names: of all classes, if they have any.
-        num_classes: number of classes.
+        condition: of the networks.
 
     Raises:
         UserError: there is no such class, or several have the name.
     """
-    numbers = range(num_classes)
+    if condition.kind != "class":
+        return [Row("no condition", "no condition")]
+
+    numbers = range(condition.size)
     names = names or [f"class {number}" for number in numbers]
     chosen: list[int] = []
     rows = []
@@ -147,8 +158,8 @@ def rows_of_classes(classes: Sequence[str | int], names: Sequence[str] | None, n
                 f"{', '.join(names[:5])}"
             )
 
-        condition = Condition.of(torch.tensor([number]))
-        rows.append(Row(names[number], f"class {number}", condition, chosen.count(number)))
+        one = Condition.of(torch.tensor([number]))
+        rows.append(Row(names[number], f"class {number}", one, chosen.count(number)))
         chosen.append(number)
 
     return rows
