@@ -1,4 +1,4 @@
-"""Speed of a member's training on this machine, by a few steps on random data."""
+"""Speed of a member's training on this machine, by a few steps on random data; for ``plan --device here``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a PNG says about how its images were made: to read, and to make them again."""
+"""What a PNG says about how its images were made: to read, and to make them again.
+
+Images to start from are opened here, too.
+"""
 
 from __future__ import annotations
 

@@ -366,8 +366,9 @@ def test_the_documents_show_every_command():
 def test_a_command_of_the_documents_is_one(command):
     options = parser._parse(shlex.split(command))
     overrides = [text for text in options.overrides if not text.startswith("member=")]
-    is_file = options.config.endswith(".yaml")  # else a folder or a URL
-    experiment = load_experiment(ROOT / (options.config if is_file else "experiments/emoji_4x.yaml"), overrides)
+    path = Path(options.config)  # or a folder or a URL; init writes files elsewhere
+    name = path.name if path.suffix == ".yaml" else "emoji_4x.yaml"
+    experiment = load_experiment(ROOT / "experiments" / name, overrides)
     for text in set(options.overrides) - set(overrides):
         assert parse_members(text.removeprefix("member="), experiment)
 
