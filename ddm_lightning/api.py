@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from rich.console import Console
 
@@ -68,6 +69,14 @@ def set_up_torch(island: IslandConfig) -> Iterator[None]:
         torch.backends.cuda.enable_cudnn_sdp(uses_cudnn)
 
 
+def _plain(value: Any) -> Any:
+    """A number of numpy as one of Python; text of other types, such as paths."""
+    if isinstance(value, np.generic):
+        return value.item()
+
+    return str(value)
+
+
 class FitError(UserError):
     """Some members did not finish; the others are not affected.
 
@@ -109,9 +118,11 @@ class Run:
         *,
         experiment: Experiment | None = None,
     ) -> None:
+        if isinstance(overrides, str):
+            overrides = [overrides]
         if isinstance(overrides, Mapping):
             overrides = [
-                f"{key}={json.dumps(value, ensure_ascii=False, default=str)}" for key, value in overrides.items()
+                f"{key}={json.dumps(value, ensure_ascii=False, default=_plain)}" for key, value in overrides.items()
             ]
 
         self.place = os.path.expanduser(place)  # noqa: PTH111 (pathlib would change URLs)
@@ -225,6 +236,9 @@ class Run:
             KeyboardInterrupt: Ctrl-C or a signal; each member has written a checkpoint.
         """
         check_positive("jobs", jobs)
+        if not all(isinstance(name, str) for name in members):
+            raise UserError(f"fit: {members}: give names, such as fit('expert-0', 'router')")
+
         wanted = ",".join(members) or "all"
         names = parse_members(wanted, self.experiment)
         check_strategy(self.experiment.sample, self.place, self.overrides)

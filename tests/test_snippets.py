@@ -110,7 +110,10 @@ def test_the_readme_is_short_and_its_images_are_small():
 @pytest.mark.slow
 def test_the_python_api_of_the_readme_runs(finished_run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    text = (ROOT / "README.md").read_text(encoding="utf-8").split("## Python API\n")[1].split("\n\nTo save")[0]
+    text = (ROOT / "README.md").read_text(encoding="utf-8").split("## Python API\n")[1].split("\n\nTraining from")[0]
     defined = {}
-    exec(textwrap.dedent(text).replace("runs/emoji_4x", str(finished_run)), defined)
-    assert len(defined["images"]) == 8 and (tmp_path / "apple.png").exists()
+    for place in ("experiments/emoji_4x.yaml", "runs/emoji_4x"):
+        text = text.replace(place, str(finished_run))
+
+    exec(textwrap.dedent(text), defined)
+    assert len(defined["images"]) == 4 and (tmp_path / "apple.png").exists()

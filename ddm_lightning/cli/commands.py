@@ -18,6 +18,7 @@ from ddm_lightning.core.checks import check_positive
 from ddm_lightning.core.devices import configure_torch
 from ddm_lightning.core.environment import check_meeting, leave_ranks
 from ddm_lightning.core.errors import UserError, note, redacted, say
+from ddm_lightning.core.files import sha256_file
 from ddm_lightning.core.processes import STOPPED
 from ddm_lightning.core.registry import require
 from ddm_lightning.ensemble.changes import added, removed, replaced
@@ -183,12 +184,14 @@ def _sample(experiment: Experiment, options: argparse.Namespace) -> None:
         ensemble.manifest = recipe.applied(ensemble.manifest, options.overrides, source)
         if recipe.image is not None and options.image is None:
             raise UserError(f"{source}: started from an image, SHA-256 {recipe.image[:12]}…; give it with --image")
+        if options.image is not None and sha256_file(options.image) != recipe.image:
+            note(f"--image {options.image}: is not the image that {source} started from; this makes another one")
+        if not (options.prompt or options.classes):
+            only = recipe.index
 
         for name in ("classes", "negative_prompt", "strength"):
             if getattr(options, name) is None:
                 setattr(options, name, getattr(recipe, name))
-
-        only = recipe.index
 
     ensemble.manifest = resolve(
         ensemble.manifest,

@@ -412,7 +412,7 @@ class SampleConfig:
     num_steps: int = option(50, low=1)
     """Steps from noise to data: one evaluation each, with ``heun`` and ``midpoint`` two; ``dormand-prince`` chooses its
     own."""
-    guidance_scale: float = option(1.0, low=0)
+    guidance_scale: float = option(1.0, low=0, high=1000)
     """Scale of classifier-free guidance; 1 means none."""
     guidance: str = choice("expert", "mixture")
     """Where guidance happens: ``expert`` (inside each, before mixing) or ``mixture`` (exact, as in one model)."""

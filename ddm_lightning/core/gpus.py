@@ -25,7 +25,7 @@ _MAKERS = r"((NVIDIA|AMD|Tesla|GeForce|Instinct)[ _-])*"
 _FORMS = (
     r"([ _-](SXM\d?|PCI-?E|OAM|HBM\d\w?|\d+ ?GB?|AC|Generation|Blackwell|(Server|Workstation) Edition)|( / MI250))*"
 )
-_Positive: TypeAlias = Annotated[str, checks.matching(r"(?=.*[1-9])\d+(\.\d+)?", "a positive number")]
+_Positive: TypeAlias = Annotated[str, checks.matching(r"(?=.*[1-9])\d{1,9}(\.\d{1,9})?", "a positive number")]
 _EXAMPLE = "write it as name=MyGPU,tflops=120,memory_gb=24, with its dense peak in bfloat16"
 
 

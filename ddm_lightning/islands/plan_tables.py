@@ -42,6 +42,9 @@ def sources_of(data: Data, rates: Rates, device_source: str, plans: Sequence[Pla
                 "validation and checkpoints come on top"
             )
 
+    if all(plan.jobs is not None for plan in plans):
+        del sources["MFU"]
+
     return sources
 
 

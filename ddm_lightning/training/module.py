@@ -237,7 +237,8 @@ class MemberModule(L.LightningModule):
         """Swap in the averaged weights, which the artifact will hold."""
         self.speed.pause()
         self.objective.start_validation()
-        self._averaged_weights.enter_context(ema_weights(self.network, self.trainer.optimizers[0]))
+        if self.trainer.optimizers:  # not in ``Trainer.validate``, which takes the weights as they are
+            self._averaged_weights.enter_context(ema_weights(self.network, self.trainer.optimizers[0]))
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         self.objective.validate(batch, batch_idx, self.position())

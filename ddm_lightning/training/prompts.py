@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 
-from safetensors.torch import load_file
+from safetensors.torch import load
 
 from ddm_lightning.core import remote
 from ddm_lightning.core.environment import ALONE, Ranks
@@ -65,4 +65,4 @@ def prompt_condition(run: Run, prompts: Sequence[str]) -> Condition:
         values = vars(encode_texts(prompts, build_caption_encoder(run), kind))
         save_weights(path, {key: value for key, value in values.items() if value is not None}, str(path))
 
-    return Condition(**load_file(path))
+    return Condition(**load(path.read_bytes()))

@@ -42,6 +42,20 @@ def arguments_of(function: Callable[..., Any]) -> list[str]:
     return [*inspect.signature(function).parameters][:-1]
 
 
+def set_once(settings: dict[str, Any], name: str, other: str, value: Any) -> None:
+    """Set ``name`` to what was given under its ``other`` name.
+
+    Raises:
+        UserError: both are given.
+    """
+    if value is None:
+        return
+    if settings.get(name) is not None:
+        raise UserError(f"{name} and {other}: give one of them")
+
+    settings[name] = value
+
+
 def usable_device(device: torch.device | str) -> torch.device:
     """Check that torch can use a device.
 
@@ -62,6 +76,9 @@ def device_and_dtype(*places: Any, device: Any = None, dtype: Any = None) -> tup
     Raises:
         UserError: torch cannot use the device, or the networks cannot compute in the dtype.
     """
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype, dtype)
+
     found = None
     for place in (*places, device):
         if isinstance(place, torch.dtype):
@@ -142,7 +159,7 @@ def pixels_of(image: Any, height: int, width: int) -> UInt8[np.ndarray, "n {heig
 
 
 def _rgb_of(image: Any) -> UInt8[np.ndarray, "h w 3"]:
-    if isinstance(image, Image.Image):
+    if isinstance(image, Image.Image) and min(image.size):
         return rgb(image.copy())
     if isinstance(image, Tensor) and image.ndim == 3:
         image = image.detach().cpu().movedim(0, -1)
@@ -165,7 +182,8 @@ def noise_of(latents: Any) -> Tensor | None:
     """
     if latents is None:
         return None
-    if not isinstance(latents, (Tensor, np.ndarray)):
+    is_real = isinstance(latents, np.ndarray) and latents.dtype.kind == "f"
+    if not is_real and not (isinstance(latents, Tensor) and latents.is_floating_point()):
         raise UserError(f"latents = {latents!r:.60}: give a tensor [images c h w] of noise")
 
     return torch.as_tensor(latents, dtype=torch.float32, device="cpu")
@@ -184,7 +202,7 @@ def step_callback(callback: Any, names: Any, owner: Any) -> Callable[[int, float
     """
     if callback is None:
         return None
-    if not callable(callback) or {*names} - {"latents"}:
+    if not callable(callback) or {*(names or ())} - {"latents"}:
         raise UserError("callback_on_step_end: give a function; its only tensor inputs are ['latents']")
 
     def on_step_end(step: int, t: float, x: Tensor) -> Tensor:
@@ -194,6 +212,8 @@ def step_callback(callback: Any, names: Any, owner: Any) -> Callable[[int, float
             latents = changed.get("latents", x) if isinstance(changed, Mapping) else None
         if not isinstance(latents, Tensor) or latents.shape != x.shape:
             raise UserError(f"callback_on_step_end: return nothing, or {{'latents': a tensor of shape {[*x.shape]}}}")
+        if latents is not x and not latents.isfinite().all():
+            raise UserError("callback_on_step_end: returned latents that are not finite; return finite ones")
 
         return latents.to(x)
 

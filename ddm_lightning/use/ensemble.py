@@ -148,14 +148,11 @@ class DecentralizedEnsemble(LoadedEnsemble):
         if seed is None and "generator" not in settings:
             seed = self.about.seed
 
-        given = {
-            "prompt": prompts,
-            "class_labels": classes,
-            "num_images_per_prompt": num,
-            "strategy": strategy,
-            **settings,
-        }
-        return self(seed=seed, trace=trace, factors=factors, **given)[0]
+        call.set_once(settings, "prompt", "prompts", prompts)
+        call.set_once(settings, "class_labels", "classes", classes)
+        call.set_once(settings, "num_images_per_prompt", "num", num)
+        settings.setdefault("num_images_per_prompt", None)
+        return self(seed=seed, strategy=strategy, trace=trace, factors=factors, **settings)[0]
 
     def __call__(
         self,
@@ -163,7 +160,7 @@ class DecentralizedEnsemble(LoadedEnsemble):
         *,
         class_labels: str | int | Sequence[str | int] | None = None,
         negative_prompt: str | Sequence[str] | None = None,
-        num_images_per_prompt: int = 1,
+        num_images_per_prompt: int | None = 1,
         num_inference_steps: int | None = None,
         guidance_scale: float | None = None,
         generator: torch.Generator | Sequence[torch.Generator] | None = None,
@@ -220,6 +217,9 @@ class DecentralizedEnsemble(LoadedEnsemble):
             UserError: as ``sample``, or a value of another type, shape, number or size.
         """
         known = dict.fromkeys([*call.arguments_of(self.__call__), *KEYS])
+        for name in ("num_per_prompt", "prompts", "resident_experts"):  # given by other names, or to from_pretrained
+            del known[name]
+
         refuse_unknown("sample", settings, known)
         texts = listed(prompt)
         labels = listed(class_labels)
@@ -229,8 +229,8 @@ class DecentralizedEnsemble(LoadedEnsemble):
         if strength is not None and image is None:
             raise UserError("strength: is of an image to start from; give image, too")
 
-        settings.setdefault("num_steps", num_inference_steps)
-        settings.setdefault("num_per_prompt", num_images_per_prompt)
+        call.set_once(settings, "num_steps", "num_inference_steps", num_inference_steps)
+        settings["num_per_prompt"] = num_images_per_prompt
         settings["guidance_scale"] = guidance_scale
         on_step_end = call.step_callback(callback_on_step_end, callback_on_step_end_tensor_inputs, self)
         seed = call.seed_of(seed, generator)

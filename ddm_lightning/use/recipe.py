@@ -97,7 +97,10 @@ def read_recipe(path: Path) -> Recipe:
         UserError: the file is missing, no PNG or damaged, or has no recipe or a wrong one.
     """
     with _opened(path, ["PNG"], "does not say how it was made", _REMEDY) as image:
-        recipe = parse_json(image.info.get(_KEYWORD, ""))
+        if _KEYWORD not in image.info:
+            raise UserError(f"{path}: does not say how it was made; {_REMEDY}")
+
+        recipe = parse_json(image.info[_KEYWORD])
 
     return checks.record(recipe, Recipe, str(path), _REMEDY)
 

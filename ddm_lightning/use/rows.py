@@ -99,7 +99,7 @@ def text_condition(texts: Sequence[str], meta: ArtifactMeta) -> Condition:
     Raises:
         UserError: one is not UTF-8, or there is no caption encoder.
     """
-    if re.search(r"[\udc80-\udcff]", "".join(texts)):  # as Python reads other bytes
+    if re.search(r"[\ud800-\udfff]", "".join(texts)):  # as Python reads other bytes
         raise UserError("a prompt is not UTF-8; set the terminal's encoding to it")
     if meta.caption_encoder is None:
         raise UserError(f"{meta.member}: key 'caption_encoder' is null in {MEMBER_FILE}; {REMEDY}")

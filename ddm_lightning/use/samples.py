@@ -36,7 +36,7 @@ _MAX_TICKS = 8
 # Columns of the largest grid; images beyond it are written as single images only.
 MAX_COLUMNS = 32
 # What the name of a file leaves out of a prompt: all but letters with their marks, digits and symbols such as emoji.
-_NO_WORD = re.compile(r"(?:[^\w\xa1-\U0010ffff]|[\s\u202a-\u202e\u2066-\u2069])+")
+_NO_WORD = re.compile(r"(?:[^\w\xa1-\U0010ffff]|[\s\u200e\u200f\u202a-\u202e\u2066-\u2069])+")
 
 
 def write_samples(
@@ -85,10 +85,13 @@ def write_samples(
         start["image"] = sha256_file(image)
 
     rows = ensemble.rows(prompts, classes, [negative_prompt], pixels)
-    texts = recipe_texts(ensemble, rows, start)
     num = settings.num_per_prompt
-    if only is not None and num == 1:
+    if num > 1:
+        only = None
+    if only is not None:
         rows = [row._replace(repeats=only) for row in rows]
+
+    texts = recipe_texts(ensemble, rows, start, only)
     if singles is None:
         rows = rows[:MAX_ROWS]
         num = min(num, MAX_COLUMNS)

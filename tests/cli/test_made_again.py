@@ -123,6 +123,8 @@ def test_images_and_grids_are_made_again(kind, kept, called, tmp_path):
     assert (tmp_path / "again.png").read_bytes() == (tmp_path / "grid.png").read_bytes()
     (one,) = sampled(called, folder, tmp_path / "one.png", "--from", images[-1])
     assert one.read_bytes() == images[-1].read_bytes()
+    (one,) = sampled(called, folder, tmp_path / "two.png", "--from", tmp_path / "one.png")
+    assert one.read_bytes() == images[-1].read_bytes()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,3 @@
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -6,7 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import ddm_lightning
 from ddm_lightning.core import compat
 
 ROOT = Path(__file__).parents[2]
@@ -87,9 +85,3 @@ torchvision.ops.nms(torch.zeros(1, 4), torch.zeros(1), 0.5)
     assert [line for line in done.stdout.splitlines() if line] == [*["[]"] * 4, *used], done.stderr
     # Where this machine's torchvision fits its torch, the operators are there.
     assert done.returncode == 0 or "Couldn't load custom C++ ops" in done.stderr
-
-
-def test_the_version_is_the_one_that_is_packaged():
-    packaged = re.search(r'version="([^"]+)"', (ROOT / "setup.py").read_text(encoding="utf-8"))
-    assert packaged is not None
-    assert ddm_lightning.__version__ == packaged.group(1)

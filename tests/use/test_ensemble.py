@@ -221,7 +221,7 @@ def test_numbers_of_numpy_are_numbers(ensemble):
     numbers = {"num": np.int64(2), "seed": np.int64(3), "num_steps": np.int32(2), "guidance_scale": np.float32(2)}
 
     assert images(ensemble, **numbers) == expected
-    assert images(ensemble, num_per_prompt=2, seed=3, num_steps=2, guidance_scale=2.0) == expected
+    assert images(ensemble, num=2, seed=3, num_steps=2, guidance_scale=2.0) == expected
 
 
 def test_repeated_prompts_give_other_images(ensemble):
