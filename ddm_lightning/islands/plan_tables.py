@@ -30,7 +30,7 @@ def sources_of(data: Data, rates: Rates, device_source: str, plans: Sequence[Pla
     """Where the figures come from."""
     sources = {
         "parameters, FLOPs, memory": "counted on tensors without data; temporary tensors of compiled blocks at most",
-        "device": f"{device_source}; memory and peak from its data sheet, or as given",
+        "device": f"{device_source}; memory and peak from its data sheet, as given, or as found here",
         "data": str(data),
         "MFU": f"{rates.mfu:.3g}, {rates.mfu_source}",
         "prices": rates.price_source,

@@ -26,6 +26,8 @@ Noise: TypeAlias = Callable[[int], Samples]
 """``noise(i)``: the standard normal noise of step i."""
 OnStep: TypeAlias = Callable[[int, float, Samples], Samples]
 """``on_step(i, s, x_s)``: called after step i has reached time s; returns the x_s to go on with."""
+Advance: TypeAlias = Callable[[int, float, float, Samples], Samples]
+"""``advance(i, t, s, x_t)``: x_s after step i from t to s; called for each step in turn."""
 
 
 def no_noise(step: int) -> Samples:
@@ -41,8 +43,9 @@ def unchanged(_step: int, _s: float, x_s: Samples) -> Samples:
 class Solver:
     """Base class: integrates dx/dt = velocity(x, t) step by step.
 
-    Override ``step`` for a method with fixed steps and no memory, else ``solve``. Arguments of the constructor are the
-    user's ``sample.solver_params``; raise ``ValueError`` to refuse them. A row's result must not depend on other rows.
+    Override ``step`` for a method with fixed steps, ``stepper`` if a step needs noise or remembers earlier ones, and
+    ``solve`` for a method that chooses its own steps. Arguments of the constructor are the user's
+    ``sample.solver_params``; raise ``ValueError`` to refuse them. A row's result must not depend on other rows.
     Do not evaluate the velocity at t = 0: networks are not trained there, and for a finite data set it does not exist.
     Check a plug-in with ``ddm_lightning.testing.check_solver``.
     """
@@ -53,6 +56,15 @@ class Solver:
     def step(self, velocity: VelocityField, x_t: Samples, t: float, s: float) -> Samples:
         """Step from time ``t`` to ``s`` < ``t``."""
         raise NotImplementedError
+
+    def stepper(self, velocity: VelocityField, noise: Noise) -> Advance:
+        """Begin an integration: the function that takes its steps, and remembers what later steps need.
+
+        Args:
+            velocity: the field.
+            noise: as in ``solve``.
+        """
+        return lambda _, t, s, x_t: self.step(velocity, x_t, t, s)
 
     def solve(
         self,
@@ -76,8 +88,9 @@ class Solver:
         Returns:
             The value at ``times[-1]``: x_0.
         """
+        advance = self.stepper(velocity, noise)
         x_t = x_1
         for step, (t, s) in enumerate(intervals(times)):
-            x_t = on_step(step, s, self.step(velocity, x_t, t, s))
+            x_t = on_step(step, s, advance(step, t, s, x_t))
 
         return x_t

@@ -21,7 +21,7 @@ from ddm_lightning.flow.path import (
     time_rows,
     x_0_from_velocity,
 )
-from ddm_lightning.flow.solvers import Noise, OnStep, Solver, TimeGrid, no_noise, unchanged
+from ddm_lightning.flow.solvers import Advance, Noise, OnStep, Solver, TimeGrid, no_noise, unchanged
 from ddm_lightning.flow.timesteps import intervals
 
 _STAGES: tuple[tuple[float, tuple[float, ...]], ...] = (
@@ -91,17 +91,13 @@ class DPMSolver2M(Solver):
     infinite there.
     """
 
-    def solve(
-        self,
-        velocity: VelocityField,
-        x_1: Samples,
-        times: TimeGrid,
-        noise: Noise = no_noise,
-        on_step: OnStep = unchanged,
-    ) -> Samples:
-        x_t = before = x_1
+    def stepper(self, velocity: VelocityField, noise: Noise) -> Advance:
+        """Remember the estimate of x_0 and the length of the last step."""
+        before: Samples | float = 0.0
         last = math.inf
-        for step, (t, s) in enumerate(intervals(times)):
+
+        def advance(_: int, t: float, s: float, x_t: Samples) -> Samples:
+            nonlocal before, last
             rows = time_rows(t, x_t)
             x_0 = x_0_from_velocity(x_t, velocity(x_t, rows), rows)
             length = _log_snr(s) - _log_snr(t)
@@ -109,11 +105,12 @@ class DPMSolver2M(Solver):
             if s > 0 and last < math.inf:
                 weight = length / (2 * last)
 
-            x_t = on_step(step, s, s / t * x_t + (t - s) / t * (x_0 + weight * (x_0 - before)))
+            x_s = s / t * x_t + (t - s) / t * (x_0 + weight * (x_0 - before))
             before = x_0
             last = length
+            return x_s
 
-        return x_t
+        return advance
 
 
 def _log_snr(t: float) -> float:
@@ -135,25 +132,19 @@ class Ancestral(Solver):
 
     is_stochastic = True
 
-    def solve(
-        self,
-        velocity: VelocityField,
-        x_1: Samples,
-        times: TimeGrid,
-        noise: Noise = no_noise,
-        on_step: OnStep = unchanged,
-    ) -> Samples:
-        x_t = x_1
-        for step, (t, s) in enumerate(intervals(times)):
+    def stepper(self, velocity: VelocityField, noise: Noise) -> Advance:
+        """Draw each step's noise."""
+
+        def advance(step: int, t: float, s: float, x_t: Samples) -> Samples:
             rows = time_rows(t, x_t)
             x_0 = x_0_from_velocity(x_t, velocity(x_t, rows), rows)
-            x_t, variance = reverse_kernel(x_t, x_0, t, s)
-            if s > 0:
-                x_t = x_t + variance.sqrt() * noise(step)
+            mean, variance = reverse_kernel(x_t, x_0, t, s)
+            if s == 0:
+                return mean
 
-            x_t = on_step(step, s, x_t)
+            return mean + variance.sqrt() * noise(step)
 
-        return x_t
+        return advance
 
 
 def reverse_kernel(x_t: Samples, x_0_hat: Samples, t: float, s: float) -> tuple[Samples, Float[torch.Tensor, ""]]:
