@@ -90,6 +90,10 @@ class ImagesConfig:
     """Height and width in pixels; null keeps images as they are and refuses a source with several sizes."""
     aspect: str = choice("crop", "pad", "stretch")
     """How to make an image square: ``crop`` (keep the centre), ``pad`` (with white) or ``stretch``."""
+    buckets: Any = None
+    """Shapes of images, instead of one square: ``{max_aspect: 2.0, step: 32}`` for all of about ``size`` x ``size``
+    pixels whose sides ``step`` divides, or a list of [height, width]. Each image is resized to cover the shape of the
+    nearest aspect ratio, and its middle is kept."""
 
 
 @dataclass

@@ -15,6 +15,7 @@ from ddm_lightning.config.experiment import (
     ConditionConfig,
     Experiment,
     ExpertConfig,
+    ImagesConfig,
     InitConfig,
     IslandConfig,
     PrepareConfig,
@@ -22,6 +23,7 @@ from ddm_lightning.config.experiment import (
 )
 from ddm_lightning.config.merge import expert_clusters, expert_section, init_keys, init_of, island_of
 from ddm_lightning.core import checks
+from ddm_lightning.core.buckets import bucket_sizes
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import LAUNCHERS, SOLVERS, STRATEGIES
 
@@ -176,7 +178,24 @@ def _problems(experiment: Experiment) -> Iterator[Problem]:
     yield from _problems_of_sampling(experiment.sample, experiment.condition)
 
 
+def _bucket_problems(images: ImagesConfig) -> Iterator[Problem]:
+    if images.size is None:
+        yield "prepare.images.buckets", "needs prepare.images.size, the side of a square of the same area; set it"
+        return
+
+    if images.aspect != "crop":
+        yield "prepare.images.aspect", "must be crop with prepare.images.buckets; remove one of them"
+
+    try:
+        bucket_sizes(images.buckets, images.size)
+    except ValueError as error:
+        yield "prepare.images.buckets", str(error)
+
+
 def _problems_of_columns(prepare: PrepareConfig) -> Iterator[Problem]:
+    if prepare.images.buckets is not None:
+        yield from _bucket_problems(prepare.images)
+
     for name, condition in prepare.filters.items():
         is_side = name == "min_side" and checks.is_number(condition)
         if not (condition is None or is_side or checks.COMPARISON[0](condition)):

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ddm_lightning.config.experiment import LoraConfig, PluginConfig
 from ddm_lightning.core import checks
+from ddm_lightning.core.buckets import Bucket
 from ddm_lightning.core.errors import redacted
 from ddm_lightning.core.files import atomic_folder, atomic_write_json
 from ddm_lightning.core.weights import load_weights, save_weights
@@ -62,7 +63,9 @@ class ArtifactMeta:
     """The network's adapters, which are then all that ``model.safetensors`` holds; None without. Their frozen base are
     the weights ``init_sha256``."""
     x_shape: checks.Shape3
-    """Channels, height and width of ``x_0``."""
+    """Channels, height and width of ``x_0``; with buckets, of a square image of the same area."""
+    buckets: tuple[Bucket, ...] = ()
+    """Shapes of the training images; none if all have ``x_shape``."""
     condition: ConditionSpec
     """Kind and size of the network's condition."""
     condition_dropout: Annotated[float, checks.within(0, 1)] | None = None
@@ -221,6 +224,7 @@ def described(member: Member, manifest: Manifest) -> dict[str, Any]:
         "params": member.network.params,
         "lora": member.lora,
         "x_shape": member.x_shape,
+        "buckets": member.buckets,
         "condition": member.condition,
         "num_clusters": member.num_clusters,
         "path": member.path,

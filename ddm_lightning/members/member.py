@@ -27,6 +27,7 @@ from ddm_lightning.config.experiment import (
     TrainConfig,
 )
 from ddm_lightning.config.merge import expert_clusters, expert_section, init_of
+from ddm_lightning.core.buckets import Bucket
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import EXPERTS, ROUTERS
 from ddm_lightning.flow.condition import ConditionSpec
@@ -207,7 +208,7 @@ class Member:
     batch_size: int
     """Samples per optimizer step, over all ranks."""
     x_shape: tuple[int, int, int]
-    """Channels, height and width of ``x_0``."""
+    """Channels, height and width of ``x_0``; with buckets, of a square image of the same area."""
     condition: ConditionSpec
     """Kind and size of its network's condition."""
     condition_dropout: float
@@ -222,6 +223,8 @@ class Member:
     """Weights that it starts from; None for random ones."""
     lora: LoraConfig | None = None
     """Adapters that it trains instead of all weights."""
+    buckets: tuple[Bucket, ...] = ()
+    """Shapes of its images; none if all have ``x_shape``."""
     interval: tuple[float, float] = (0.0, 1.0)
     """Lowest and highest t that it trains on, in times of the linear path; only experts may have less than [0, 1]."""
     initial: Initial | None = field(default=None, compare=False, repr=False)
@@ -275,6 +278,7 @@ class Member:
             loss=expert.loss,
             image_encoder=experiment.prepare.image_encoder,
             caption_encoder=experiment.prepare.caption_encoder,
+            buckets=sizes.buckets,
             interval=(expert.interval[0], expert.interval[1]),
         )
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 from ddm_lightning.config.experiment import CaptionConfig
 from ddm_lightning.core import checks
+from ddm_lightning.core.buckets import Bucket
 from ddm_lightning.core.files import atomic_write_json, read_json
 
 FORMAT_VERSION = 3
@@ -30,13 +31,15 @@ class DataSizes:
     """Sizes of the data that a network needs."""
 
     x_shape: tuple[int, int, int]
-    """Channels, height, width of ``x_0``."""
+    """Channels, height, width of ``x_0``; with buckets, of a square image of the same area."""
     text_size: int
     """Entries of a text vector; 0 for none."""
     token_shape: tuple[int, int] | None
     """Tokens per caption and entries of each; None if the shards hold no tokens."""
     num_classes: int
     """Labels run from 0 to this minus 1."""
+    buckets: tuple[Bucket, ...] = ()
+    """Shapes of the images; none if all have ``x_shape``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +59,7 @@ class Manifest:
     stores: Annotated[str, checks.one_of(("x_0", "posterior"))]
     """``x_0``, or ``posterior``: mean, then standard deviation, of the Gaussian of ``x_0``."""
     x_shape: checks.Shape3
-    """Channels, height, width of ``x_0``."""
+    """Channels, height, width of ``x_0``; with buckets, of a square image of the same area."""
     normalisation: checks.Normalisation
     """``x_0 = (stored - shift) * scale``, float32; one number each or one per channel."""
     statistics: dict[str, list[float]]
@@ -103,6 +106,10 @@ class Manifest:
     """Samples taken out by each filter."""
     captions: list[CaptionConfig] = field(default_factory=list)
     """Column and weight of each of several captions; empty if the source itself names the caption."""
+    buckets: tuple[Bucket, ...] = ()
+    """Shapes of the images; none if all have ``x_shape``. Columns have the shape of the first bucket."""
+    bucket_samples: tuple[tuple[ClusterSamples, ...], ...] = ()
+    """Samples of each bucket in each cluster, [buckets][K]."""
 
     @property
     def num_clusters(self) -> int:
@@ -158,6 +165,9 @@ def manifest_path(run_dir: Path) -> Path:
     return run_dir / "prepared" / "manifest.json"
 
 
-def shard_name(cluster: int, split: str) -> str:
-    """Return a cluster's folder in ``shards/``; ``split`` is ``TRAIN`` or ``HELD_OUT``."""
-    return f"cluster-{cluster}/{split}"
+def shard_name(cluster: int, split: str, bucket: str | None = None) -> str:
+    """Return a cluster's folder in ``shards/``; ``split`` is ``TRAIN`` or ``HELD_OUT``, ``bucket`` a bucket's name."""
+    if bucket is None:
+        return f"cluster-{cluster}/{split}"
+
+    return f"cluster-{cluster}/{bucket}/{split}"
