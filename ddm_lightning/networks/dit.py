@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -28,7 +30,8 @@ from ddm_lightning.networks.blocks import (
 class PatchTransformer(embeddings.Conditioned):
     """Base of the transformers: embeddings of patches and time, for any kind of block.
 
-    A subclass adds ``blocks`` and calls ``initialise`` once all parameters exist.
+    It takes images of any height and width that ``patch_size`` divides; ``x_shape`` is the reference of their positions
+    (``embeddings.coordinates``). A subclass adds ``blocks`` and calls ``initialise`` once all parameters exist.
 
     Args:
         x_shape: (channels, height, width) of ``x_t``; height and width in pixels or latent cells.
@@ -45,37 +48,65 @@ class PatchTransformer(embeddings.Conditioned):
     def __init__(self, x_shape: tuple[int, int, int], options: Architecture) -> None:
         super().__init__()
         _, width, num_heads = options.sizes()
-        patch_size = options.patch_size
-        channels, height_cells, width_cells = x_shape
-        if height_cells % patch_size or width_cells % patch_size:
-            raise ValueError(
-                f"patch_size = {patch_size} must divide the {height_cells}x{width_cells} cells of a sample"
-            )
-
+        self.patch_size = options.patch_size
+        self.grid = self._grid_of(x_shape)
         if width < 1 or width % num_heads:
             raise ValueError(f"width = {width} must be at least 1, and num_heads = {num_heads} must divide it")
 
-        self.x_shape = x_shape
-        self.patch_size = patch_size
-        self.patch_embedding = nn.Linear(channels * patch_size**2, width)
-        grid = (height_cells // patch_size, width_cells // patch_size)
+        self.patch_embedding = nn.Linear(x_shape[0] * self.patch_size**2, width)
         positions = None
         rotation = None
         if options.rope:
-            rotation = embeddings.axial_rotation(width // num_heads, *grid)
+            self._table = partial(embeddings.axial_rotation, width // num_heads, reference=self.grid)
+            rotation = self._table(*self.grid)
         else:
-            positions = embeddings.sincos_positions(width, *grid)
+            self._table = partial(embeddings.sincos_positions, width, reference=self.grid)
+            positions = self._table(*self.grid)
 
         self.register_buffer("positions", positions, persistent=False)
         self.register_buffer("rotation", rotation, persistent=False)
         self.time_embedding = embeddings.TimestepEmbedding(width)
 
+    def _grid_of(self, shape: Sequence[int]) -> tuple[int, int]:
+        """Rows and columns of patches of a shape (…, height, width)."""
+        height, width = shape[-2:]
+        if height % self.patch_size or width % self.patch_size:
+            raise ValueError(f"patch_size = {self.patch_size} must divide the {height}x{width} cells of a sample")
+
+        return height // self.patch_size, width // self.patch_size
+
+    def table(self, name: str, x_t: Float[Tensor, "b c h w"]) -> Tensor | None:
+        """The buffer ``name`` (``positions`` or ``rotation``) for the patches of ``x_t``; None if not in use.
+
+        The first images of a shape make a buffer, which stays on their device.
+
+        Raises:
+            ValueError: ``patch_size`` does not divide the height and width.
+        """
+        own: Tensor | None = getattr(self, name)
+        rows, columns = self._grid_of(x_t.shape)
+        if own is None or (rows, columns) == self.grid:
+            return own
+
+        key = f"{name}_{rows}x{columns}"
+        if not hasattr(self, key):
+            with torch.inference_mode(False):  # training may follow, which cannot use tensors of that mode
+                self.register_buffer(key, self._table(rows, columns).to(own), persistent=False)
+
+        made: Tensor = getattr(self, key)
+        return made
+
     def tokens(self, x_t: Float[Tensor, "b c h w"]) -> Tokens:
-        """Embed the patches; add positions unless RoPE is used."""
+        """Embed the patches; add positions unless RoPE is used.
+
+        Raises:
+            ValueError: as ``table``.
+        """
+        positions = self.table("positions", x_t)
         patches = embeddings.patchify(x_t, self.patch_size).to(self.patch_embedding.weight.dtype)
         embedded: Tensor = self.patch_embedding(patches)
-        if self.positions is not None:
-            return embedded + self.positions
+        if positions is not None:
+            return embedded + positions
 
         # Float32 even under autocast, as with positions, so that blocks do not sum in half precision.
         assert self.rotation is not None
@@ -181,9 +212,9 @@ class DiT(Trunk):
     def forward(self, x_t: Samples, t: Times, condition: Condition | None) -> Samples:
         """The prediction, in the dtype of ``x_t``; ``condition=None`` is the learned null in every row."""
         conditioning = self.conditioning(t, condition)
-        tokens = self.run(self.tokens(x_t), conditioning, self.rotation, condition)
+        tokens = self.run(self.tokens(x_t), conditioning, self.table("rotation", x_t), condition)
         patches = self.final(tokens, conditioning)
-        return embeddings.unpatchify(patches, self.x_shape, self.patch_size).to(x_t.dtype)
+        return embeddings.unpatchify(patches, x_t.shape, self.patch_size).to(x_t.dtype)
 
 
 @ROUTERS.register("router-dit")
@@ -235,7 +266,7 @@ class RouterDiT(Trunk):
 
         conditioning = self.conditioning(t, condition)
         patches = self.tokens(x_t)
-        rotation = self.rotation
+        rotation = self.table("rotation", x_t)
         if self.training and self.dropout:
             kept = sample_kept(patches, self.dropout)
             patches = patches.gather(1, kept[:, :, None].expand(-1, -1, patches.shape[2]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float
@@ -24,18 +25,19 @@ def patchify(x: Float[Tensor, "b c h w"], patch_size: int) -> Float[Tensor, "b n
     return functional.pixel_unshuffle(x, patch_size).flatten(2).transpose(1, 2).contiguous()
 
 
-def unpatchify(
-    patches: Float[Tensor, "b n p"], x_shape: tuple[int, int, int], patch_size: int
-) -> Float[Tensor, "b c h w"]:
-    """The inverse of ``patchify`` for ``x`` of shape ``x_shape`` = (c, h, w)."""
-    rows = x_shape[1] // patch_size
+def unpatchify(patches: Float[Tensor, "b n p"], x_shape: Sequence[int], patch_size: int) -> Float[Tensor, "b c h w"]:
+    """The inverse of ``patchify`` for ``x`` of shape ``x_shape`` = (c, h, w) or (b, c, h, w)."""
+    rows = x_shape[-2] // patch_size
     return functional.pixel_shuffle(patches.transpose(1, 2).unflatten(2, (rows, -1)), patch_size)
 
 
-def sincos_positions(width: int, rows: int, columns: int) -> Float[Tensor, "n width"]:
+def sincos_positions(
+    width: int, rows: int, columns: int, reference: tuple[int, int] | None = None
+) -> Float[Tensor, "n width"]:
     """Fixed 2-D positions, row by row: half of ``width`` encodes the column, half the row; each sines, then cosines.
 
-    The layout of DiT (Peebles and Xie, 2212.09748) and MAE (He et al., 2111.06377).
+    The layout of DiT (Peebles and Xie, 2212.09748) and MAE (He et al., 2111.06377). ``coordinates`` explains
+    ``reference``.
 
     Raises:
         ValueError: ``width`` is not divisible by 4.
@@ -43,16 +45,19 @@ def sincos_positions(width: int, rows: int, columns: int) -> Float[Tensor, "n wi
     if width % 4:
         raise ValueError(f"width = {width} must be divisible by 4, for sines and cosines of two coordinates")
 
-    of_columns, of_rows = _angles(width // 4, rows, columns)
+    of_columns, of_rows = _angles(width // 4, rows, columns, reference)
     waves = [of_columns.sin(), of_columns.cos(), of_rows.sin(), of_rows.cos()]
     return torch.cat(waves, dim=1).float()
 
 
-def axial_rotation(head_size: int, rows: int, columns: int) -> Float[Tensor, "1 n 2 half"]:
+def axial_rotation(
+    head_size: int, rows: int, columns: int, reference: tuple[int, int] | None = None
+) -> Float[Tensor, "1 n 2 half"]:
     """Cosines and sines of the angles of ``attention.rotate``, for each patch, row by row.
 
     Rotary positions (RoFormer: Su et al., 2104.09864) on two axes (Heo et al., 2403.13298, section 3.2): the first half
     of a head's feature pairs encodes the column, the second the row, at the frequencies of ``sincos_positions``.
+    ``coordinates`` explains ``reference``.
 
     Raises:
         ValueError: ``head_size`` is not divisible by 4.
@@ -60,15 +65,35 @@ def axial_rotation(head_size: int, rows: int, columns: int) -> Float[Tensor, "1 
     if head_size % 4:
         raise ValueError(f"rope needs width / num_heads = {head_size} to be divisible by 4, for pairs on two axes")
 
-    angles = torch.cat(_angles(head_size // 4, rows, columns), dim=1)
+    angles = torch.cat(_angles(head_size // 4, rows, columns, reference), dim=1)
     return torch.stack([angles.cos(), angles.sin()], dim=1).float()[None]
 
 
-def _angles(num_frequencies: int, rows: int, columns: int) -> list[Tensor]:
+def coordinates(rows: int, columns: int, reference: tuple[int, int] | None = None) -> list[Float[Tensor, " n"]]:
+    """Column, then row, of each patch of a grid, row by row, in float64.
+
+    A grid has the middle and the area of its ``reference``, whose own coordinates are 0, 1, 2 and so on. So all grids
+    of an experiment cover about the same numbers, and patches stay square.
+
+    Args:
+        rows: of the grid.
+        columns: of the grid.
+        reference: rows and columns of the reference; None for the grid itself.
+    """
+    reference = reference or (rows, columns)
+    scale = math.sqrt(math.prod(reference) / (rows * columns))
+    axes = []
+    for num, wanted in zip((rows, columns), reference, strict=True):
+        axes.append((torch.arange(num, dtype=torch.float64) + 0.5 - num / 2) * scale + wanted / 2 - 0.5)
+
+    row, column = torch.meshgrid(axes, indexing="ij")
+    return [column.flatten(), row.flatten()]
+
+
+def _angles(num_frequencies: int, rows: int, columns: int, reference: tuple[int, int] | None) -> list[Tensor]:
     """Angles of the columns, then of the rows; each [rows * columns, num_frequencies] in float64."""
     frequencies = _MAX_PERIOD ** (-torch.arange(num_frequencies, dtype=torch.float64) / num_frequencies)
-    row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
-    return [coordinate.reshape(-1, 1) * frequencies for coordinate in (column, row)]
+    return [coordinate[:, None] * frequencies for coordinate in coordinates(rows, columns, reference)]
 
 
 def sinusoidal(t: Float[Tensor, " b"], size: int) -> Float[Tensor, "b size"]:

@@ -184,4 +184,4 @@ class MMDiT(PatchTransformer):
             x, text = block(x, text, conditioning)
 
         patches = self.final(x, conditioning)
-        return unpatchify(patches, self.x_shape, self.patch_size).to(x_t.dtype)
+        return unpatchify(patches, x_t.shape, self.patch_size).to(x_t.dtype)

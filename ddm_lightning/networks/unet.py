@@ -149,10 +149,8 @@ class UNet(Conditioned):
                 f"(and those of the last level) num_heads = {num_heads} must divide"
             )
 
-        channels, rows, columns = x_shape
-        if rows % 2**last or columns % 2**last:
-            raise ValueError(f"{len(sizes)} levels need sizes divisible by {2**last}, not {rows}x{columns}")
-
+        self.num_levels = len(sizes)
+        self._check_size(x_shape)
         if prediction not in PREDICTIONS:
             raise ValueError(f"prediction = {prediction!r} is none of {', '.join(PREDICTIONS)}")
 
@@ -188,6 +186,7 @@ class UNet(Conditioned):
             self.blocks.append(block)
             before = level
 
+        channels = x_shape[0]
         self.stem = nn.Conv2d(channels, sizes[0], 3, padding=1)
         self.final_norm = _norm(sizes[0])
         self.final = nn.Conv2d(sizes[0], channels, 3, padding=1)
@@ -199,8 +198,19 @@ class UNet(Conditioned):
                 for parameter in part.parameters():  # each residual branch, and the output, is 0 at the start
                     nn.init.zeros_(parameter)
 
+    def _check_size(self, shape: Sequence[int]) -> None:
+        height, width = shape[-2:]
+        divisor = 2 ** (self.num_levels - 1)
+        if height % divisor or width % divisor:
+            raise ValueError(f"{self.num_levels} levels need sizes divisible by {divisor}, not {height}x{width}")
+
     def forward(self, x_t: Samples, t: Times, condition: Condition | None) -> Samples:
-        """The prediction, in the dtype of ``x_t``; ``condition=None`` is the learned null in every row."""
+        """The prediction, in the dtype of ``x_t``; ``condition=None`` is the learned null in every row.
+
+        Raises:
+            ValueError: the levels do not divide the height and width.
+        """
+        self._check_size(x_t.shape)
         conditioning = self.conditioning(t, condition)
         context = None
         if self.token_embedding is not None:

@@ -374,6 +374,48 @@ def test_an_adapter_is_written_merged_with_its_base(tmp_path):
         torch.testing.assert_close(again(x_t, t, tokens).sample, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", MODELS)
+def test_another_shape_is_that_of_a_network_built_for_it_or_refused(kind):
+    """A square of DiT's would be made of 2 x 8 patches without an error, and is another size than the table's."""
+    condition = CLASSES if kind == DIT else TOKENS
+    config = {"_class_name": kind} | MODELS[kind]
+    network = built(condition, config=config).eval()
+    x_t = torch.randn(2, 4, 4, 12)
+    t = torch.tensor([0.2, 0.7])
+    if kind == DIT:
+        for shape in ((4, 16), (16, 16)):
+            with pytest.raises(ValueError, match=r"divisible by 8 and at most 8, not \(4, "):
+                network(torch.randn(2, 4, *shape), t, None)
+
+        return
+
+    with torch.no_grad():
+        found = network(x_t, t, None)
+        if kind != PIXART:  # whose class has one number for height and width
+            own = built(condition, x_shape=(4, 4, 12), config=config).eval()
+            own.load_state_dict(network.state_dict())
+            assert torch.equal(own(x_t, t, None), found)
+
+    with pytest.raises(ValueError, match="divisible by 2"):
+        network(x_t[..., :11], t, None)
+
+
+def test_pixart_stretches_its_positions_over_an_image():
+    """Each axis runs from 0 to the table's size, however many patches it has; by the formula."""
+    network = built(TOKENS, config={"_class_name": PIXART} | MODELS[PIXART])
+    embed = network.model.pos_embed
+    torch.nn.init.zeros_(embed.proj.weight)
+    torch.nn.init.zeros_(embed.proj.bias)
+
+    found = embed(torch.randn(1, 4, 4, 16))[0]
+
+    for patch in range(16):
+        row, column = divmod(patch, 8)
+        angles = [coordinate / 10**i for coordinate in (column / 2, row * 2) for i in range(4)]
+        waves = [wave(angle) for half in (angles[:4], angles[4:]) for wave in (math.sin, math.cos) for angle in half]
+        torch.testing.assert_close(found[patch], torch.tensor(waves), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("kind", "changes", "problem"),
     [

@@ -1,3 +1,4 @@
+import copy
 import math
 from functools import partial
 
@@ -8,8 +9,9 @@ from networks.small import check_mixed_precision, linear, moved
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import EXPERTS
 from ddm_lightning.flow.condition import Condition, ConditionSpec
-from ddm_lightning.networks.dit import DiT
+from ddm_lightning.networks.dit import DiT, RouterDiT
 from ddm_lightning.networks.embeddings import axial_rotation, sincos_positions
+from ddm_lightning.networks.mmdit import MMDiT
 from ddm_lightning.testing import check_expert
 
 SMALL = {"width": 16, "depth": 2, "num_heads": 2, "patch_size": 2}
@@ -134,6 +136,66 @@ def test_positions_of_an_image_that_is_no_square():
     assert torch.equal(turned.rotation, axial_rotation(8, rows=2, columns=4))
     with pytest.raises(UserError, match="patch_size = 2 must divide the 8x9 cells"):
         EXPERTS.build("dit", SMALL, x_shape=(3, 8, 9), condition=NONE)
+
+
+@pytest.mark.parametrize("rope", [False, True])
+def test_a_turned_image_gives_the_turned_output_if_weights_and_positions_turn(rope):
+    wide = perturbed(rope=rope)
+    tall = copy.deepcopy(wide)
+    with torch.no_grad():
+        for weight, axis in ((tall.patch_embedding.weight, 1), (tall.final.out.weight, 0)):
+            patches = weight.unflatten(axis, (3, 2, 2))  # channel, row, column
+            weight.copy_(patches.transpose(axis + 1, axis + 2).flatten(axis, axis + 2))
+
+        tall.final.out.bias.copy_(tall.final.out.bias.view(3, 2, 2).transpose(1, 2).flatten())
+
+    x_t = torch.randn(2, 3, 4, 16)
+    t = torch.tensor([0.2, 0.7])
+    name = "rotation" if rope else "positions"
+    table = wide.table(name, x_t).view(1, 2, 8, -1).transpose(1, 2).reshape(wide.table(name, x_t).shape)
+    assert not torch.allclose(table, tall.table(name, x_t.mT))  # half of the features is the column's, half the row's
+    tall.register_buffer(f"{name}_8x2", table, persistent=False)
+
+    torch.testing.assert_close(tall(x_t.mT, t, None), wide(x_t, t, None).mT)
+
+
+def test_rows_and_columns_of_a_turned_grid_change_places():
+    """With a square as the reference."""
+    wide = sincos_positions(16, 2, 8, (4, 4)).view(2, 8, 2, 8)
+    tall = sincos_positions(16, 8, 2, (4, 4)).view(8, 2, 2, 8)
+    assert torch.equal(tall, wide.transpose(0, 1).flip(2))
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        partial(DiT, condition=NONE),
+        partial(DiT, condition=NONE, rope=True),
+        partial(RouterDiT, condition=NONE, rope=True, dropout=0.5, num_clusters=3),
+        partial(MMDiT, condition=TOKENS),
+    ],
+    ids=["dit", "rotary", "router", "mmdit"],
+)
+def test_positions_of_a_shape_are_made_once_and_kept(build, monkeypatch):
+    network = moved(build(x_shape=(3, 8, 8), **SMALL))
+    before = network.state_dict().keys()
+    t = torch.tensor([0.2, 0.7])
+    wide = torch.randn(2, 3, 4, 16)
+    with torch.inference_mode():  # as a validation before the first step
+        network(wide, t, None)
+
+    made = [name for name, _ in network.named_buffers() if name.endswith("_2x8")]
+    assert len(made) == 1 and network.state_dict().keys() == before
+    assert network.to("meta").get_buffer(made[0]).is_meta
+
+    network = moved(build(x_shape=(3, 8, 8), **SMALL))
+    with torch.inference_mode():
+        network(wide, t, None)
+
+    network = copy.deepcopy(network)
+    monkeypatch.setattr(type(network), "register_buffer", None)
+    network(wide, t, None).sum().backward()
+    assert network.patch_embedding.weight.grad.any()
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,8 @@ from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.networks.embeddings import (
     ConditionEmbedding,
     TimestepEmbedding,
+    axial_rotation,
+    coordinates,
     patchify,
     sincos_positions,
     sinusoidal,
@@ -48,6 +50,32 @@ def test_positions_equal_a_second_implementation():
     positions = sincos_positions(width, rows, columns)
     assert positions.dtype == torch.float32
     np.testing.assert_allclose(positions.numpy(), np.concatenate(waves, axis=1), atol=1e-6)
+
+
+@pytest.mark.parametrize(("rows", "columns", "reference"), [(2, 8, (4, 4)), (3, 5, (4, 4)), (7, 2, (3, 6))])
+def test_positions_of_another_shape_equal_the_formula(rows, columns, reference):
+    """Centred on the reference, and scaled to its area; in plain Python."""
+    scale = math.sqrt(reference[0] * reference[1] / (rows * columns))
+    positions = sincos_positions(8, rows, columns, reference)
+    rotation = axial_rotation(8, rows, columns, reference)[0]
+    for i in range(rows):
+        for j in range(columns):
+            row = (i + 0.5 - rows / 2) * scale + reference[0] / 2 - 0.5
+            column = (j + 0.5 - columns / 2) * scale + reference[1] / 2 - 0.5
+            angles = [column, column / 100, row, row / 100]
+            cosines = [math.cos(angle) for angle in angles]
+            sines = [math.sin(angle) for angle in angles]
+            waves = [*sines[:2], *cosines[:2], *sines[2:], *cosines[2:]]
+            torch.testing.assert_close(positions[i * columns + j], torch.tensor(waves))
+            torch.testing.assert_close(rotation[i * columns + j], torch.tensor([cosines, sines]))
+
+
+@pytest.mark.parametrize("grid", [(16, 16), (3, 5), (1, 7)])
+def test_the_reference_has_whole_numbers_to_the_bit(grid):
+    column, row = coordinates(*grid, reference=grid)
+    numbers = torch.arange(grid[0] * grid[1], dtype=torch.float64)
+    assert torch.equal(row, numbers // grid[1]) and torch.equal(column, numbers % grid[1])
+    assert torch.equal(sincos_positions(8, *grid, reference=grid), sincos_positions(8, *grid))
 
 
 def test_sinusoidal_equals_the_formula():

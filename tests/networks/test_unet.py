@@ -101,3 +101,17 @@ def test_sizes_that_do_not_fit(params: dict[str, object], problem: str) -> None:
     with pytest.raises(UserError, match=problem):
         context = {"x_shape": params.pop("x_shape", (3, 8, 8)), "condition": NONE}
         EXPERTS.build("unet", {"width": 8, "multipliers": [1, 2], **params}, **context)
+
+
+def test_it_takes_any_size_that_its_levels_divide() -> None:
+    """Not only that of its ``x_shape``, which no layer depends on."""
+    torch.manual_seed(0)
+    network = moved(UNet(x_shape=(3, 8, 8), condition=NONE, width=8, multipliers=[1, 2, 2], num_blocks=1))
+    torch.manual_seed(0)
+    own = moved(UNet(x_shape=(3, 4, 12), condition=NONE, width=8, multipliers=[1, 2, 2], num_blocks=1))
+    x_t = torch.randn(2, 3, 4, 12)
+    t = torch.tensor([0.2, 0.7])
+
+    assert torch.equal(network(x_t, t, None), own(x_t, t, None))
+    with pytest.raises(ValueError, match="3 levels need sizes divisible by 4, not 4x10"):
+        network(x_t[..., :10], t, None)

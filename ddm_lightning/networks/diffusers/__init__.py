@@ -35,6 +35,10 @@ class DiffusersTransformer(nn.Module):
     no mask, a token in each place. SD3's pooled text vector is that of a condition ``tokens+text``, also learned where
     it is dropped; for ``tokens`` it is a learned projection of the mean token, 0 at the start.
 
+    DiT takes no other shape than ``x_shape``, the others take all heights and widths that their patches divide. PixArt
+    stretches its positions over the image, SD3 takes the middle of a table, PRX and Lumina count patches from the top
+    left.
+
     Args:
         x_shape: (channels, height, width) of ``x_t``.
         condition: kind and size of the condition.
@@ -125,7 +129,14 @@ class DiffusersTransformer(nn.Module):
         return getattr(self.model, self.family.blocks)[self.family.first_block :]
 
     def forward(self, x_t: Samples, t: Times, condition: Condition | None) -> Samples:
-        """The prediction, in the dtype of ``x_t``; ``condition=None`` is null in every row."""
+        """The prediction, in the dtype of ``x_t``; ``condition=None`` is null in every row.
+
+        Raises:
+            ValueError: the model does not take the shape.
+        """
+        if x_t.shape[1:] != self.x_shape:
+            self.family.check_shape(self.model.config, x_t.shape[1:], self.family.is_square)
+
         if self.null is None:
             given = self._classes(len(t), condition)
         else:

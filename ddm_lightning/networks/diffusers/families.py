@@ -5,7 +5,7 @@ Another class is one more entry in ``FAMILIES``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -89,12 +89,33 @@ class Family:
     time: Callable[[Times], Times] = lambda t: t
     """The model's own time on the path ``linear``. On ``vp`` it is a step of DDPM."""
     has_one_size: bool = False
-    """Whether images must have the setting ``sample_size``."""
+    """Whether ``x_shape`` must have the setting ``sample_size``."""
+    is_square: bool = False
+    """Whether images of another shape than ``x_shape`` are refused."""
     largest: Callable[[Settings], int] = lambda _: _LONGEST_AXIS
     """Largest height and width, in cells of ``x_t``."""
     most_tokens: Callable[[Settings], int] = lambda _: _LONGEST_AXIS
     call: Callable[..., Tensor] = lambda model, x, **given: model(x, **given, return_dict=False)[0]
     """Gives the prediction for a model, ``x_t``, ``timestep`` and the arguments of the condition."""
+
+    def check_shape(self, settings: Settings, x_shape: Sequence[int], has_one_size: bool) -> None:
+        """Refuse samples that a model does not take, or those of another than its one size.
+
+        Raises:
+            ValueError: they do not fit.
+        """
+        channels = settings["in_channels"]
+        divisor = settings["patch_size"]
+        largest = self.largest(settings)
+        if has_one_size:
+            divisor = largest = settings["sample_size"]
+
+        _, height, width = x_shape
+        if x_shape[0] != channels or height % divisor or width % divisor or max(height, width) > largest:
+            raise ValueError(
+                f"the model takes samples of shape ({channels}, height, width), both divisible by {divisor} and at "
+                f"most {largest}, not {tuple(x_shape)}"
+            )
 
     def check(self, settings: Settings, x_shape: tuple[int, int, int], condition: ConditionSpec) -> None:
         """Refuse samples and conditions that a model does not take.
@@ -105,19 +126,7 @@ class Family:
         if max(settings.get("axes_lens") or [0]) > _LONGEST_AXIS:
             raise ValueError(f"axes_lens is more than {_LONGEST_AXIS}")
 
-        channels = settings["in_channels"]
-        divisor = settings["patch_size"]
-        largest = self.largest(settings)
-        if self.has_one_size:
-            divisor = largest = settings["sample_size"]
-
-        _, height, width = x_shape
-        if x_shape[0] != channels or height % divisor or width % divisor or max(height, width) > largest:
-            raise ValueError(
-                f"the model takes samples of shape ({channels}, height, width), both divisible by {divisor} and at "
-                f"most {largest}, not {x_shape}"
-            )
-
+        self.check_shape(settings, x_shape, self.has_one_size)
         if self.text:
             size = next(settings[key] for key in self.text if settings[key] is not None)
             most = self.most_tokens(settings)
@@ -139,8 +148,9 @@ class Family:
 
 
 FAMILIES = {
-    # DiT's output layer takes the embedding of the time from within its first block.
-    "DiTTransformer2DModel": Family(prediction="epsilon", path="vp", has_one_size=True, first_block=1),
+    # DiT's output layer takes the embedding of the time from within its first block. It makes a square of all patches:
+    # of 2 x 8, without an error, 4 x 4.
+    "DiTTransformer2DModel": Family(prediction="epsilon", path="vp", has_one_size=True, is_square=True, first_block=1),
     "PixArtTransformer2DModel": Family(
         prediction="epsilon",
         path="vp",
