@@ -9,8 +9,10 @@ import sys
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 from filelock import FileLock
+from PIL import Image
 from sample_log import LOGS_SAMPLES, python_path
 
 from ddm_lightning.cli.parser import main
@@ -165,6 +167,56 @@ def prepared(run, *settings):
 def tiny_prepared(tmp_path_factory):
     """The folder ``prepared`` of the tiny experiment. Not to be changed: copy it."""
     return made_once(tmp_path_factory, "prepared", prepared) / "prepared"
+
+
+SHAPES = {"4x16": (8, 30), "8x8": (15, 16), "16x4": (30, 8)}
+"""Bucket -> height and width of the images that go there: none exactly, so each is resized and cropped."""
+BUCKETS = "{size: 8, buckets: {max_aspect: 4.0, step: 4}}"
+"""``prepare.images``: buckets of 4 x 16, 8 x 8 and 16 x 4 pixels."""
+
+
+def write_shapes(folder, num=100):
+    """Write noisy red and blue PNGs, of which two in ten are wide, five nearly square and three tall."""
+    folder.mkdir(parents=True)
+    random = np.random.default_rng(0)
+    captions = []
+    for number in range(num):
+        name = "4x16" if number % 10 < 2 else "8x8" if number % 10 < 7 else "16x4"
+        colour = ("red", "blue")[number // 10 % 2]
+        pixels = random.integers(60, 110, (*SHAPES[name], 3), dtype=np.uint8)
+        pixels[:, :, 2 * (colour == "blue")] += 80
+        file = f"image-{number}.png"
+        Image.fromarray(pixels).save(folder / file)
+        captions.append(json.dumps({"file_name": file, "caption": f"{colour} {name}"}) + "\n")
+
+    (folder / "captions.jsonl").write_text("".join(captions))
+
+
+def bucket_settings(folder):
+    """What makes the tiny experiment one on the images of ``write_shapes`` in three buckets."""
+    return [
+        f"prepare.source={{name: imagefolder, params: {{path: {folder}}}}}",
+        f"prepare.images={BUCKETS}",
+        "prepare.partition.max_largest_over_mean=1.5",
+    ]
+
+
+def _prepare_buckets(run):
+    write_shapes(run / "images")
+    prepared(run, *bucket_settings(run / "images"))
+
+
+@pytest.fixture(scope="session")
+def bucket_prepared(tmp_path_factory):
+    """The folder ``prepared`` of the tiny experiment in three buckets. Not to be changed: copy it."""
+    return made_once(tmp_path_factory, "buckets", _prepare_buckets) / "prepared"
+
+
+@pytest.fixture
+def bucket_run(bucket_prepared, tmp_path):
+    """A run folder with shards of three buckets and their images; train it with ``bucket_settings(run / "images")``."""
+    shutil.copytree(bucket_prepared.parent, tmp_path / "run")
+    return tmp_path / "run"
 
 
 @pytest.fixture

@@ -94,6 +94,8 @@ class ImagesConfig:
     """Shapes of images, instead of one square: ``{max_aspect: 2.0, step: 32}`` for all of about ``size`` x ``size``
     pixels whose sides ``step`` divides, or a list of [height, width]. Each image is resized to cover the shape of the
     nearest aspect ratio, and its middle is kept."""
+    upscale: bool = True
+    """Whether to keep images that are enlarged; false skips and counts them."""
 
 
 @dataclass

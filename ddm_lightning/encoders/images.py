@@ -145,11 +145,12 @@ class DiffusersVAE(Pretrained):
         """Encode images to the mean of their latents, or to mean and standard deviation, stacked in channels.
 
         Raises:
-            UserError: the images' side is not a multiple of ``factor``, or the device is missing.
+            UserError: a side of the images is not a multiple of ``factor``, or the device is missing.
         """
         device = self._found_device()
-        num_pixels = images.shape[1] ** 2
-        channels, *sides = self.x_shape(images.shape[1])
+        height, width = images.shape[1:3]
+        channels, rows, _ = self.x_shape(height)
+        sides = (rows, self.x_shape(width)[2])
         if self.stores == "posterior":
             channels *= 2
 
@@ -165,7 +166,7 @@ class DiffusersVAE(Pretrained):
             # Diffusers clamps the standard deviation to 3e-7 … 2.2e4, which float16 holds.
             return torch.cat([posterior.mean, posterior.std], dim=1)
 
-        batch_size = _batch_size(num_pixels, device)
+        batch_size = _batch_size(height * width, device)
         return encode_in_batches(images, encode, (channels, *sides), device, batch_size, self.dtype)
 
     @torch.inference_mode()

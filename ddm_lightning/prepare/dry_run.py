@@ -15,7 +15,7 @@ from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core.devices import tf32
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.formatting import format_bytes, format_duration, table
-from ddm_lightning.prepare.encode import latent_rows
+from ddm_lightning.prepare.encode import in_bucket, latent_rows
 from ddm_lightning.prepare.engine import Reporter
 from ddm_lightning.prepare.reading import Reading
 from ddm_lightning.prepare.records import count_samples
@@ -91,11 +91,10 @@ def dry_run(experiment: Experiment, run_dir: Path, check: Callable[[DataSizes], 
             "or prepare.filters"
         )
 
-    records, images = first
-    num = len(records)
+    num = len(first.records)
     keys = ""
     captions = list[str]()
-    for record in records:
+    for record in first.records:
         keys += record.key
         captions += record.captions or (record.caption,)
 
@@ -104,23 +103,31 @@ def dry_run(experiment: Experiment, run_dir: Path, check: Callable[[DataSizes], 
 
     num_captions = 0
     labels = set()
-    for some, _ in chain([first], chunks):
-        for record in some:
+    for chunk in chain([first], chunks):
+        for record in chunk.records:
             num_captions += bool(record.caption)
             labels.add(record.label)
 
-    work: dict[str, Callable[[], Mapping[str, np.ndarray]]] = {"encoded images": lambda: latent_rows(plugins, images)}
+    def encode_images() -> Mapping[str, np.ndarray]:
+        rows = {}
+        for number, bucket in enumerate(plugins.bucket_names):
+            for name, encoded in latent_rows(plugins, first.of_bucket(number)[1], number).items():
+                rows[in_bucket(name, bucket)] = encoded
+
+        return rows
+
+    work: dict[str, Callable[[], Mapping[str, np.ndarray]]] = {"encoded images": encode_images}
     if (encoder := plugins.caption_encoder) is not None:
         work["encoded captions"] = lambda: encoder.encode(captions)
 
-    work["features"] = lambda: {"features": plugins.features.encode(images)}
+    work["features"] = lambda: {"features": plugins.features.encode(first.squares)}
     for name, encode in work.items():
         encode()  # loads the weights
         start = time.monotonic()
         num_bytes = sum(rows.nbytes for rows in encode().values()) // num
         estimates[name] = num_bytes, (time.monotonic() - start) / num
 
-    estimates["shards without texts"] = plugins.sample_bytes(plugins.sizes_at(images.shape[1])), 0.0
+    estimates["shards without texts"] = plugins.sample_bytes(plugins.sizes_at(reading.image_size)), 0.0
     return DryRun(
         stages,
         len(parts),

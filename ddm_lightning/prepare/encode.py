@@ -20,15 +20,23 @@ from typing import Any, TypeAlias
 import numpy as np
 from jaxtyping import Bool, Shaped, UInt64
 
-from ddm_lightning.config.experiment import PrepareConfig
 from ddm_lightning.core.devices import tf32
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_files
 from ddm_lightning.encoders.interfaces import Images, numbered
-from ddm_lightning.partition.columns import GrowingArray, PackedStrings, packed_strings
+from ddm_lightning.partition.columns import GrowingArray, PackedStrings, RowNumbers, packed_strings
 from ddm_lightning.prepare.ledger import Entries, Job, OnProgress
 from ddm_lightning.prepare.near_duplicates import codes_of
-from ddm_lightning.prepare.reading import ENOUGH, Plugins, Reading, num_captions, one_ahead, to_square
+from ddm_lightning.prepare.reading import (
+    ENOUGH,
+    Chunk,
+    Plugins,
+    Reading,
+    inputs_of_images,
+    num_captions,
+    one_ahead,
+    to_square,
+)
 from ddm_lightning.prepare.records import Part, Pixels, Record
 
 RECORDS = "records"
@@ -37,6 +45,7 @@ CAPTIONS = "captions"
 FEATURES = "features"
 SAMPLE = "sample"
 CODES = "codes"
+IMAGE_COLUMNS = ("x_0", "x_0_flipped")
 LEDGER = "part.json"
 ROWS_FILE = "rows.npz"
 TEXTS_FILE = "texts.npz"
@@ -68,7 +77,7 @@ class PartJob(Job):
 def inputs_of_columns(plugins: Plugins) -> dict[str, Any]:
     """Return the inputs of each column set, other than the part."""
     config = plugins.config
-    base: dict[str, Any] = {"source": asdict(config.source), "images": asdict(config.images)}
+    base: dict[str, Any] = {"source": asdict(config.source), "images": inputs_of_images(config.images)}
     if plugins.filters or config.keep:
         base |= {"filters": plugins.filters.inputs, "keep": config.keep}
     if config.captions:  # not their weights
@@ -196,17 +205,20 @@ def is_sampled(key_hash: Hashes, fraction: float) -> Mask:
 
 def _encode_images(job: PartJob, names: Collection[str], plugins: Plugins, on_progress: OnProgress) -> None:
     reading = Reading(plugins.read(job.part), plugins)
-    texts = _Records(job.num_parts, plugins.config)
+    texts = _Records(job.num_parts, plugins)
     with _writing(job, *names) as sets:
-        for records, images in one_ahead(reading.chunks()):
+        for chunk in one_ahead(reading.chunks()):
             on_progress(reading.num_read)
-            texts.add(records, images)
+            texts.add(chunk)
             if LATENTS in names:
-                for name, rows in latent_rows(plugins, images).items():
-                    sets[LATENTS].add(name, rows, "encoded image is not finite")
+                for number, bucket in enumerate(plugins.bucket_names):
+                    places, images = chunk.of_bucket(number)
+                    for name, rows in latent_rows(plugins, images, number).items():
+                        column = in_bucket(name, bucket)
+                        sets[LATENTS].add(column, rows, "encoded image is not finite", places)
 
             if FEATURES in names:
-                sets[FEATURES].add(FEATURES, plugins.features.encode(images), "features are not finite")
+                sets[FEATURES].add(FEATURES, plugins.features.encode(chunk.squares), "features are not finite")
 
         on_progress(reading.num_read)
         if RECORDS in names:
@@ -218,11 +230,30 @@ def _encode_images(job: PartJob, names: Collection[str], plugins: Plugins, on_pr
             )
 
 
-def latent_rows(plugins: Plugins, images: Images) -> dict[str, Shaped[np.ndarray, "n c h w"]]:
-    """Encode images into the columns of the shards: ``x_0`` and, if configured, ``x_0_flipped``."""
+def in_bucket(column: str, bucket: str | None) -> str:
+    """Return the name of a column of encoded images in one bucket; its own name without buckets."""
+    if bucket is None:
+        return column
+
+    return f"{column}-{bucket}"
+
+
+def latent_rows(plugins: Plugins, images: Images, bucket: int = 0) -> dict[str, Shaped[np.ndarray, "n c h w"]]:
+    """Encode images into the columns of the shards: ``x_0`` and, if configured, ``x_0_flipped``.
+
+    Args:
+        plugins: with the encoder.
+        images: of one bucket, perhaps none.
+        bucket: its number.
+    """
     encoder = plugins.image_encoder
+    flips = plugins.config.horizontal_flips
+    if not len(images):  # empty rows, so that each column has a file
+        shape = plugins.stored_shape(plugins.buckets[bucket].x_shape)
+        return dict.fromkeys(IMAGE_COLUMNS[: 1 + flips], np.empty((0, *shape), encoder.dtype))
+
     rows = {"x_0": encoder.encode(images)}
-    if plugins.config.horizontal_flips:
+    if flips:
         rows["x_0_flipped"] = encoder.encode(np.ascontiguousarray(images[:, :, ::-1]))
 
     return rows
@@ -280,8 +311,17 @@ class _ColumnSet(ExitStack):
         """Cause by unusable row."""
         self._arrays: dict[str, GrowingArray] = {}
 
-    def add(self, name: str, rows: Shaped[np.ndarray, "n ..."], cause: str = "") -> None:
-        """Append rows to a column; note those that are not finite under ``cause``."""
+    def add(
+        self, name: str, rows: Shaped[np.ndarray, "n ..."], cause: str = "", places: RowNumbers | None = None
+    ) -> None:
+        """Append rows to a column; note those that are not finite under ``cause``.
+
+        Args:
+            name: of the column.
+            rows: to append.
+            cause: why those that are not finite cannot be used.
+            places: rows of the part; None for those of the file.
+        """
         if name not in self._arrays:
             self.paths.append(self.folder / f"{name}.npy")
             array = GrowingArray(self.paths[-1], rows.dtype, rows.shape[1:])
@@ -290,8 +330,10 @@ class _ColumnSet(ExitStack):
         array = self._arrays[name]
         if cause and rows.dtype.kind == "f":
             bad = ~np.isfinite(rows.reshape(len(rows), -1)).all(1)
-            rows_of_file = array.num_rows + np.flatnonzero(bad)
-            self.facts["unfit"] |= dict.fromkeys(rows_of_file.astype(str).tolist(), cause)
+            if places is None:
+                places = array.num_rows + np.arange(len(rows))
+
+            self.facts["unfit"] |= dict.fromkeys(places[bad].astype(str).tolist(), cause)
 
         array.append(rows)
 
@@ -299,24 +341,26 @@ class _ColumnSet(ExitStack):
 class _Records:
     """Keys, captions, labels, hashes and thumbnails of one part, written at its end."""
 
-    def __init__(self, num_parts: int, config: PrepareConfig) -> None:
-        self._config = config
+    def __init__(self, num_parts: int, plugins: Plugins) -> None:
+        self._config = plugins.config
+        self._sides = [side for bucket in plugins.buckets for side in (bucket.height, bucket.width)]
         self._records: list[Record] = []
         """Without images."""
         self._max_thumbnails = max(1, MAX_THUMBNAILS // num_parts)
         self._thumbnails: list[tuple[int, int, Pixels]] = []
         """Hash, row and image of the lowest hashes so far, which are a random sample."""
 
-    def add(self, records: list[Record], images: Images) -> None:
+    def add(self, chunk: Chunk) -> None:
         """Collect one chunk."""
         found = self._thumbnails
-        for record, image in zip(records, images, strict=True):
+        for record, image in zip(chunk.records, chunk.images, strict=True):
             found.append((key_hash(record.key), len(self._records), image))
             self._records.append(replace(record, image=_NO_IMAGE))
 
         self._thumbnails = []
         for rank, row, image in sorted(found, key=itemgetter(0, 1))[: self._max_thumbnails]:
-            small = to_square(image, min(len(image), _THUMBNAIL_SIZE), "stretch")
+            # With margins, so that images of all shapes are of one size.
+            small = to_square(image, min(max([len(image), *self._sides]), _THUMBNAIL_SIZE), "pad")
             # A copy, because an image of the size of a thumbnail would keep its whole chunk in memory.
             self._thumbnails.append((rank, row, small.copy()))
 
@@ -325,6 +369,10 @@ class _Records:
         records = self._records
         keys = [record.key for record in records]
         rows_file = columns.folder / ROWS_FILE
+        of_buckets = {}
+        if reading.sizes:
+            of_buckets = {"bucket": np.array(reading.buckets, np.int32), "cropped": np.array(reading.cropped)}
+
         np.savez(
             rows_file,
             key_hash=np.array([*map(key_hash, keys)], np.uint64),
@@ -332,6 +380,7 @@ class _Records:
             split_hash=np.array([key_hash(record.group or record.key) for record in records], np.uint64),
             label=np.array([record.label for record in records], np.int32),
             has_caption=np.array([bool(record.caption) for record in records], bool),
+            **of_buckets,
         )
 
         num = num_captions(self._config)

@@ -12,7 +12,8 @@ from typing import Any
 
 from rich.table import Table
 
-from ddm_lightning.config.experiment import ImagesConfig, PrepareConfig
+from ddm_lightning.config.experiment import PrepareConfig
+from ddm_lightning.core.buckets import Size
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import sha256_file
 from ddm_lightning.core.formatting import table
@@ -22,6 +23,8 @@ PROPERTIES = ("image_height", "image_width", "min_side", "crop_top", "crop_left"
 """Values that every sample has, whatever its source."""
 CAPTIONS_KEY = "prepare.captions"
 IN_DROP_KEYS = "in drop_keys"
+ENLARGED = "would be enlarged"
+"""Filter of ``prepare.images.upscale: false``."""
 _OPERATORS = {
     "<": operator.lt,
     "<=": operator.le,
@@ -57,20 +60,26 @@ def conditions_of(config: PrepareConfig) -> dict[str, str]:
     return conditions
 
 
-def properties(image: Pixels, images: ImagesConfig) -> dict[str, int]:
+def properties(image: Pixels, cropped_to: Size | None) -> dict[str, int]:
     """Return size and crop of an image in pixels.
 
     ``crop_top`` and ``crop_left`` are of the resized image, as in SDXL (Podell et al., arXiv 2307.01952, section 2.2).
+
+    Args:
+        image: before resizing.
+        cropped_to: the size that it is resized to cover; None if it is not cropped.
     """
     height, width = image.shape[:2]
-    shorter = min(height, width)
     top = 0
     left = 0
-    if images.size and images.aspect == "crop":
-        top = round((height * images.size / shorter - images.size) / 2)
-        left = round((width * images.size / shorter - images.size) / 2)
+    if cropped_to is not None:
+        own_height, own_width = cropped_to
+        if own_height * width >= own_width * height:
+            left = round((width * own_height / height - own_width) / 2)
+        else:
+            top = round((height * own_width / width - own_height) / 2)
 
-    return dict(zip(PROPERTIES, (height, width, shorter, top, left), strict=True))
+    return dict(zip(PROPERTIES, (height, width, min(height, width), top, left), strict=True))
 
 
 def number_in(value: Any) -> float:

@@ -17,10 +17,12 @@ from ddm_lightning.core.files import sha256_file
 from ddm_lightning.partition.build import check_balance
 from ddm_lightning.partition.partition import Partition
 from ddm_lightning.prepare.prepared import Prepared
-from ddm_lightning.prepare.reading import Plugins
+from ddm_lightning.prepare.reading import Plugins, inputs_of_images
 from ddm_lightning.prepare.write_shards import Moments
 from ddm_lightning.shards.manifest import FORMAT_VERSION, HELD_OUT, TRAIN, ClusterSamples, Manifest, shard_name
 from ddm_lightning.shards.mosaic import merge_index
+
+_SIDES = (TRAIN, HELD_OUT)
 
 
 def merge_groups(
@@ -48,14 +50,26 @@ def merge_groups(
     partition = replace(Partition.load(prepared.rule_file), counts=counts)
     partition.save(prepared.partition_file)
     num_samples, indices = _merge_folders(prepared.shards, groups)
-    clusters = []
-    for k in range(partition.num_clusters):
-        train = num_samples[shard_name(k, TRAIN)]
-        held_out = num_samples[shard_name(k, HELD_OUT)]
-        clusters.append(ClusterSamples(train, held_out))
+
+    def count(*names: str | None) -> tuple[ClusterSamples, ...]:
+        clusters = []
+        for k in range(partition.num_clusters):
+            train, held_out = (sum(num_samples[shard_name(k, side, name)] for name in names) for side in _SIDES)
+            clusters.append(ClusterSamples(train, held_out))
+
+        return tuple(clusters)
 
     encoder = plugins.image_encoder
     sizes = plugins.sizes_at(index["image_size"])
+    columns = groups[0]["columns"]
+    buckets = []
+    for bucket in sizes.buckets:
+        if any(one.train + one.held_out for one in count(bucket.name)):
+            buckets.append(bucket)
+
+    if buckets:
+        columns = plugins.encodings(plugins.stored_shape(buckets[0].x_shape))
+
     class_names = getattr(plugins.source, "class_names", None) or ()
     moments = []
     for group in groups:
@@ -66,7 +80,7 @@ def merge_groups(
         format_version=FORMAT_VERSION,
         source=asdict(config.source),
         attribution=plugins.source.attribution,
-        images={**asdict(config.images), "size": index["image_size"]},
+        images=inputs_of_images(config.images) | {"size": index["image_size"]},
         image_encoder=asdict(config.image_encoder),
         stores=encoder.stores,
         x_shape=sizes.x_shape,
@@ -76,7 +90,7 @@ def merge_groups(
         caption_encoder=asdict(config.caption_encoder) if config.caption_encoder else None,
         text_size=sizes.text_size,
         token_shape=sizes.token_shape,
-        columns=groups[0]["columns"],
+        columns=columns,
         num_classes=sizes.num_classes,
         features=asdict(config.features),
         provenance=plugins.provenance(),
@@ -85,7 +99,7 @@ def merge_groups(
         filtered=index["filtered"],
         num_samples=index["num_samples"],
         num_without_caption=index["num_without_caption"],
-        clusters=tuple(clusters),
+        clusters=count(*plugins.bucket_names),
         priors=tuple(partition.priors.tolist()),
         seed=experiment.seed,
         index_sha256=indices,
@@ -93,6 +107,8 @@ def merge_groups(
         versions=plugins.versions(),
         class_names=list(class_names) or None,
         class_counts=class_counts.tolist(),
+        buckets=tuple(buckets),
+        bucket_samples=tuple(count(bucket.name) for bucket in buckets),
     )
 
 
@@ -106,9 +122,9 @@ def _merge_folders(shards: Path, groups: Sequence[Mapping[str, Any]]) -> tuple[C
             num_samples[name] += entry["samples"]
             folder = shards / name / entry["folder"]
             folders.setdefault(name, []).append(folder)
-            kept |= {folder, folder.parent, folder.parents[1]}
+            kept |= {folder, *folder.parents}
 
-    for pattern in ("*", "*/*", "*/*/*"):
+    for pattern in ("*", "*/*", "*/*/*", "*/*/*/*"):
         for folder in list(shards.glob(pattern)):
             if folder.is_dir() and folder not in kept:
                 shutil.rmtree(folder)

@@ -34,6 +34,7 @@ from ddm_lightning.prepare.encode import (
     Hashes,
     Mask,
     check_broken,
+    in_bucket,
     is_sampled,
 )
 from ddm_lightning.prepare.filters import IN_DROP_KEYS
@@ -169,9 +170,21 @@ class Prepared:
         """Number of usable samples in these parts."""
         return sum(self.index["part_samples"][self.first :][: len(self.parts)])
 
-    def rows(self, column: str) -> Rows:
-        """Return a column of all usable samples."""
-        return Rows(self.arrays(column), self.kept)
+    def rows(self, column: str, kept: Kept | None = None) -> Rows:
+        """Return a column of all usable samples, or of these rows of each of ``filled_parts``."""
+        return Rows(self.arrays(column), kept or self.kept)
+
+    def bucket_rows(self, number: int) -> tuple[Kept, Kept]:
+        """Return the usable rows of a bucket in each of ``filled_parts``: numbers in the part, and in the bucket."""
+        in_part = []
+        in_file = []
+        for part, usable in zip(self.filled_parts, self.kept, strict=True):
+            is_here = np.load(self.part_folder(part) / ROWS_FILE)["bucket"] == number
+            chosen, places = _places(is_here, usable)
+            in_part.append(chosen)
+            in_file.append(places)
+
+        return in_part, in_file
 
     def facts(self, column: str, kept: Kept | None = None) -> Shaped[np.ndarray, "n"]:
         """Read a column of ``rows.npz`` of all usable samples, or of these rows of each of ``filled_parts``."""
@@ -214,23 +227,20 @@ class Prepared:
             with np.load(self.part_folder(number) / ROWS_FILE) as rows:
                 sampled = is_sampled(rows["key_hash"], fraction)
 
-            chosen = np.flatnonzero(sampled)
-            if usable is not None:
-                chosen = usable[sampled[usable]]
-
+            chosen, places = _places(sampled, usable)
             in_part.append(chosen)
-            in_file.append((np.cumsum(sampled) - 1)[chosen])
+            in_file.append(places)
 
         features = Rows(self.arrays(column), in_file)
         samples = Samples(features, self.facts("label", in_part), self.texts("keys", in_part))
         return samples, self.facts("split_hash", in_part)
 
-    def arrays(self, column: str) -> list[StoredArray]:
-        """Return a column of each of ``filled_parts``, dropped rows included."""
+    def arrays(self, column: str, bucket: str | None = None) -> list[StoredArray]:
+        """Return a column of each of ``filled_parts``, dropped rows included; of encoded images, that of a bucket."""
         arrays = []
         for number in self.filled_parts:
-            array = StoredArray(self.part_folder(number) / f"{column}.npy")
-            if column != SAMPLE and len(array) != self.num_rows(number):
+            array = StoredArray(self.part_folder(number) / f"{in_bucket(column, bucket)}.npy")
+            if not bucket and column != SAMPLE and len(array) != self.num_rows(number):
                 raise ValueError(f"column {column!r} has another number of rows than its parts; fix the encoder")
 
             arrays.append(array)
@@ -259,6 +269,15 @@ class Prepared:
     def clusters(self) -> Int[np.ndarray, "n"]:
         """Cluster of each sample of the fit, int32."""
         return np.load(self.clusters_file, mmap_mode="r")
+
+
+def _places(chosen: Mask, usable: RowNumbers | None) -> tuple[RowNumbers, RowNumbers]:
+    """Return the chosen usable rows, and their numbers among all chosen ones."""
+    rows = np.flatnonzero(chosen)
+    if usable is not None:
+        rows = usable[chosen[usable]]
+
+    return rows, (np.cumsum(chosen) - 1)[rows]
 
 
 def write_index(

@@ -1,4 +1,4 @@
-"""The plug-ins of ``prepare``, and one pass over samples: chunks of checked, square images, and broken samples.
+"""The plug-ins of ``prepare``, and one pass over samples: chunks of checked, resized images, and broken samples.
 
 Reading and decoding run in a thread, one chunk ahead of the encoders.
 """
@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import version
 from itertools import chain, islice
@@ -21,7 +21,8 @@ from typing import Any, TypeVar
 import numpy as np
 from PIL import Image, ImageOps
 
-from ddm_lightning.config.experiment import PrepareConfig
+from ddm_lightning.config.experiment import ImagesConfig, PrepareConfig
+from ddm_lightning.core.buckets import Bucket, Size, bucket_sizes, nearest
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import CAPTION_ENCODERS, FEATURES, IMAGE_ENCODERS, SOURCES
 from ddm_lightning.encoders.interfaces import (
@@ -33,7 +34,16 @@ from ddm_lightning.encoders.interfaces import (
     bytes_per_sample,
     numbered,
 )
-from ddm_lightning.prepare.filters import IN_DROP_KEYS, PROPERTIES, Filters, extra_columns, number_in, properties
+from ddm_lightning.partition.columns import RowNumbers
+from ddm_lightning.prepare.filters import (
+    ENLARGED,
+    IN_DROP_KEYS,
+    PROPERTIES,
+    Filters,
+    extra_columns,
+    number_in,
+    properties,
+)
 from ddm_lightning.prepare.records import BrokenSample, Part, Pixels, Record, Source
 from ddm_lightning.prepare.sources.decode import caption_in
 from ddm_lightning.shards.manifest import DataSizes
@@ -53,6 +63,17 @@ _COMMON_PACKAGES = ("ddm_lightning", "torch", "numpy", "pillow", "mosaicml-strea
 def num_captions(config: PrepareConfig) -> int:
     """Return the number of captions of each sample."""
     return max(1, len(config.captions))
+
+
+def inputs_of_images(config: ImagesConfig) -> dict[str, Any]:
+    """Return what shapes the images, as JSON; without newer keys at their defaults, so that old hashes hold."""
+    inputs: dict[str, Any] = {"size": config.size, "aspect": config.aspect}
+    if sizes := bucket_sizes(config.buckets, config.size or 0):
+        inputs["buckets"] = [*map(list, sizes)]
+    if not config.upscale:
+        inputs["upscale"] = False
+
+    return inputs
 
 
 class Plugins:
@@ -139,6 +160,39 @@ class Plugins:
 
         return parts
 
+    @cached_property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """Shapes of the images; none for one square.
+
+        Raises:
+            UserError: the encoder cannot encode one of them, or not in its proportions.
+        """
+        images = self.config.images
+        encoder = self.image_encoder
+        buckets = []
+        for height, width in bucket_sizes(images.buckets, images.size or 0):
+            try:
+                channels, rows, _ = encoder.x_shape(height)
+                columns = encoder.x_shape(width)[2]
+            except UserError as error:
+                problem = str(error).partition(";")[0]
+                raise UserError(f"key 'prepare.images.buckets': {height} x {width}: {problem}; change it") from None
+
+            buckets.append(Bucket(height, width, (channels, rows, columns)))
+
+        if len({bucket.x_shape for bucket in buckets}) < len(buckets):
+            raise UserError(
+                f"image encoder {self.config.image_encoder.name!r}: encodes several of prepare.images.buckets in one "
+                "shape; remove its parameter 'image_size'"
+            )
+
+        return tuple(buckets)
+
+    @property
+    def bucket_names(self) -> list[str | None]:
+        """Names of the buckets; a single None without buckets."""
+        return [bucket.name for bucket in self.buckets] or [None]
+
     def sizes(self) -> DataSizes:
         """Return the sizes of the data to be written; the image size may come from the first readable image.
 
@@ -163,7 +217,8 @@ class Plugins:
             text_size = self.caption_encoder.size
             token_shape = self.caption_encoder.token_shape
 
-        return DataSizes(self.image_encoder.x_shape(image_size), text_size, token_shape, self.source.num_classes)
+        x_shape = self.image_encoder.x_shape(image_size)
+        return DataSizes(x_shape, text_size, token_shape, self.source.num_classes, self.buckets)
 
     def encodings(self, row_shape: Sequence[int]) -> dict[str, str]:
         """MDS encoding of each column of the shards but sample_id, cluster and captions; ``x_0`` has ``row_shape``."""
@@ -185,13 +240,18 @@ class Plugins:
 
         return encodings | dict.fromkeys(config.keep, "float64")
 
-    def sample_bytes(self, sizes: DataSizes) -> int:
-        """Return the uncompressed bytes of a sample in the shards, without the texts of its captions."""
-        channels, *rest = sizes.x_shape
+    def stored_shape(self, x_shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape in which the shards store an ``x_0``."""
+        channels, *rest = x_shape
         if self.image_encoder.stores == "posterior":  # mean and std
             channels *= 2
 
-        return bytes_per_sample(self.encodings([channels, *rest]))
+        return (channels, *rest)
+
+    def sample_bytes(self, sizes: DataSizes) -> int:
+        """Return the uncompressed bytes of a sample in the shards, the largest, without the texts of its captions."""
+        shapes = [bucket.x_shape for bucket in sizes.buckets] or [sizes.x_shape]
+        return max(bytes_per_sample(self.encodings(self.stored_shape(shape))) for shape in shapes)
 
     def read(self, part: Part) -> Iterator[Record | BrokenSample]:
         """Yield the samples of a part, with the captions of ``prepare.captions``."""
@@ -224,6 +284,27 @@ class Plugins:
         return {name: plugin.provenance() for name, plugin in self._encoders().items()}
 
 
+@dataclass(frozen=True)
+class Chunk:
+    """Some samples of one pass."""
+
+    first: int
+    """Row of the first one."""
+    records: list[Record]
+    images: list[Pixels]
+    """What is encoded: images of the sizes of their buckets."""
+    squares: Images
+    """The whole images, for features; without buckets the same ones."""
+    buckets: RowNumbers
+    """Number of each sample's bucket; 0 without buckets."""
+
+    def of_bucket(self, number: int) -> tuple[RowNumbers, Images]:
+        """Return the rows and images of a bucket; without images, one empty array."""
+        places = np.flatnonzero(self.buckets == number)
+        images = [self.images[place] for place in places]
+        return self.first + places, np.array(images)
+
+
 class Reading:
     """One pass over samples, such as those of a part.
 
@@ -236,6 +317,8 @@ class Reading:
         self.found = found
         self.plugins = plugins
         self.config = plugins.config
+        self.sizes = [(bucket.height, bucket.width) for bucket in plugins.buckets]
+        """Sizes of the buckets."""
         self.num_read = 0
         """Samples read so far, with those that are broken or taken out by filters."""
         self.num_rows = 0
@@ -246,6 +329,10 @@ class Reading:
         """Broken samples so far."""
         self.filtered = Counter({IN_DROP_KEYS: 0} if plugins.config.drop_keys else {})
         """Samples taken out so far, by filter."""
+        self.buckets: list[int] = []
+        """Number of the bucket of each sample so far."""
+        self.cropped: list[float] = []
+        """Share of the pixels of each that is cropped away, with buckets."""
         self.content = hashlib.sha256()
         """Hash of the samples so far, pixels included."""
 
@@ -260,18 +347,21 @@ class Reading:
             "image_size": self.image_size,
         }
 
-    def chunks(self) -> Iterator[tuple[list[Record], Images]]:
-        """Yield up to ``IMAGES_AT_ONCE`` samples and their square images.
+    def chunks(self) -> Iterator[Chunk]:
+        """Yield up to ``IMAGES_AT_ONCE`` samples at a time.
 
         Raises:
             UserError: the source breaks its contract, or images differ in size and no size is set.
         """
         samples = self._samples()
         while chunk := list(islice(samples, IMAGES_AT_ONCE)):
+            first = self.num_rows
             self.num_rows += len(chunk)
-            yield [record for record, _ in chunk], np.stack([image for _, image in chunk])
+            records, images, squares = map(list, zip(*chunk, strict=True))
+            yield Chunk(first, records, images, np.stack(squares), np.array(self.buckets[first : self.num_rows]))
 
-    def _samples(self) -> Iterator[tuple[Record, Pixels]]:
+    def _samples(self) -> Iterator[tuple[Record, Pixels, Pixels]]:
+        size = self.config.images.size
         for found in self.found:
             self.num_read += 1
             if isinstance(found, Record):
@@ -281,15 +371,34 @@ class Reading:
             if record is None:
                 continue
 
-            image = self._square(record)
+            number, target = self._target(record.image)
+            image = square = self._resized(record, target)
             self.content.update(repr(vars(record) | {"image": image.shape}).encode())
             self.content.update(image.tobytes())
-            self.image_size = self.image_size or len(image)
-            if len(image) != self.image_size:
+            if size is not None and self.sizes:
+                square = to_square(record.image, size, "stretch")
+                self.content.update(square.tobytes())
+
+            self.buckets.append(number)
+            self.cropped.append(_share_cropped(record.image, image))
+            self.image_size = self.image_size or len(square)
+            if len(square) != self.image_size:
                 others = f"{self.image_size} x {self.image_size}"
                 raise self._error(record, f"has {_size(image)} pixels, others have {others}", _SET_SIZE)
 
-            yield record, image
+            yield record, image, square
+
+    def _target(self, image: Pixels) -> tuple[int, Size | None]:
+        """Return the number of an image's bucket, and its size after resizing; None if images keep theirs."""
+        height, width = image.shape[:2]
+        size = self.config.images.size
+        if self.sizes:
+            number = nearest(self.sizes, height, width)
+            return number, self.sizes[number]
+        if size is None:
+            return 0, None
+
+        return 0, (size, size)
 
     def _check(self, record: Record) -> None:
         image = record.image
@@ -309,8 +418,14 @@ class Reading:
             self.content.update(repr((found.key, found.cause)).encode())
             return None
 
-        values = {**found.values, **properties(found.image, self.config.images)}
-        if cause := self.plugins.filters.cause(found.key, values):
+        _, target = self._target(found.image)
+        cropped_to = target if self.config.images.aspect == "crop" else None
+        values = {**found.values, **properties(found.image, cropped_to)}
+        cause = self.plugins.filters.cause(found.key, values)
+        if cause is None and target is not None and self._is_enlarged(found.image, target):
+            cause = ENLARGED
+
+        if cause is not None:
             self.filtered[cause] += 1
             self.content.update(repr((found.key, cause)).encode())
             return None
@@ -324,11 +439,18 @@ class Reading:
 
         return replace(found, values=kept)
 
-    def _square(self, record: Record) -> Pixels:
+    def _is_enlarged(self, image: Pixels, target: Size) -> bool:
+        """Whether ``prepare.images.upscale`` forbids to resize an image."""
+        images = self.config.images
+        is_smaller = [own < wanted for own, wanted in zip(image.shape, target, strict=False)]
+        return not images.upscale and (all(is_smaller) if images.aspect == "pad" else any(is_smaller))
+
+    def _resized(self, record: Record, target: Size | None) -> Pixels:
         image = record.image
-        size = self.config.images.size
-        if size is not None:
-            return to_square(image, size, self.config.images.aspect)
+        if target is not None and self.sizes:
+            return cropped(image, target)
+        if target is not None:
+            return to_square(image, target[0], self.config.images.aspect)
         if image.shape[0] != image.shape[1]:
             raise self._error(record, f"has {_size(image)} pixels and is not square", _SET_SIZE)
 
@@ -358,6 +480,20 @@ def _with_plain_text(found: Record | BrokenSample) -> Record | BrokenSample:
     return found
 
 
+def _share_cropped(image: Pixels, middle: Pixels) -> float:
+    """Return the share of an image's pixels outside the proportions of its middle."""
+    aspect = image.shape[0] * middle.shape[1] / (image.shape[1] * middle.shape[0])
+    return 1 - min(aspect, 1 / aspect)
+
+
+def cropped(image: Pixels, size: Size) -> Pixels:
+    """Resize an image to cover height and width of ``size`` (Lanczos), and keep the middle of its longer side."""
+    if image.shape[:2] == size:
+        return image
+
+    return np.asarray(ImageOps.fit(Image.fromarray(image), size[::-1], Image.Resampling.LANCZOS))
+
+
 def to_square(image: Pixels, size: int, aspect: str) -> Pixels:
     """Resize an image to ``size`` × ``size`` pixels (Lanczos).
 
@@ -374,7 +510,7 @@ def to_square(image: Pixels, size: int, aspect: str) -> Pixels:
     whole = Image.fromarray(image)
     lanczos = Image.Resampling.LANCZOS
     if aspect == "crop":
-        return np.asarray(ImageOps.fit(whole, (size, size), lanczos))
+        return cropped(image, (size, size))
     if aspect == "stretch":
         return np.asarray(whole.resize((size, size), lanczos))
 

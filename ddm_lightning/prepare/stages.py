@@ -52,12 +52,12 @@ from ddm_lightning.prepare.engine import Reporter, run_jobs
 from ddm_lightning.prepare.ledger import Job, Ledger, Store, hash_of_files
 from ddm_lightning.prepare.merge import merge_groups
 from ddm_lightning.prepare.prepared import Prepared, Thumbnails, write_index
-from ddm_lightning.prepare.reading import Plugins
+from ddm_lightning.prepare.reading import Plugins, inputs_of_images
 from ddm_lightning.prepare.records import Part, count_samples
 from ddm_lightning.prepare.report import report_partition
 from ddm_lightning.prepare.share import Share, agree_on_parts, take_over
 from ddm_lightning.prepare.write_shards import GROUP, GroupJob, Split, write_group
-from ddm_lightning.shards.manifest import DataSizes, Manifest, manifest_path
+from ddm_lightning.shards.manifest import HELD_OUT, TRAIN, DataSizes, Manifest, manifest_path
 
 # Part of every stage's hash. Raise it when the output of a stage changes.
 STAGES_VERSION = 5
@@ -66,6 +66,9 @@ RECHECK_SECONDS = 600.0
 """Time after which a waiting machine reads all ledgers anew: another may have found that its parts have changed."""
 # Ends a line about work that is awaited, although something is published in its place.
 _DIFFERS = " (published, but of other settings or parts: compare the commands of all machines)"
+
+# Of all clusters, with or without folders of buckets.
+_INDICES = tuple(f"shards/**/{split}/index.json" for split in (TRAIN, HELD_OUT))
 
 Check: TypeAlias = Callable[[DataSizes], None]
 
@@ -232,12 +235,13 @@ class Preparation:
 
         # The engine and the number of processes change no byte.
         everything = asdict(replace(config, engine="local", num_processes=0))
+        everything["images"] = inputs_of_images(config.images)
         report = ("clusters.png", "report/report.html")
         yield Stage(
             "merge",
             [everything, self.experiment.name, index_files, keys],
             partial(self._merge, groups),
-            ("partition.safetensors", "shards/*/*/index.json", *report, "manifest.json"),
+            ("partition.safetensors", *_INDICES, *report, "manifest.json"),
             partial(self._fetch_for_merge, groups),
         )
 

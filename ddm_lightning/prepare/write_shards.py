@@ -18,7 +18,7 @@ from ddm_lightning.core.files import atomic_files, read_json, sha256_file
 from ddm_lightning.encoders.interfaces import StoredForm, numbered, parse_encoding
 from ddm_lightning.partition.columns import RowNumbers, Rows, packed_strings
 from ddm_lightning.partition.partition import Partition, Samples
-from ddm_lightning.prepare.encode import FEATURES, Hashes, Mask
+from ddm_lightning.prepare.encode import FEATURES, IMAGE_COLUMNS, Hashes, Mask
 from ddm_lightning.prepare.ledger import Entries, Job, OnProgress
 from ddm_lightning.prepare.prepared import Prepared
 from ddm_lightning.prepare.reading import Plugins, num_captions
@@ -93,8 +93,8 @@ class ShardColumns:
     """MDS encoding of each column; its rows are cast to it."""
     captions: Mapping[str, Rows]
     """``caption``, then ``caption_2`` and so on."""
-    first_id: int
-    """``sample_id`` of the first row."""
+    ids: RowNumbers
+    """``sample_id`` of each row."""
     form: StoredForm
     """Form in which ``x_0`` is stored."""
 
@@ -172,7 +172,7 @@ def _blocks(samples: ShardColumns, order: RowNumbers) -> Iterator[dict[str, Shap
         for name, captions in samples.captions.items():
             columns[name] = captions.take(rows)
 
-        columns["sample_id"] = rows + samples.first_id
+        columns["sample_id"] = samples.ids[rows]
         for first in range(0, len(rows), _SAMPLES_AT_ONCE):
             yield {name: values[first : first + _SAMPLES_AT_ONCE] for name, values in columns.items()}
 
@@ -226,51 +226,75 @@ def _write_group(job: GroupJob, plugins: Plugins, on_progress: OnProgress) -> No
     clusters = partition.rule.assign(Samples(features, labels, keys), config.partition.device)
     counts = np.zeros((partition.num_clusters, plugins.source.num_classes), np.int64)
     np.add.at(counts, (clusters, labels), 1)
-    samples = columns_of(prepared, plugins, labels)
     split = Split(**read_json(prepared.split_file, "the split", "run prepare again"))
     held_out = split.is_held_out(prepared.facts("split_hash"))
     thumbnails = ledger.file.with_suffix(".npz")
     done = 0
     folders = {}
+    encodings = dict[str, str]()
     paths = [thumbnails]
 
     def advance(here: int) -> None:
         on_progress(done + here)
 
-    for cluster, side, order in split_orders(held_out, clusters, partition.num_clusters, job.seed, job.number):
-        name = shard_name(cluster, side)
-        with atomic_files(prepared.shards / name) as temporary:
-            folder = temporary / f"{job.number:05}"
-            moments = write_split(folder, cluster, order, samples, config.shards, advance)
-            folder = folder.rename(f"{folder}-{sha256_file(folder / 'index.json')[:12]}")
-            paths += [prepared.shards / name / folder.name / path.name for path in folder.iterdir()]
+    for number, bucket in enumerate(plugins.bucket_names):
+        samples = columns_of(prepared, plugins, labels, number)
+        encodings |= samples.encodings
+        own = samples.ids - prepared.first_row
+        for cluster, side, order in split_orders(
+            held_out[own], clusters[own], partition.num_clusters, job.seed, job.number
+        ):
+            name = shard_name(cluster, side, bucket)
+            with atomic_files(prepared.shards / name) as temporary:
+                folder = temporary / f"{job.number:05}"
+                moments = write_split(folder, cluster, order, samples, config.shards, advance)
+                folder = folder.rename(f"{folder}-{sha256_file(folder / 'index.json')[:12]}")
+                paths += [prepared.shards / name / folder.name / path.name for path in folder.iterdir()]
 
-        done += len(order)
-        folders[name] = {"folder": folder.name, "samples": len(order), "moments": moments.tolist()}
+            done += len(order)
+            folders[name] = {"folder": folder.name, "samples": len(order), "moments": moments.tolist()}
 
     images, rows = prepared.thumbnails()
-    captions = packed_strings("captions", samples.captions["caption"].take(rows).tolist())
+    captions = packed_strings("captions", prepared.texts("captions").take(rows).tolist())
     with atomic_files(thumbnails.parent) as temporary:
         np.savez(temporary / thumbnails.name, images=np.array(images), clusters=clusters[rows], **captions)
 
-    facts = {"folders": folders, "columns": dict(samples.encodings), "class_counts": counts.tolist()}
+    facts = {"folders": folders, "columns": encodings, "class_counts": counts.tolist()}
     ledger.add(GROUP, job.keys[GROUP], paths, **facts)
     ledger.save()
 
 
-def columns_of(prepared: Prepared, plugins: Plugins, labels: RowNumbers) -> ShardColumns:
-    """Return the columns to store in the shards and their encodings."""
-    encoder = plugins.image_encoder
-    encodings = plugins.encodings(prepared.rows("x_0").row_shape)
-    texts = {}
-    for number in range(num_captions(plugins.config)):
-        texts[numbered("caption", number)] = prepared.texts(numbered("captions", number))
+def columns_of(prepared: Prepared, plugins: Plugins, labels: RowNumbers, number: int = 0) -> ShardColumns:
+    """Return the columns of one bucket to store in the shards, and their encodings.
 
-    kept = {name: f"kept-{number}" for number, name in enumerate(plugins.config.keep)}
-    columns = {"label": Rows([labels])}
+    Args:
+        prepared: the parts.
+        plugins: the encoders.
+        labels: of all usable samples.
+        number: of the bucket; 0 without buckets.
+    """
+    encoder = plugins.image_encoder
+    bucket = plugins.bucket_names[number]
+    kept = in_file = prepared.kept
+    own = np.arange(prepared.num_samples)
+    if bucket is not None:
+        kept, in_file = prepared.bucket_rows(number)
+        own = np.flatnonzero(prepared.facts("bucket") == number)
+
+    texts = {}
+    for caption in range(num_captions(plugins.config)):
+        texts[numbered("caption", caption)] = prepared.texts(numbered("captions", caption), kept)
+
+    encoded = {}
+    for name in IMAGE_COLUMNS[: 1 + plugins.config.horizontal_flips]:
+        encoded[name] = Rows(prepared.arrays(name, bucket), in_file)
+
+    encodings = plugins.encodings(encoded["x_0"].row_shape)
+    files = {name: f"kept-{place}" for place, name in enumerate(plugins.config.keep)}
+    columns = {"label": Rows([labels[own]]), **encoded}
     for name in encodings:
         if name not in columns:
-            columns[name] = prepared.rows(kept.get(name, name))
+            columns[name] = prepared.rows(files.get(name, name), kept)
 
     form = StoredForm(encoder.stores, encoder.normalisation)
-    return ShardColumns(columns, encodings, texts, prepared.first_row, form)
+    return ShardColumns(columns, encodings, texts, prepared.first_row + own, form)

@@ -122,7 +122,7 @@ class Manifest:
         Raises:
             ValueError: some do.
         """
-        channels, *rest = self.x_shape
+        channels, *rest = self.buckets[0].x_shape if self.buckets else self.x_shape
         stored = [channels * (2 if self.stores == "posterior" else 1), *rest]
         shapes = {
             "x_0": stored,
@@ -139,6 +139,10 @@ class Manifest:
             if isinstance(values, list) and len(values) not in (1, channels):
                 raise ValueError(f"key 'normalisation' has {len(values)} numbers of {name} for {channels} channels")
 
+        if {bucket.x_shape[0] for bucket in self.buckets} - {self.x_shape[0]}:
+            raise ValueError("key 'buckets' has a bucket of other channels than key 'x_shape'")
+        if [*map(len, self.bucket_samples)] != [self.num_clusters] * len(self.buckets):
+            raise ValueError("key 'bucket_samples' has another shape than counts of each bucket in each of 'clusters'")
         if len(self.priors) != self.num_clusters:
             raise ValueError("key 'priors' has another length than key 'clusters'")
         if self.class_counts and [*map(len, self.class_counts)] != [self.num_classes] * self.num_clusters:

@@ -35,7 +35,7 @@ def samples(columns):
     encodings = {"x_0": "ndarray:uint8:3,6,6", "label": "int32", "text": "ndarray:float16:4"}
     halves = {name: Rows([rows[:20], rows[20:]]) for name, rows in columns.items()}
     captions = {"caption": Rows([np.array([f"caption {i}, Åland" for i in range(NUM)], object)])}
-    return ShardColumns(halves, encodings, captions, 0, PIXELS)
+    return ShardColumns(halves, encodings, captions, np.arange(NUM), PIXELS)
 
 
 CLUSTERS = np.random.default_rng(1).integers(0, K, NUM)
