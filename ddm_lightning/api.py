@@ -103,7 +103,8 @@ class Run:
         images = run.ensemble().sample(["red disc"], num=4)
 
     Args:
-        place: experiment file, or run folder.
+        place: experiment file, or run folder. If it or ``run_dir`` is relative, each method looks in the folder that is
+            current when it is called: give absolute paths before ``os.chdir``.
         overrides: settings that override the file: ``key=value`` texts, or a mapping of dotted keys to values.
         experiment: the experiment of ``place``, if it is loaded already.
 

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
+from threading import RLock
 from typing import TypeAlias
 
 import torch
@@ -129,6 +130,8 @@ class Ensemble:
         """Experts that returned NaN or an infinity so far; see ``failures``."""
         self.work = Work([0] * num_experts)
         """Rows evaluated so far."""
+        self.lock = RLock()
+        """For threads: one sample's settings and experts on the device are not another's. Copies share it."""
         self._is_compiled = False
         self._is_watched = False
         self._log_factors = torch.zeros(self.num_clusters, dtype=torch.float32, device=self.device)

@@ -163,7 +163,7 @@ class LoadedEnsemble:
         return changed
 
     def latents(self, condition: Condition | None, num: int, **more: Any) -> Float[Tensor, "num c h w"]:
-        """Generate ``num`` samples with the ensemble's settings.
+        """Generate ``num`` samples with the ensemble's settings. Threads that share the networks take turns.
 
         Args:
             condition: one per sample, or None for the null condition in all.
@@ -176,15 +176,16 @@ class LoadedEnsemble:
         Raises:
             UserError: as ``sampler.sample``.
         """
-        return sample(
-            self.field,
-            condition,
-            num,
-            self.meta.x_shape,
-            self.about.sample,
-            shift=self.meta.timestep_shift,
-            **{"seed": self.about.seed, **more},
-        )
+        with self.field.lock:
+            return sample(
+                self.field,
+                condition,
+                num,
+                self.meta.x_shape,
+                self.about.sample,
+                shift=self.meta.timestep_shift,
+                **{"seed": self.about.seed, **more},
+            )
 
     def decode(self, x_0: Float[Tensor, "n c h w"]) -> UInt8[np.ndarray, "n h w 3"]:
         """Decode samples to images."""

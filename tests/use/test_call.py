@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import threading
 from dataclasses import replace
 from itertools import pairwise
 
@@ -150,6 +151,22 @@ def test_each_image_may_have_a_seed_of_its_own(ensemble):
     assert together == [alone["cat", 1], alone["cat", 2], alone["dog", 2], alone["dog", 1]]
     assert shown(ensemble.sample("cat", num=2, seed=(2, 1))) == [alone["cat", 2], alone["cat", 1]]
     assert shown(ensemble("cat").images) != shown(ensemble("cat").images), "without a seed"
+
+
+def test_threads_that_share_the_networks_change_no_image_of_one_another(ensemble):
+    expected = shown(ensemble("cat", num_images_per_prompt=2, seed=1).images)
+    others = []
+
+    def interrupt(_, step, *__):
+        if not step:
+            others.append(threading.Thread(target=ensemble, args=["dog"], kwargs={"precision": "bf16-mixed"}))
+            others[0].start()
+            others[0].join(0.5)  # it waits for this call
+
+    made = ensemble("cat", num_images_per_prompt=2, seed=1, callback_on_step_end=interrupt).images
+    others[0].join()
+
+    assert shown(made) == expected
 
 
 def test_output_types_are_those_of_diffusers(ensemble):
