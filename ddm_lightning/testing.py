@@ -71,6 +71,8 @@ def check_expert(
     - Its weights are float32, and ``state_dict`` alone, stored as safetensors, restores the expert.
     - Compiled block by block and sharded by FSDP2, it has the same gradients (for the last kind).
     - In ``eval`` mode, LoRA adapters act as their merged weights (for the last kind, if peft is installed).
+    - It keeps all this for samples of twice the width, or refuses them with an error, best a ``ValueError`` with the
+      reason. ``prepare.images.buckets`` needs experts and routers that take other shapes than ``x_shape``.
 
     Zero initial weights are fine: the check perturbs all weights first.
 
@@ -79,7 +81,7 @@ def check_expert(
         x_shape: (channels, height, width) of a sample.
         kinds: kinds of condition to check.
     """
-    _check_networks("expert", factory, x_shape, kinds, x_shape)
+    _check_networks("expert", factory, x_shape, kinds)
 
 
 def check_router(
@@ -102,8 +104,10 @@ def _check_networks(
     factory: Callable[..., Any],
     x_shape: tuple[int, int, int],
     kinds: Sequence[str],
-    out_shape: tuple[int, ...],
+    out_shape: tuple[int, ...] = (),
 ) -> None:
+    """``out_shape`` is that of a row's output; empty for that of ``x_t``."""
+    wide = (*x_shape[:2], 2 * x_shape[2])
     for kind in kinds:
         with _checking(f"{role} for x_shape={x_shape}, condition {kind!r}"):
             build = partial(_built, partial(factory, x_shape=x_shape, condition=_SPECS[kind]), nn.Module)
@@ -114,7 +118,17 @@ def _check_networks(
             )
             check_float32(network)
             condition = _condition(_SPECS[kind])
-            _check_outputs(network, build, torch.randn(_NUM_ROWS, *x_shape), condition, out_shape, kind == kinds[-1])
+            x_t = torch.randn(_NUM_ROWS, *x_shape)
+            _check_outputs(network, build, x_t, condition, out_shape or x_shape, kind == kinds[-1])
+            with _checking(f"samples of shape {wide}"):
+                x_t = torch.randn(_NUM_ROWS, *wide)
+                try:
+                    with torch.inference_mode():  # what it then keeps must do for training, too
+                        network(x_t, torch.rand(_NUM_ROWS), condition)
+                except Exception:  # noqa: BLE001
+                    continue
+
+                _check_outputs(network, build, x_t, condition, out_shape or wide, False)
 
 
 @contextmanager

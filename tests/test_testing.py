@@ -1,10 +1,12 @@
 import itertools
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
+from ddm_lightning.core.errors import UserError
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.testing import check_expert
 
@@ -266,6 +268,55 @@ def uninitialised(self):
 
 def own_generator(self):
     self.mix.weight = nn.Parameter(torch.tensor(np.random.default_rng().normal(size=self.mix.weight.shape)).float())
+
+
+class OfOneShape(Good):
+    """Adds a table of its shape, and refuses others with ``error`` or not at all."""
+
+    def __init__(self, *, error=None, **arguments):
+        super().__init__(**arguments)
+        self.error = error
+        self.x_shape = arguments["x_shape"]
+        self.table = nn.Parameter(torch.zeros(self.x_shape))
+
+    def forward(self, x_t, t, condition):
+        if self.error is not None and x_t.shape[1:] != self.x_shape:
+            raise self.error
+
+        return super().forward(x_t, t, condition) + self.table
+
+
+class OfTheFirstShape(Good):
+    """Keeps what it computed for samples of another shape: tensors of inference mode, if nobody prevents it."""
+
+    def forward(self, x_t, t, condition):
+        if x_t.shape[3] == 16:
+            self.kept = getattr(self, "kept", torch.ones(16))
+            return super().forward(x_t, t, condition) * self.kept
+
+        return super().forward(x_t, t, condition)
+
+
+class OfItsOwnShape(Good):
+    def forward(self, x_t, t, condition):
+        return super().forward(x_t, t, condition)[..., :8]
+
+
+@pytest.mark.parametrize("error", [ValueError("one shape"), UserError("one shape"), None])
+def test_an_expert_may_refuse_other_shapes(error):
+    check_expert(partial(OfOneShape, error=error))
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        (OfTheFirstShape, "raises RuntimeError: Inference tensors cannot be saved for backward"),
+        (OfItsOwnShape, r"returns shape \(4, 3, 8, 8\) instead of \(4, 3, 8, 16\)"),
+    ],
+)
+def test_other_shapes_break_no_expert(factory, message):
+    with pytest.raises(AssertionError, match=rf"condition 'text': samples of shape \(3, 8, 16\): .*{message}"):
+        check_expert(factory)
 
 
 @pytest.mark.parametrize(

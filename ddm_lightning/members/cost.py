@@ -49,6 +49,15 @@ def flops_per_sample(
     return counter.get_total_flops() / num
 
 
+def _mean_flops(network: nn.Module, member: Member, *, backward: bool) -> float:
+    """``flops_per_sample`` over the shapes of a member's samples."""
+    total = 0.0
+    for shape, share in member.shapes:
+        total += share * flops_per_sample(network, shape, member.condition, backward=backward)
+
+    return total
+
+
 def _example(
     x_shape: tuple[int, int, int], condition: ConditionSpec, num: int, device: str
 ) -> tuple[Tensor, Tensor, Condition | None]:
@@ -116,8 +125,8 @@ def step_cost(member: Member, island: IslandConfig, network: nn.Module) -> StepC
         network: the member's.
     """
     try:
-        forward = flops_per_sample(network, member.x_shape, member.condition, backward=False)
-        whole = flops_per_sample(network, member.x_shape, member.condition, backward=True)
+        forward = _mean_flops(network, member, backward=False)
+        whole = _mean_flops(network, member, backward=True)
     except (RuntimeError, NotImplementedError) as error:  # operations of a plug-in that the counter does not know
         return StepCost(0.0, 0.0, None, f"its FLOPs cannot be counted ({first_line(error)}), so no MFU is shown")
 
@@ -258,11 +267,11 @@ class MemberCost:
         self._counted = cache(self._count)
 
     def flops(self, *, backward: bool = True) -> float:
-        """FLOPs of one sample; see ``flops_per_sample``."""
-        return flops_per_sample(self.network, self.member.x_shape, self.member.condition, backward=backward)
+        """FLOPs of one sample, the mean over its shapes; see ``flops_per_sample``."""
+        return _mean_flops(self.network, self.member, backward=backward)
 
     def memory(self, island: IslandConfig, strategy: str) -> Memory:
-        """Predict the memory of one device.
+        """Predict the memory of one device, in a step of the largest shape.
 
         A step with tensors that have no data counts what is alive. It takes a second, with compiled blocks some more:
         their graphs are those of torch's compiler before it makes kernels, so ``temporary`` is an upper bound.
@@ -322,7 +331,7 @@ class MemberCost:
             if checkpointing:
                 checkpoint_blocks(network)
 
-            inputs = _example(self.member.x_shape, self.member.condition, num, "cpu")
+            inputs = _example(self.member.largest_shape, self.member.condition, num, "cpu")
 
             def loss() -> Tensor:
                 with torch.autocast("cpu", torch.bfloat16, enabled=precision != "32-true"):

@@ -7,7 +7,8 @@ the sizes of its data.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -225,6 +226,8 @@ class Member:
     """Adapters that it trains instead of all weights."""
     buckets: tuple[Bucket, ...] = ()
     """Shapes of its images; none if all have ``x_shape``."""
+    bucket_shares: tuple[float, ...] = ()
+    """Shares of its training samples that have the shape of each bucket; equal before the data is prepared."""
     interval: tuple[float, float] = (0.0, 1.0)
     """Lowest and highest t that it trains on, in times of the linear path; only experts may have less than [0, 1]."""
     initial: Initial | None = field(default=None, compare=False, repr=False)
@@ -279,8 +282,20 @@ class Member:
             image_encoder=experiment.prepare.image_encoder,
             caption_encoder=experiment.prepare.caption_encoder,
             buckets=sizes.buckets,
+            bucket_shares=_bucket_shares(sizes, clusters),
             interval=(expert.interval[0], expert.interval[1]),
         )
+
+    @property
+    def shapes(self) -> list[tuple[tuple[int, int, int], float]]:
+        """Shapes of its samples, each with its share of them."""
+        shapes = [bucket.x_shape for bucket in self.buckets]
+        return list(zip(shapes, self.bucket_shares, strict=True)) or [(self.x_shape, 1.0)]
+
+    @property
+    def largest_shape(self) -> tuple[int, int, int]:
+        """Shape of its samples of most cells, whose batch needs most memory."""
+        return max((shape for shape, _ in self.shapes), key=math.prod)
 
     def build_network(self) -> nn.Module:
         """Build the network with initial weights that depend on the seed and the section.
@@ -335,6 +350,15 @@ class Member:
                 return self.build_network()
         except UserError:
             return self.build_network()
+
+
+def _bucket_shares(sizes: Manifest | DataSizes, clusters: Sequence[int]) -> tuple[float, ...]:
+    nums = [1] * len(sizes.buckets)
+    if isinstance(sizes, Manifest):
+        nums = [sum(of_clusters[cluster].train for cluster in clusters) for of_clusters in sizes.bucket_samples]
+
+    total = max(1, sum(nums))  # too few samples are refused elsewhere
+    return tuple(num / total for num in nums)
 
 
 def declared_path(network: nn.Module) -> str | None:

@@ -1,5 +1,6 @@
 """What a member costs, and what is said of it."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -7,10 +8,13 @@ from tiny_runs import TINY
 
 from ddm_lightning.config.experiment import IslandConfig
 from ddm_lightning.config.load import load_experiment
+from ddm_lightning.core.buckets import Bucket
 from ddm_lightning.members import cost
 from ddm_lightning.members.cost import MemberCost, State, chosen_strategy
 from ddm_lightning.members.run import Run
-from ddm_lightning.shards.manifest import DataSizes
+from ddm_lightning.shards.manifest import ClusterSamples, DataSizes, Manifest
+
+CHECKPOINTED = IslandConfig("cpu", 1, activation_checkpointing=True)
 
 
 def test_the_cost_names_the_device_sums_the_peaks_and_adds_a_forward_pass_for_checkpointing(monkeypatch):
@@ -118,6 +122,31 @@ def test_adapters_alone_are_trained_but_their_base_is_held():
     assert made.num_parameters == 5 * 2 * (32 + 96)
     assert found.optimizer == 8 * made.num_parameters
     assert found.weights > 4 * planned().num_parameters
+
+
+def test_flops_are_the_mean_over_the_shapes_and_memory_is_that_of_the_largest(tiny_prepared):
+    """Of the shares of its own clusters' training samples."""
+    manifest = Manifest.read(tiny_prepared.parent)
+    small, large = Bucket(32, 96, (3, 4, 12)), Bucket(64, 128, (3, 8, 16))
+    mixed = replace(
+        manifest,
+        buckets=(small, large),
+        bucket_samples=((ClusterSamples(30, 9), ClusterSamples(1, 9)), (ClusterSamples(10, 9), ClusterSamples(4, 9))),
+    )
+    shares = {"expert-0": (0.75, 0.25), "expert-1": (0.2, 0.8), "router": (31 / 45, 14 / 45)}
+    run = Run(load_experiment(TINY))
+    for name, (of_small, of_large) in shares.items():
+        found = MemberCost(run.resolve(name, mixed))
+        one, other = (MemberCost(run.resolve(name, DataSizes(b.x_shape, 16, None, 4))) for b in (small, large))
+        assert found.flops() == pytest.approx(of_small * one.flops() + of_large * other.flops())
+        assert found.flops(backward=False) == cost.step_cost(found.member, CHECKPOINTED, found.network).recomputed_flops
+        tables = sum(buffer.nbytes for buffer in other.network.buffers())
+        memory = found.memory(IslandConfig("cpu", 1), "single")
+        assert memory.activations - other.memory(IslandConfig("cpu", 1), "single").activations == tables
+
+    unknown = DataSizes(manifest.x_shape, 16, None, 4, mixed.buckets)
+    assert run.resolve("expert-0", unknown).shapes == [((3, 4, 12), 0.5), ((3, 8, 16), 0.5)]
+    assert run.resolve("expert-0", manifest).shapes == [((3, 8, 8), 1.0)]
 
 
 def test_float16_computes_in_as_much_memory_as_bfloat16():
