@@ -212,6 +212,8 @@ class TimestepsConfig:
     """Standard deviation of logit(t), for ``logit-normal``."""
     shift: float = option(1.0, low=1e-6)
     """Resolution shift s: t -> s·t / (1 + (s-1)·t); sampling uses the same."""
+    shift_by_tokens: bool = False
+    """With ``prepare.images.buckets``: multiply s by the root of an image's area over that of the square."""
 
 
 @dataclass

@@ -237,8 +237,9 @@ def _problems_of_expert(name: str, experiment: Experiment) -> Iterator[Problem]:
     if (expert.cluster or 0) >= num_clusters:
         yield "cluster", f"{expert.cluster} does not exist; give one from 0 to {num_clusters - 1}"
 
-    if expert.timesteps.shift != base.timesteps.shift:
-        yield "timesteps.shift", "must be that of all experts, because sampling uses it; remove it"
+    for key in ("shift", "shift_by_tokens"):
+        if getattr(expert.timesteps, key) != getattr(base.timesteps, key):
+            yield f"timesteps.{key}", "must be that of all experts, because sampling uses it; remove it"
 
     batch_size = expert.train.global_batch_size
     if batch_size % num_experts:

@@ -10,7 +10,7 @@ is checked.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
@@ -26,6 +26,7 @@ from ddm_lightning.core.files import atomic_folder, atomic_write_json
 from ddm_lightning.core.weights import load_weights, save_weights
 from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.flow.path import PATHS, PREDICTIONS
+from ddm_lightning.flow.timesteps import shift_for
 from ddm_lightning.members.member import EXPERT, ROLES, Member, expert_name, role_of
 from ddm_lightning.members.run_folder import MEMBER_FILE
 from ddm_lightning.members.status import CONDITIONAL, HELD_OUT_STEP, TEMPERATURE_METRIC, MemberStatus
@@ -82,6 +83,8 @@ class ArtifactMeta:
     """Lowest and highest t that it was trained on, in times of the linear path."""
     timestep_shift: checks.Positive
     """Resolution shift of the training timesteps; sampling uses the experts'."""
+    shift_by_tokens: bool = False
+    """Whether the shift depends on a sample's shape; see ``shift_for``."""
     image_encoder: PluginConfig
     """The encoder of images to ``x_0``, and back."""
     normalisation: checks.Normalisation
@@ -141,6 +144,10 @@ class ArtifactMeta:
     def asked_steps(self) -> int:
         """Optimizer steps of the training that it completes, which may have ended early."""
         return max(self.step, self.max_steps)
+
+    def shift_for(self, shape: Sequence[int]) -> float:
+        """Shift of the times of samples whose shape ends with height and width."""
+        return shift_for(shape, self.x_shape, self.timestep_shift, self.shift_by_tokens)
 
     @property
     def base_sha256(self) -> str | None:
@@ -231,6 +238,7 @@ def described(member: Member, manifest: Manifest) -> dict[str, Any]:
         "cluster": member.clusters[0] if member.role.name == EXPERT else None,
         "interval": member.interval,
         "timestep_shift": member.timesteps.shift,
+        "shift_by_tokens": member.timesteps.shift_by_tokens,
         "image_encoder": member.image_encoder,
         "normalisation": manifest.normalisation,
         "caption_encoder": member.caption_encoder,

@@ -34,6 +34,7 @@ from ddm_lightning.core.registry import EXPERTS, ROUTERS
 from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.flow.path import PATHS
 from ddm_lightning.flow.randomness import keyed_seed
+from ddm_lightning.flow.timesteps import shift_for
 from ddm_lightning.networks.lora import adapt
 from ddm_lightning.shards.manifest import DataSizes, Manifest
 
@@ -296,6 +297,10 @@ class Member:
     def largest_shape(self) -> tuple[int, int, int]:
         """Shape of its samples of most cells, whose batch needs most memory."""
         return max((shape for shape, _ in self.shapes), key=math.prod)
+
+    def shift_for(self, shape: Sequence[int]) -> float:
+        """Shift of the times of samples whose shape ends with height and width."""
+        return shift_for(shape, self.x_shape, self.timesteps.shift, self.timesteps.shift_by_tokens)
 
     def build_network(self) -> nn.Module:
         """Build the network with initial weights that depend on the seed and the section.

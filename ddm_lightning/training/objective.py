@@ -204,9 +204,8 @@ class Objective(ABC):
             stored = torch.where(flipped[:, None, None, None], mirrored, stored)
 
         x_0 = self.stored.sample(stored, generator)
-        t = sample_timesteps(
-            len(x_0), config.density, config.mean, config.std, config.shift, generator, device, self.interval
-        )
+        shift = self.member.shift_for(x_0.shape)
+        t = sample_timesteps(len(x_0), config.density, config.mean, config.std, shift, generator, device, self.interval)
         noise = torch.randn(x_0.shape, generator=generator, device=device)
         condition = self.condition(self._with_one_caption(batch, at))
         if condition is not None:

@@ -78,6 +78,7 @@ def test_a_changed_override_is_a_changed_experiment() -> None:
         ("expert-1.path=sine", ["'expert.overrides.expert-1.path' = 'sine': must be one of linear, cosine, vp"]),
         ("expert-1.train.max_steps=1.5", ["'expert.overrides.expert-1.train.max_steps': must be a whole number"]),
         ("expert-1.timesteps.shift=2.0", ["timesteps.shift must be that of all experts"]),
+        ("expert-1.timesteps.shift_by_tokens=true", ["timesteps.shift_by_tokens must be that of all experts"]),
         ("expert-1.overrides.expert-0={}", ["overrides cannot be overridden"]),
         ("expert-1.train.global_batch_size=5", ["'expert.overrides.expert-1'", "must be divisible by"]),
         (

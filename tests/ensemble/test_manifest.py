@@ -72,6 +72,7 @@ def read_folders(run_dir):
         ("router", {"normalisation": {"scale": 1.0, "shift": 0.0}}, "normalisation"),
         ("router", {"num_clusters": 3}, "num_clusters"),
         ("expert-1", {"timestep_shift": 3.0}, "timestep_shift"),
+        ("expert-1", {"shift_by_tokens": True}, "shift_by_tokens"),
         ("expert-1", {"caption_encoder": None}, "caption_encoder"),
         ("expert-1", {"partition_sha256": "cd" * 32}, "partition_sha256"),
     ],

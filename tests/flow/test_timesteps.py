@@ -7,6 +7,7 @@ from ddm_lightning.flow.timesteps import (
     intervals,
     sample_timesteps,
     sampling_times,
+    shift_for,
     shift_timesteps,
     stratified_timesteps,
 )
@@ -27,6 +28,16 @@ def test_logit_normal_has_normal_logits_which_a_shift_moves(mean, std, shift):
 def test_uniform_has_the_shifted_uniform_distribution(shift):
     t = draw("uniform", shift=shift).double().numpy()
     assert stats.kstest(t, lambda x: x / (shift - (shift - 1) * x)).pvalue > 0.01
+
+
+def test_a_shift_by_tokens_keeps_the_uncertainty_of_a_constant_image():
+    """SD3, section 5.3.2: the mean of n equal cells has the standard error t/(1-t)/sqrt(n), alike at both times."""
+    t = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
+    shift = shift_for((7, 4, 24, 40), (4, 32, 32), 1.0, True)
+    moved = shift_timesteps(t, shift)
+    torch.testing.assert_close(moved / (1 - moved) / (24 * 40) ** 0.5, t / (1 - t) / 32)
+    assert shift_for((24, 40), (32, 32), 3.0, True) == pytest.approx(3 * shift)
+    assert shift_for((4, 24, 40), (4, 32, 32), 3.0, False) == shift_for((4, 32, 32), (4, 32, 32), 3.0, True) == 3.0
 
 
 @pytest.mark.parametrize(

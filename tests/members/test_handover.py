@@ -31,7 +31,16 @@ def test_an_artifact_has_the_dropout_of_conditions_that_its_member_was_trained_w
 @pytest.mark.parametrize(("member", "shift"), [("expert-1", 3.0), ("monolith", 3.0), ("router", 1.5)])
 def test_an_artifact_has_the_timestep_shift_that_its_member_was_trained_with(tiny_prepared, tmp_path, member, shift):
     experiment = load_experiment(TINY, ["expert.timesteps.shift=3.0", "router.timesteps.shift=1.5"])
-    assert handed_over(member, experiment, tiny_prepared, tmp_path).timestep_shift == shift
+    meta = handed_over(member, experiment, tiny_prepared, tmp_path)
+    assert (meta.timestep_shift, meta.shift_for((3, 4, 4))) == (shift, shift)
+
+
+def test_an_artifact_has_the_shift_of_each_shape(tiny_prepared, tmp_path):
+    """The tiny run's samples have 8 x 8 cells."""
+    experiment = load_experiment(TINY, ["expert.timesteps={shift: 3.0, shift_by_tokens: true}"])
+    meta = handed_over("expert-0", experiment, tiny_prepared, tmp_path)
+    assert [meta.shift_for((3, *size)) for size in ((8, 8), (4, 4), (2, 8))] == [3.0, 1.5, 1.5]
+    assert not handed_over("router", experiment, tiny_prepared, tmp_path).shift_by_tokens
 
 
 def test_an_artifact_counts_the_images_of_each_class(tiny_prepared, tmp_path):

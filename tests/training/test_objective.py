@@ -28,6 +28,15 @@ def test_timesteps_follow_their_density_and_are_shifted_for_the_resolution():
     np.testing.assert_allclose(shifted, 3 * plain / (1 + 2 * plain), rtol=1e-4)
 
 
+def test_a_shape_of_a_quarter_of_the_tokens_has_half_the_shift():
+    """SD3, eq. 23; batches are of 4 x 4 cells."""
+    timesteps = TimestepsConfig(shift=2.0, shift_by_tokens=True)
+    found = noisy(expert(timesteps=timesteps, x_shape=(3, 8, 8)), batch()).t
+    assert torch.equal(found, noisy(expert(timesteps=TimestepsConfig(shift=1.0)), batch()).t)
+    own = noisy(expert(timesteps=timesteps), batch()).t
+    assert torch.equal(own, noisy(expert(timesteps=TimestepsConfig(shift=2.0)), batch()).t)
+
+
 @pytest.mark.parametrize("path", ["linear", "cosine", "vp"])
 def test_an_expert_of_some_noise_levels_trains_and_validates_on_them_alone(path):
     """Its interval is of the linear path's t = sigma/(alpha + sigma), whatever path it trains on."""
