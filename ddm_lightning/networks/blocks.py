@@ -26,9 +26,10 @@ TextTokens: TypeAlias = Float[Tensor, "b m d"]
 Heads: TypeAlias = Float[Tensor, "b n h e"]
 """Queries, keys or values of each head."""
 _EPSILON = 1e-6
-# torch compiles a block anew for training, validation and previews, for each kind of batch size, and for a last block
-# that differs. At the default limit of 8 variants, a block compiled with ``fullgraph`` would end the training.
-_MOST_VARIANTS = 64
+# torch compiles a block anew for training, validation and previews, for each kind of batch size and number of tokens,
+# and for a last block that differs: up to ten times for each shape of images. At the default limit of 8 variants, a
+# block compiled with ``fullgraph`` would end the training.
+_MOST_VARIANTS = 4096
 
 
 class Size(NamedTuple):
@@ -377,7 +378,7 @@ def compile_blocks(network: nn.Module, backend: str = "inductor", *, any_size: b
     config = torch._dynamo.config
     config.optimize_ddp = False  # would split a block's graph by DDP's buckets; blocks are small enough
     config.automatic_dynamic_shapes = any_size
-    config.recompile_limit = max(config.recompile_limit, _MOST_VARIANTS)
+    config.recompile_limit = config.accumulated_recompile_limit = _MOST_VARIANTS
     for block in blocks_of(network):
         block.forward = _Forward(block.forward)
         block.compile(fullgraph=True, backend=backend)

@@ -42,6 +42,12 @@ def test_batches_change_no_bit(network, way):
     check_batches(two_of(*network), conditions(network[2], NUM), strategy=strategy, solver=solver)
 
 
+def test_another_shape_has_bits_of_its_own_too():
+    network = NETWORKS[0]
+    options = {"strategy": "top-1", "solver": "euler", "shape": (SHAPE[0], 4, 12)}
+    check_batches(two_of(*network), conditions(network[2], NUM), **options)
+
+
 @pytest.fixture(params=[1, 2])
 def threads(request):
     before = torch.get_num_threads()

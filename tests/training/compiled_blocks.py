@@ -53,18 +53,18 @@ def num_graphs():
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-def inputs(condition, num):
+def inputs(condition, num, size=(8, 8)):
     generator = torch.Generator().manual_seed(num)
     shape = (num, condition.length, 6) if condition.kind == "tokens" else (num, 6)
-    x_t = torch.randn(num, 3, 8, 8, generator=generator)
+    x_t = torch.randn(num, 3, *size, generator=generator)
     t = torch.rand(num, generator=generator)
     return x_t, t, Condition.of(torch.randn(shape, generator=generator))
 
 
-def gradients(network, condition, num):
+def gradients(network, condition, num, size=(8, 8)):
     """Of a loss of ``num`` samples."""
     network.zero_grad()
-    network(*inputs(condition, num)).square().mean().backward(retain_graph=True)
+    network(*inputs(condition, num, size)).square().mean().backward(retain_graph=True)
     return {name: parameter.grad.clone() for name, parameter in network.named_parameters()}
 
 
@@ -174,6 +174,61 @@ def samples():
     return {"is_close": torch.allclose(*found, rtol=1e-4, atol=1e-5), "graphs": graphs}
 
 
+def shapes():
+    """Graphs of three epochs of shapes, of which two have as many tokens, and whether gradients are those of none."""
+    afresh()
+    network = built("dit with every option")
+    plain = built("dit with every option")
+    compile_blocks(network, backend="eager")
+    sizes = [(4, 2 * columns) for columns in range(3, 14)] + [(12, 4)]
+    graphs = []
+    for _ in range(3):
+        found = {size: gradients(network, TOKENS, 4, size) for size in sizes}
+        graphs.append(num_graphs())
+
+    is_close = all(are_close(found[size], gradients(plain, TOKENS, 4, size)) for size in sizes)
+    return {"is_close": is_close, "graphs": graphs, "breaks": len(torch._dynamo.utils.counters["graph_break"])}
+
+
+def ends_at_the_limit():
+    """Whether the third shape is an error where torch may make two graphs."""
+    afresh()
+    network = built("dit")
+    compile_blocks(network, backend="eager")
+    torch._dynamo.config.recompile_limit = 2
+    try:
+        for columns in (4, 6, 8):
+            gradients(network, TEXT, 4, (4, columns))
+    except torch._dynamo.exc.FailOnRecompileLimitHit:
+        return columns == 8
+
+    return False
+
+
+def samples_of_shapes():
+    """Whether a compiled ensemble gives the velocities of no compiler for shapes that are new, and its graphs."""
+    found = []
+    graphs = []
+    for is_compiled in (True, False):
+        afresh()
+        ensemble = Ensemble(
+            [built("dit"), built("dit")], RouterDiT(**SMALL, condition=TEXT, num_clusters=2), [0.5, 0.5]
+        )
+        if is_compiled:
+            ensemble.compile("eager")
+            torch._dynamo.utils.counters.clear()
+
+        velocities = []
+        for size in ((8, 8), (4, 16), (6, 14), (2, 6), (20, 20)):
+            velocities.append(ensemble.velocity(*inputs(TEXT, 3, size)))
+            graphs.append(num_graphs())
+
+        found.append(velocities)
+
+    is_close = all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(*found, strict=True))
+    return {"is_close": is_close, "graphs": graphs[:5]}
+
+
 def refuses_a_break():
     """Whether a block in two graphs is an error."""
 
@@ -199,6 +254,9 @@ if __name__ == "__main__":
         print(json.dumps([*quick, compare(*quick)]))
         print(json.dumps(["break", False, {"refused": refuses_a_break()}]))
         print(json.dumps(["samples", False, samples()]))
+        print(json.dumps(["shapes", False, shapes()]))
+        print(json.dumps(["limit", False, {"is_error": ends_at_the_limit()}]))
+        print(json.dumps(["samples of shapes", False, samples_of_shapes()]))
         sys.exit()
     for name in NETWORKS:
         for is_checkpointed in (False, True):

@@ -28,15 +28,36 @@ def is_one_graph_and_close(what):
     return what["is_close"] and what["breaks"] == 0 and what["graphs"] >= 1
 
 
-@pytest.mark.slow
-def test_a_block_with_every_option_is_one_graph_and_one_in_two_graphs_is_an_error():
-    quick = run("quick")
+@pytest.fixture(scope="module")
+def quick():
+    return run("quick")
 
+
+@pytest.mark.slow
+def test_a_block_with_every_option_is_one_graph_and_one_in_two_graphs_is_an_error(quick):
     assert is_one_graph_and_close(quick["dit with every option", True])
     assert quick["break", False]["refused"]
 
     samples = quick["samples", False]
     assert samples["is_close"] and 1 <= samples["graphs"] <= 3  # of one row, of the first number of rows, of any
+
+
+@pytest.mark.slow
+def test_each_number_of_tokens_is_one_graph_that_later_epochs_use(quick):
+    """More than torch's own limit of 8, at which it would give up."""
+    shapes = quick["shapes", False]
+
+    assert shapes["is_close"] and shapes["breaks"] == 0
+    assert shapes["graphs"] == [11, 11, 11]
+    assert quick["limit", False]["is_error"]
+
+
+@pytest.mark.slow
+def test_a_compiled_ensemble_takes_shapes_that_it_has_not_seen(quick):
+    samples = quick["samples of shapes", False]
+
+    assert samples["is_close"]
+    assert samples["graphs"][-1] == samples["graphs"][2]
 
 
 @pytest.mark.long

@@ -10,7 +10,12 @@ from virtual_cuda.runs import start
 PREAMBLE = """
 import json, torch
 from virtual_cuda import device
+from ddm_lightning.flow.condition import ConditionSpec
+from ddm_lightning.networks.dit import DiT
 recorder = device.install()
+sizes = dict(width=16, depth=1, num_heads=2, patch_size=2)
+network = DiT(x_shape=(3, 4, 4), condition=ConditionSpec("none", 0), **sizes).to("cuda")
+t, square, wide = torch.rand(2, device="cuda"), torch.rand(2, 3, 4, 4).to("cuda"), torch.rand(2, 3, 2, 8).to("cuda")
 x, cpu = torch.arange(6.0, device="cuda").view(2, 3), torch.ones(2, 3)
 rows, mask = torch.tensor([0], device="cuda"), torch.tensor([True, False], device="cuda")
 locked, found = cpu.pin_memory(), []
@@ -47,6 +52,9 @@ CASES = {
     "cpu.to('cuda', non_blocking=True)": ["staged upload"],
     "torch.tensor([1, 2], device='cuda')": ["blocking upload"],
     "x[torch.tensor([0])]": ["blocking upload"],
+    "network(square, t, None)": [],
+    "network(wide, t, None).sum().backward()": ["blocking upload"],  # the first of a shape copies its positions
+    "network(wide, t, None); network(square, t, None)": [],
     "x + cpu": "RuntimeError: Expected all tensors to be on the same device",
     "x @ cpu.T": "RuntimeError: Expected all tensors to be on the same device",
     "torch.cat([x, cpu])": "RuntimeError: Expected all tensors to be on the same device",
