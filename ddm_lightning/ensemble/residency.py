@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
@@ -13,20 +13,6 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ddm_lightning.core.weights import free_bytes
-
-
-class _Loaded(nn.Module):
-    """An expert with other weights than its own."""
-
-    def __init__(self, host: nn.Module, weights: dict[str, Tensor]) -> None:
-        super().__init__()
-        self.host = host
-        self.weights = weights
-
-    def forward(self, *inputs: Any) -> Tensor:
-        """Evaluate the expert."""
-        output: Tensor = functional_call(self.host, self.weights, inputs)
-        return output
 
 
 class ResidentExperts(Sequence[Any]):
@@ -74,7 +60,7 @@ class ResidentExperts(Sequence[Any]):
     def __iter__(self) -> Iterator[nn.Module]:
         return iter(self._hosts)
 
-    def __getitem__(self, k: int) -> nn.Module:  # type: ignore[override]  # no slices
+    def __getitem__(self, k: int) -> Callable[..., Any]:  # type: ignore[override]  # no slices
         self._request(k)
         weights = self._resident[k].result()
         if self._stream is not None:
@@ -82,7 +68,7 @@ class ResidentExperts(Sequence[Any]):
 
         later = [turn for turn in self.turns if turn > k]
         self._request(later[0] if later else self.turns[0])
-        return _Loaded(self._hosts[k], weights)
+        return lambda *inputs: functional_call(self._hosts[k], weights, inputs)
 
     def _request(self, k: int) -> None:
         """Mark expert k as used last; start to load it if it is not on the device."""

@@ -22,7 +22,7 @@ from ddm_lightning.flow.path import Samples, Times, expand_rows, guided, velocit
 from ddm_lightning.members.cost import flops_per_sample
 from ddm_lightning.networks.blocks import check_compiler, compile_blocks
 from ddm_lightning.networks.calibration import temperature_at
-from ddm_lightning.networks.rows import independent_rows
+from ddm_lightning.networks.rows import IndependentRows
 
 Weights: TypeAlias = Float[Tensor, "b K"]
 """Weights of the clusters' experts, or probabilities of the clusters, for each row."""
@@ -314,8 +314,7 @@ class Ensemble:
         Args:
             x_t: noisy samples.
             t: their times.
-            condition: one per row, or None for the null condition in all, which guidance without ``negative`` does not
-                change.
+            condition: one per row, or None for the null condition in all, which guidance does not change.
             weights: the experts' weights, instead of the router's probabilities; weight 0 skips an expert on that row.
             null_weights: weights without the condition, or under ``negative``; None for the same.
             guidance_scale: one number, or one per row; 1 is none. Both branches are evaluated as one batch.
@@ -324,8 +323,6 @@ class Ensemble:
         Raises:
             UserError: several experts and no router.
         """
-        if condition is None and negative is not None:
-            condition = negative.null()
         if weights is None:
             weights = self.probabilities(x_t, t, condition)
         if condition is None or (isinstance(guidance_scale, float) and guidance_scale == 1):
@@ -380,12 +377,12 @@ class Ensemble:
             yield self.expert_clusters[number], rows, velocity
 
     def _output(
-        self, network: nn.Module, x_t: Samples, t: Times, condition: Condition | None
+        self, network: Callable[..., Tensor], x_t: Samples, t: Times, condition: Condition | None
     ) -> Float[Tensor, "b *output"]:
         """Evaluate a network in ``precision``; its output is float32, or float64 if the network's is."""
-        layers: AbstractContextManager[None] = nullcontext()
+        layers: AbstractContextManager[object] = nullcontext()
         if x_t.device.type == "cpu" and not self._is_compiled:
-            layers = independent_rows(network)
+            layers = IndependentRows()
 
         with autocast(self.precision, x_t.device), layers:
             output = network(x_t, t, condition)

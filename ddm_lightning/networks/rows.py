@@ -7,13 +7,13 @@ limits below are those of MKL and torch 2.13 on Intel's AVX-512; on other proces
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 _MIN_ROWS = 16
 """MKL, and on one thread torch's convolutions of 1 x 1, have other kernels for fewer rows."""
@@ -23,45 +23,42 @@ _MAX_FEATURES = 768
 """Of more features, threads sum parts of their own, unless there are many rows."""
 
 
-class _Linear(nn.Linear):
-    def forward(self, x: Float[Tensor, "b *n features"]) -> Float[Tensor, "b *n out"]:
-        num_rows = x.numel() // self.in_features
-        shares_sums = self.in_features > _MAX_FEATURES and torch.get_num_threads() > 1
-        if num_rows >= _MIN_ROWS and not shares_sums:
-            return super().forward(x)
+def _linear(
+    x: Float[Tensor, "b *n features"], weight: Float[Tensor, "out features"], bias: Tensor | None = None
+) -> Float[Tensor, "b *n out"]:
+    num_features = x.shape[-1]
+    num_rows = x.numel() // num_features
+    shares_sums = num_features > _MAX_FEATURES and torch.get_num_threads() > 1
+    if num_rows >= _MIN_ROWS and not shares_sums:
+        return functional.linear(x, weight, bias)
 
-        # Products of one size: the tokens of one sample, or as many vectors as are safe.
-        size = max(_MIN_ROWS, num_rows // len(x))
-        rows = functional.pad(x.flatten(0, -2), (0, 0, 0, -num_rows % size))
-        parts = [functional.linear(part, self.weight, self.bias) for part in rows.split(size)]
-        return torch.cat(parts)[:num_rows].unflatten(0, x.shape[:-1])
-
-
-class _Convolution(nn.Conv2d):
-    def forward(self, x: Float[Tensor, "b c h w"]) -> Float[Tensor, "b out h2 w2"]:
-        num_rows = 1
-        if x.numel() <= _FEW_NUMBERS:
-            num_rows = 2
-        if self.kernel_size == (1, 1) and torch.get_num_threads() == 1:
-            num_rows = _MIN_ROWS
-
-        missing = max(0, num_rows - len(x))
-        return super().forward(functional.pad(x, (*[0] * 7, missing)))[: len(x)]
+    # Products of one size: the tokens of one sample, or as many vectors as are safe.
+    size = max(_MIN_ROWS, num_rows // len(x))
+    rows = functional.pad(x.flatten(0, -2), (0, 0, 0, -num_rows % size))
+    parts = [functional.linear(part, weight, bias) for part in rows.split(size)]
+    return torch.cat(parts)[:num_rows].unflatten(0, x.shape[:-1])
 
 
-@contextmanager
-def independent_rows(network: nn.Module) -> Iterator[None]:
-    """Make the layers of a network independent of their number of rows while inside; its weights stay as they are.
+def _convolution(
+    x: Float[Tensor, "b c h w"], weight: Float[Tensor, "out c2 kh kw"], *more: Any
+) -> Float[Tensor, "b out h2 w2"]:
+    num_rows = 1
+    if x.numel() <= _FEW_NUMBERS:
+        num_rows = 2
+    if weight[0, 0].numel() == 1:
+        num_rows = _MIN_ROWS
+
+    missing = max(0, num_rows - len(x))
+    return functional.conv2d(functional.pad(x, (*[0] * 7, missing)), weight, *more)[: len(x)]
+
+
+class IndependentRows(TorchFunctionMode):
+    """Make linear layers and convolutions independent of their number of rows while inside.
 
     It costs what products of 16 vectors cost: a quarter more time for one sample of a small network, 1 % for 64.
     Products of 16 rows or more keep the bits that they have outside, unless threads share their sums.
     """
-    steady: dict[type, type] = {nn.Linear: _Linear, nn.Conv2d: _Convolution}
-    changed = [(part, type(part)) for part in network.modules() if type(part) in steady]
-    try:
-        for part, plain in changed:
-            part.__class__ = steady[plain]
-        yield
-    finally:
-        for part, plain in changed:
-            part.__class__ = plain
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        steady = {functional.linear: _linear, functional.conv2d: _convolution}
+        return steady.get(function, function)(*args, **(kwargs or {}))
