@@ -32,10 +32,10 @@ from ddm_lightning.members.preflight import check_strategy
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.members.signatures import verify
+from ddm_lightning.use.call import STRENGTH
 from ddm_lightning.use.download import fetched
 from ddm_lightning.use.ensemble import DecentralizedEnsemble
 from ddm_lightning.use.export import CONDITION_FILE, export_diffusers, export_member, export_peft
-from ddm_lightning.use.loaded import STRENGTH
 from ddm_lightning.use.recipe import read_recipe
 from ddm_lightning.use.saved import manifest_with_about, save_ensemble
 from ddm_lightning.use.settings import resolve

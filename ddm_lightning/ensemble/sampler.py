@@ -81,9 +81,15 @@ def sample(
 
     Raises:
         UserError: unknown strategy or solver, a pair that does not work together, no router, options that do not
-            go together, or tensors or seeds of other sizes.
+            go together, or noise or seeds of other sizes.
     """
-    _check_inputs(num, x_shape, seed, x_1, image, strength)
+    if not 0 < strength <= 1:
+        raise UserError(f"strength = {strength}: give a number above 0 and at most 1")
+    if not isinstance(seed, int) and len(seed) != num:
+        raise UserError(f"{len(seed)} seeds for {num} images: give one, or one per image")
+    if x_1 is not None and x_1.shape != (num, *x_shape):
+        raise UserError(f"latents has shape {list(x_1.shape)}; give {[num, *x_shape]}, one per image")
+
     solver: Solver = SOLVERS.build(settings.solver, settings.solver_params)
     strategy = strategy_of(settings)
     strategy.check_solver(settings.solver)
@@ -145,27 +151,6 @@ def sample(
 
     ensemble.work.images += num
     return torch.cat(done)
-
-
-def _check_inputs(
-    num: int,
-    x_shape: tuple[int, int, int],
-    seed: int | Sequence[int],
-    x_1: Tensor | None,
-    image: Tensor | None,
-    strength: float,
-) -> None:
-    """Refuse what does not fit ``num`` samples."""
-    if not 0 < strength <= 1:
-        raise UserError(f"strength = {strength}: give a number above 0 and at most 1")
-    if not isinstance(seed, int) and len(seed) != num:
-        raise UserError(f"{len(seed)} seeds for {num} images: give one, or one per image")
-
-    for name, given in (("latents", x_1), ("image", image)):
-        if given is not None and given.shape != (num, *x_shape):
-            raise UserError(f"{name} has shape {list(given.shape)}; give {[num, *x_shape]}, one per image")
-        if given is not None and not given.isfinite().all():
-            raise UserError(f"{name} has numbers that are not finite; give finite ones")
 
 
 def _without_failed(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -37,7 +37,7 @@ from ddm_lightning.training.callbacks import StopOnRequest
 from ddm_lightning.training.module import MemberModule
 from ddm_lightning.training.objective import Classification, Objective
 from ddm_lightning.training.prompts import encoded_prompts
-from ddm_lightning.use.rows import Row, joined, rows_without_prompts
+from ddm_lightning.use.rows import Rows, rows_without_prompts
 
 NUM_COLUMNS = 8
 
@@ -132,31 +132,31 @@ def log_image(trainer: L.Trainer, name: str, image: np.ndarray[Any, Any] | Figur
             logger.experiment.add_image(tensorboard_tag(name), image, trainer.global_step, dataformats="HWC")
 
 
-def fixed_rows(member: Member, run: Run, mine: Ranks = ALONE) -> Sequence[Row]:
+def fixed_rows(member: Member, run: Run, mine: Ranks = ALONE) -> Rows | None:
     """Return rows of the first of ``sample.prompts``, of the first classes, or one for no condition.
 
     A router, an expert of some noise levels and a run without encoded prompts have no rows.
     """
     if member.role.classifies or member.interval != (0.0, 1.0):
-        return []
+        return None
     if member.condition.kind in ("class", "none"):
-        return rows_without_prompts((), run.manifest.class_names, member.condition)[:NUM_COLUMNS]
+        classes = range(member.condition.size)[:NUM_COLUMNS]
+        return rows_without_prompts(classes, run.manifest.class_names, member.condition)
 
     return encoded_prompts(run, mine)
 
 
-def noise_of_rows(rows: Sequence[Row], member: Member) -> tuple[Float[Tensor, "num c h w"], Condition | None]:
+def noise_of_rows(rows: Rows, member: Member) -> tuple[Float[Tensor, "num c h w"], Condition | None]:
     """Return noise and conditions of equally many images per row, as the command ``sample`` has them."""
-    num = NUM_COLUMNS // len(rows)
+    num_rows = len(rows.labels)
+    num = NUM_COLUMNS // num_rows
     noise = []
-    conditions = []
-    for row in rows:
-        for index in range(num):
-            generator = keyed_generator(member.seed, "x_1", *row.key(index, num))
-            noise.append(torch.randn(member.x_shape, generator=generator))
-            conditions.append(row.condition)
+    for number in range(num * num_rows):
+        generator = keyed_generator(member.seed, "x_1", *rows.key(number, num))
+        noise.append(torch.randn(member.x_shape, generator=generator))
 
-    return torch.stack(noise), joined(conditions)
+    places = torch.arange(len(noise)) // num
+    return torch.stack(noise), rows.condition and rows.condition.rows(places)
 
 
 class SampleLogger(L.Callback):
@@ -171,7 +171,7 @@ class SampleLogger(L.Callback):
         rows: what to sample; none for one row under the conditions of the held-out images.
     """
 
-    def __init__(self, sample: SampleConfig, stop: StopOnRequest, rows: Sequence[Row] = ()) -> None:
+    def __init__(self, sample: SampleConfig, stop: StopOnRequest, rows: Rows | None = None) -> None:
         self.sample = sample
         self.stop = stop
         self.rows = rows
@@ -229,7 +229,7 @@ class SampleLogger(L.Callback):
         coder = objective.member.image_encoder
         encoder = IMAGE_ENCODERS.build(coder.name, coder.params)  # built anew: takes no memory between validations
         held_out = list(encoder.decode(objective.x_0(self._batch).float().cpu()))
-        labels = [row.label for row in self.rows] or ["sampled"]
+        labels = self.rows.labels if self.rows else ["sampled"]
         sampled = np.split(encoder.decode(made.float().cpu()), len(labels))
         rows = [("held out", held_out), *zip(labels, map(list, sampled), strict=True)]
         log_image(trainer, "samples", np.asarray(labelled_grid(rows, scale_of(held_out[0]))))
@@ -240,7 +240,7 @@ def sample_like(
     network: Callable[..., Tensor],
     batch: dict[str, Tensor],
     sample: SampleConfig,
-    rows: Sequence[Row] = (),
+    rows: Rows | None = None,
 ) -> Float[Tensor, "num c h w"]:
     """Sample ``rows``, or under the conditions of ``batch``, by Euler steps.
 

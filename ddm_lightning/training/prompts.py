@@ -20,12 +20,12 @@ from ddm_lightning.encoders.captions import encode_texts
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.members.run import Run
 from ddm_lightning.training.objective import build_caption_encoder
-from ddm_lightning.use.rows import Row
+from ddm_lightning.use.rows import Rows
 
 MAX_PROMPTS = 8
 
 
-def encoded_prompts(run: Run, mine: Ranks = ALONE) -> list[Row]:
+def encoded_prompts(run: Run, mine: Ranks = ALONE) -> Rows | None:
     """Return a row for each of the first distinct ``sample.prompts``, and encode them if that has not been done.
 
     There are no rows if members are not conditioned on text, or if the prompts cannot be encoded here, which the first
@@ -34,7 +34,7 @@ def encoded_prompts(run: Run, mine: Ranks = ALONE) -> list[Row]:
     experiment = run.experiment
     prompts = list(dict.fromkeys(experiment.sample.prompts))[:MAX_PROMPTS]
     if experiment.condition.kind in ("class", "none") or not prompts:
-        return []
+        return None
 
     try:
         condition = prompt_condition(run, prompts)
@@ -42,9 +42,9 @@ def encoded_prompts(run: Run, mine: Ranks = ALONE) -> list[Row]:
         if mine.is_first:
             say(f"validations show samples for held-out captions, not for sample.prompts: {first_line(error)}")
 
-        return []
+        return None
 
-    return [Row(prompt, prompt, condition.rows(slice(row, row + 1))) for row, prompt in enumerate(prompts)]
+    return Rows(prompts, prompts, condition)
 
 
 def prompt_condition(run: Run, prompts: Sequence[str]) -> Condition:

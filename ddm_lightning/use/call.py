@@ -5,9 +5,8 @@ Arguments are checked and converted on the way in, samples on the way out.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,14 +19,20 @@ from ddm_lightning.core import checks
 from ddm_lightning.core.devices import DTYPES
 from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.rgb import rgb
+from ddm_lightning.use.rows import listed
+
+STRENGTH = 0.8
+"""Default strength of the noise that is added to an image to start from; that of diffusers."""
 
 
 @dataclass
-class _Options:
+class Options:
+    """Arguments of a call that are no settings."""
+
+    seeds: list[checks.Count]
     output_type: str = checks.choice("pil", "np", "pt", "latent")
-    strength: float = 1.0
-    batch_size: int = checks.option(1, low=1)
-    seed: list[checks.Count] = field(default_factory=list)
+    strength: float = STRENGTH
+    batch_size: int | None = checks.option(None, low=1)
 
 
 class Output(NamedTuple):
@@ -35,25 +40,6 @@ class Output(NamedTuple):
 
     images: list[Image.Image] | Float[np.ndarray, "n h w 3"] | Float[Tensor, "n c h w"]
     """As ``output_type`` says."""
-
-
-def arguments_of(function: Callable[..., Any]) -> list[str]:
-    """Names of the arguments of a ``function`` whose last one, left out here, takes all others."""
-    return [*inspect.signature(function).parameters][:-1]
-
-
-def set_once(settings: dict[str, Any], name: str, other: str, value: Any) -> None:
-    """Set ``name`` to what was given under its ``other`` name.
-
-    Raises:
-        UserError: both are given.
-    """
-    if value is None:
-        return
-    if settings.get(name) is not None:
-        raise UserError(f"{name} and {other}: give one of them")
-
-    settings[name] = value
 
 
 def usable_device(device: torch.device | str) -> torch.device:
@@ -70,63 +56,39 @@ def usable_device(device: torch.device | str) -> torch.device:
         ) from None
 
 
-def device_and_dtype(*places: Any, device: Any = None, dtype: Any = None) -> tuple[torch.device | None, Any]:
-    """Tell the device and the dtype among the arguments of ``to``, which may stand in any order; None if not given.
+def device_and_dtype(device: Any = None, dtype: Any = None) -> tuple[torch.device | None, torch.dtype | None]:
+    """Tell the device and the dtype of ``to``, which may stand in any order; None if not given.
 
     Raises:
         UserError: torch cannot use the device, or the networks cannot compute in the dtype.
     """
-    if isinstance(dtype, str):
-        dtype = getattr(torch, dtype, dtype)
-
-    found = None
-    for place in (*places, device):
-        if isinstance(place, torch.dtype):
-            dtype = place
-        elif place is not None:
-            found = usable_device(place)
-
+    if isinstance(device, torch.dtype):
+        return device_and_dtype(dtype, device)
     if dtype not in (None, *DTYPES.values()):
         raise UserError(f"dtype {dtype}: must be one of {', '.join(map(str, DTYPES.values()))}")
+    if device is not None:
+        device = usable_device(device)
 
-    return found, dtype
-
-
-def checked(**given: Any) -> dict[str, Any]:
-    """Check arguments of ``_Options``; those that are None are left out.
-
-    Raises:
-        UserError: one is of another type or out of range.
-    """
-    found = {name: value for name, value in given.items() if value is not None}
-    checks.check(found, _Options, "", "sample", references=False)
-    return found
+    return device, dtype
 
 
-def seed_of(seed: Any, generator: Any) -> Any:
-    """Seed of the noise, or one per image: ``seed``, or drawn from a generator or each of several, or from torch's own.
+def seeds_of(seed: Any, generator: Any) -> list[Any]:
+    """Seeds of the noise: those given, or one drawn from each generator, or one from torch's own.
 
     Raises:
-        UserError: both are given, or what is given is no generator.
+        UserError: what is given is no generator.
     """
     if seed is not None:
-        if generator is not None:
-            raise UserError("seed and generator: give one of them")
+        return listed(seed)
 
-        return seed
+    seeds = []
+    for one in listed(generator) or [torch.default_generator]:
+        if not isinstance(one, torch.Generator):
+            raise UserError(f"generator = {one!r:.60}: give a torch.Generator or one per image, or numbers as seed")
 
-    if isinstance(generator, (list, tuple)):
-        return list(map(_drawn, generator))
+        seeds.append(int(torch.randint(2**63 - 1, (), generator=one, device=one.device)))
 
-    return _drawn(torch.default_generator if generator is None else generator)
-
-
-def _drawn(generator: Any) -> int:
-    """Draw a seed, on the generator's own device."""
-    if not isinstance(generator, torch.Generator):
-        raise UserError(f"generator = {generator!r:.60}: give a torch.Generator or one per image, or numbers as seed")
-
-    return int(torch.randint(2**63 - 1, (), generator=generator, device=generator.device))
+    return seeds
 
 
 def pixels_of(image: Any, height: int, width: int) -> UInt8[np.ndarray, "n {height} {width} 3"]:
@@ -141,33 +103,27 @@ def pixels_of(image: Any, height: int, width: int) -> UInt8[np.ndarray, "n {heig
         UserError: another type, shape or range.
     """
     images = [image]
-    if isinstance(image, (list, tuple)) or getattr(image, "ndim", 3) == 4:
+    if getattr(image, "ndim", 3) == 4 or (isinstance(image, (list, tuple)) and image):
         images = [*image]
 
     found = []
     for one in images:
-        pixels = Image.fromarray(_rgb_of(one))
-        if pixels.size != (width, height):
-            pixels = pixels.resize((width, height), Image.Resampling.LANCZOS)
-
-        found.append(np.asarray(pixels))
-
-    if not found:
-        raise UserError("image: is an empty list; give one or more")
+        resized = Image.fromarray(_rgb_of(one)).resize((width, height), Image.Resampling.LANCZOS)
+        found.append(np.asarray(resized))
 
     return np.stack(found)
 
 
 def _rgb_of(image: Any) -> UInt8[np.ndarray, "h w 3"]:
-    if isinstance(image, Image.Image) and min(image.size):
+    if isinstance(image, Image.Image):
         return rgb(image.copy())
-    if isinstance(image, Tensor) and image.ndim == 3:
+    if isinstance(image, Tensor):
         image = image.detach().cpu().movedim(0, -1)
         image = (image.float() if image.is_floating_point() else image).numpy()
 
-    if isinstance(image, np.ndarray) and image.ndim == 3 and image.shape[2] == 3 and image.size:
+    if isinstance(image, np.ndarray) and image.shape[2:] == (3,):
         if image.dtype == np.uint8:
-            return np.ascontiguousarray(image)
+            return image
         if image.dtype.kind == "f" and image.min() >= 0 and image.max() <= 1:
             return (image * 255).round().astype(np.uint8)
 
@@ -182,8 +138,7 @@ def noise_of(latents: Any) -> Tensor | None:
     """
     if latents is None:
         return None
-    is_real = isinstance(latents, np.ndarray) and latents.dtype.kind == "f"
-    if not is_real and not (isinstance(latents, Tensor) and latents.is_floating_point()):
+    if not isinstance(latents, (np.ndarray, Tensor)):
         raise UserError(f"latents = {latents!r:.60}: give a tensor [images c h w] of noise")
 
     return torch.as_tensor(latents, dtype=torch.float32, device="cpu")
@@ -198,22 +153,18 @@ def step_callback(callback: Any, names: Any, owner: Any) -> Callable[[int, float
         owner: what was called.
 
     Raises:
-        UserError: it cannot be called or asks for other tensors; later, if it returns anything else.
+        UserError: it cannot be called or asks for other tensors; later, if it returns another shape.
     """
     if callback is None:
         return None
-    if not callable(callback) or {*(names or ())} - {"latents"}:
+    if not callable(callback) or {*names} - {"latents"}:
         raise UserError("callback_on_step_end: give a function; its only tensor inputs are ['latents']")
 
     def on_step_end(step: int, t: float, x: Tensor) -> Tensor:
-        changed = callback(owner, step, t, {"latents": x})
-        latents: Any = x
-        if changed is not None:
-            latents = changed.get("latents", x) if isinstance(changed, Mapping) else None
-        if not isinstance(latents, Tensor) or latents.shape != x.shape:
+        changed = callback(owner, step, t, {"latents": x}) or {}
+        latents: Tensor = changed.get("latents", x)
+        if latents.shape != x.shape:
             raise UserError(f"callback_on_step_end: return nothing, or {{'latents': a tensor of shape {[*x.shape]}}}")
-        if latents is not x and not latents.isfinite().all():
-            raise UserError("callback_on_step_end: returned latents that are not finite; return finite ones")
 
         return latents.to(x)
 

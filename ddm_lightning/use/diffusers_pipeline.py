@@ -85,12 +85,6 @@ class DecentralizedPipeline(DiffusionPipeline):  # type: ignore[misc]  # diffuse
         export_diffusers(self.ensemble.manifest, Path(save_directory))
 
     @wraps(DecentralizedEnsemble.__call__)
-    def __call__(self, *given: Any, callback_on_step_end: Any = None, **named: Any) -> Any:
-        callback = callback_on_step_end
-        if callable(callback_on_step_end):
-
-            def callback(_: DecentralizedEnsemble, *step: Any) -> Any:
-                return callback_on_step_end(self, *step)
-
+    def __call__(self, *given: Any, **named: Any) -> Any:
         self.ensemble.set_progress_bar_config(**getattr(self, "_progress_bar_config", {}))
-        return self.ensemble(*given, callback_on_step_end=callback, **named)
+        return self.ensemble(*given, **named)

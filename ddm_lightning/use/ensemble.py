@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from ddm_lightning.config.experiment import Experiment
+from ddm_lightning.core import checks
 from ddm_lightning.core.devices import check_devices, device_of, own_defaults
 from ddm_lightning.core.errors import DOWNLOADS, UserError, note
 from ddm_lightning.core.formatting import Bars
@@ -61,8 +62,8 @@ class DecentralizedEnsemble(LoadedEnsemble):
             UserError: a file is missing, damaged or of other data, or leads out of the folder; torch cannot use the
                 device or dtype, ``resident_experts`` below 2, an unknown option, or an encoder's path is not allowed.
         """
-        refuse_unknown("from_pretrained", others, call.arguments_of(cls.from_pretrained))
-        usable, precision = call.device_and_dtype(device or device_of("auto"), dtype=dtype or torch_dtype)
+        refuse_unknown("from_pretrained", others, cls.from_pretrained)
+        usable, precision = call.device_and_dtype(device or device_of("auto"), dtype or torch_dtype)
         folder = fetched(folder_or_url)
         artifact = artifact_in(folder)
         record = RunFolder(folder).experiment
@@ -117,11 +118,8 @@ class DecentralizedEnsemble(LoadedEnsemble):
         prompts: str | Sequence[str] | None = None,
         *,
         classes: str | int | Sequence[str | int] | None = None,
-        strategy: str | None = None,
         num: int | None = None,
         seed: int | Sequence[int] | None = None,
-        trace: Trace | None = None,
-        factors: Sequence[float] | None = None,
         **settings: Any,
     ) -> list[Image.Image]:
         """Generate the images that the command ``sample`` writes with the same options.
@@ -129,13 +127,9 @@ class DecentralizedEnsemble(LoadedEnsemble):
         Args:
             prompts: a text, or several. None, without classes, is the experiment's.
             classes: a name or number, or several, for an experiment conditioned on classes. None is the first 32.
-            strategy: routing strategy; None is the experiment's.
             num: images per prompt or class; None is the experiment's.
             seed: seed of the noise, or one per image; None is the experiment's.
-            trace: keeps the sampling trajectory, such as the weights of the experts.
-            factors: multiply the clusters' weights, one per cluster; 0 switches its experts off. None changes nothing.
-            settings: other keys of the experiment's ``sample`` section, such as ``num_steps=20``, and arguments of
-                ``__call__``.
+            settings: other arguments of ``__call__``, such as ``strategy="full"`` and ``num_steps=20``.
 
         Returns:
             ``num`` images of the first prompt, then of the second, and so on. A repeated prompt gives further images:
@@ -148,11 +142,8 @@ class DecentralizedEnsemble(LoadedEnsemble):
         if seed is None and "generator" not in settings:
             seed = self.about.seed
 
-        call.set_once(settings, "prompt", "prompts", prompts)
-        call.set_once(settings, "class_labels", "classes", classes)
-        call.set_once(settings, "num_images_per_prompt", "num", num)
-        settings.setdefault("num_images_per_prompt", None)
-        return self(seed=seed, strategy=strategy, trace=trace, factors=factors, **settings)[0]
+        given = {"prompt": prompts, "class_labels": classes, "num_images_per_prompt": num, "seed": seed, **settings}
+        return self(**given)[0]
 
     def __call__(
         self,
@@ -167,7 +158,7 @@ class DecentralizedEnsemble(LoadedEnsemble):
         seed: int | Sequence[int] | None = None,
         latents: Float[Tensor, "n c h w"] | None = None,
         image: Any = None,
-        strength: float | None = None,
+        strength: float = call.STRENGTH,
         height: int | None = None,
         width: int | None = None,
         output_type: str = "pil",
@@ -195,19 +186,19 @@ class DecentralizedEnsemble(LoadedEnsemble):
             latents: noise to start from. A stochastic solver draws further noise by the seed.
             image: image to start from instead of noise alone, or one per prompt (SDEdit, 2108.01073): of Pillow,
                 or arrays [h w 3] or tensors [3 h w] of uint8 or numbers from 0 to 1. Other sizes are stretched.
-                Samples x_0 of latents, as ``output_type="latent"`` returns them, are taken as they are.
-            strength: share of the steps that are run from the noisy image, in (0, 1]; by default 0.8.
+            strength: share of the steps that are run from the noisy image, in (0, 1].
             height, width: in pixels; only the ensemble's own, to which None is equal.
             output_type: ``pil``, ``np`` or ``pt`` for float32 from 0 to 1, [n h w 3] or [n 3 h w], or ``latent`` for
                 x_0, float32, [n c h w].
             return_dict: has no effect, as the result is both a tuple and an object.
-            callback_on_step_end: called after each step with the ensemble (of a pipeline: the pipeline), the step's
-                number from 0, the time t that it reached and ``{"latents": x_t}``. Here t runs from 1, noise, to 0, the
+            callback_on_step_end: called after each step with the ensemble, the step's number from 0,
+                the time t that it reached and ``{"latents": x_t}``. Here t runs from 1, noise, to 0, the
                 image. It may return a dict with other ``latents``.
             callback_on_step_end_tensor_inputs: ``["latents"]``, as there are no other tensors.
             batch_size: images computed at once; None is 64, and with a callback all. ``sampler.sample`` says where it
                 changes no bit.
-            trace, factors: as in ``sample``.
+            trace: keeps the sampling trajectory, such as the weights of the experts.
+            factors: multiply the clusters' weights, one per cluster; 0 switches its experts off. None changes nothing.
             settings: other keys of the experiment's ``sample`` section, such as ``strategy`` and ``solver``.
 
         Returns:
@@ -216,50 +207,47 @@ class DecentralizedEnsemble(LoadedEnsemble):
         Raises:
             UserError: as ``sample``, or a value of another type, shape, number or size.
         """
-        known = dict.fromkeys([*call.arguments_of(self.__call__), *KEYS])
-        for name in ("num_per_prompt", "prompts", "resident_experts"):  # given by other names, or to from_pretrained
-            del known[name]
-
-        refuse_unknown("sample", settings, known)
+        refuse_unknown("sample", settings, self.__call__, KEYS)
         texts = listed(prompt)
         labels = listed(class_labels)
+        negatives = listed(negative_prompt)
         is_empty = (prompt is not None and not texts) or (class_labels is not None and not labels)
-        if is_empty or (texts and labels) or not all(isinstance(text, str) for text in texts):
+        if is_empty or (texts and labels) or not all(isinstance(text, str) for text in [*texts, *negatives]):
             raise UserError("sample: give prompts (strings) or classes, or leave both out for the experiment's")
-        if strength is not None and image is None:
-            raise UserError("strength: is of an image to start from; give image, too")
 
-        call.set_once(settings, "num_steps", "num_inference_steps", num_inference_steps)
-        settings["num_per_prompt"] = num_images_per_prompt
-        settings["guidance_scale"] = guidance_scale
+        seeds = call.seeds_of(seed, generator)
+        options = {"output_type": output_type, "strength": strength, "batch_size": batch_size, "seeds": seeds}
+        checks.check(options, call.Options, "", "sample", references=False)
         on_step_end = call.step_callback(callback_on_step_end, callback_on_step_end_tensor_inputs, self)
-        seed = call.seed_of(seed, generator)
-        seeds = None
-        if isinstance(seed, Iterable):
-            seeds = listed(seed)
-            if trace is not None:
-                raise UserError("trace: keeps one image per prompt and index; give one seed")
+        more: dict[str, Any] = {
+            "strength": strength,
+            "x_1": call.noise_of(latents),
+            "on_step_end": on_step_end,
+            "trace": trace,
+        }
+        if len(seeds) == 1:
+            settings["seed"] = seeds[0]
         else:
-            settings["seed"] = seed
+            more["seed"] = seeds
 
-        more = call.checked(output_type=output_type, strength=strength, batch_size=batch_size, seed=seeds)
-        output_type = more.pop("output_type", "pil")
+        settings = {"num_steps": num_inference_steps, **settings}
         with own_defaults():
             if image is not None or (height, width) != (None, None):
                 self.check_size(height, width)  # decodes once; copies with other settings take the size over
 
-            chosen = self.with_settings(factors=factors, **settings)
+            chosen = self.with_settings(
+                factors=factors, num_per_prompt=num_images_per_prompt, guidance_scale=guidance_scale, **settings
+            )
             own = chosen.about.sample
             if not labels:
                 texts = texts or own.prompts
 
-            rows = chosen.rows(texts, labels, listed(negative_prompt), image)
+            rows = chosen.rows(texts, labels, negatives, image)
             num = own.num_per_prompt
-            total = len(rows) * num
-            if on_step_end is not None:
-                more.setdefault("batch_size", total)
+            total = num * len(rows.labels)
+            if batch_size or on_step_end:
+                more["batch_size"] = batch_size or total
 
-            more |= {"x_1": call.noise_of(latents), "on_step_end": on_step_end, "trace": trace}
             with Bars(show=not self._progress_bar_config.get("disable")) as bars:
                 task = bars.add_task("images", total=total)
                 more["progress"] = lambda done: bars.update(task, completed=done)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,23 +26,14 @@ from ddm_lightning.ensemble.velocity import Cost, Ensemble
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.members.artifact import ArtifactMeta
 from ddm_lightning.use import call
-from ddm_lightning.use.rows import (
-    Row,
-    built_encoder,
-    joined,
-    listed,
-    rows_of_prompts,
-    rows_without_prompts,
-    spread,
-    with_negatives,
-)
+from ddm_lightning.use.rows import Rows, built_encoder, listed, rows_without_prompts, spread, text_condition
 from ddm_lightning.use.settings import resolve
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 # Images computed at once; the number does not change them.
 BATCH_SIZE = 64
-STRENGTH = 0.8
-"""Default strength of the noise that is added to an image to start from; that of diffusers."""
-_Self = TypeVar("_Self", bound="LoadedEnsemble")
 
 
 class LoadedEnsemble:
@@ -112,19 +103,16 @@ class LoadedEnsemble:
         return self.field.router
 
     @own_defaults()
-    def to(
-        self: _Self, *places: torch.device | str | torch.dtype | None, device: Any = None, dtype: Any = None
-    ) -> _Self:
+    def to(self, device: Any = None, dtype: Any = None) -> Self:
         """Load all networks onto a device, and choose the dtype in which they compute.
 
         Args:
-            places: a device, a dtype, or both in any order.
-            device, dtype: the same by name; see ``from_pretrained``. What is not given stays.
+            device, dtype: as in ``from_pretrained``, in any order. What is not given stays.
 
         Raises:
             UserError: torch cannot use them, and the ensemble stays as it is; or as ``field``.
         """
-        usable, chosen = call.device_and_dtype(*places, device=device, dtype=dtype)
+        usable, chosen = call.device_and_dtype(device, dtype)
         if chosen is not None:
             (precision,) = (name for name, dtype in DTYPES.items() if dtype == chosen)
             self.manifest = resolve(self.manifest, precision=precision)
@@ -139,12 +127,12 @@ class LoadedEnsemble:
         return self
 
     def with_settings(
-        self: _Self,
+        self,
         overrides: Sequence[str] = (),
         source: str = "sample",
         factors: Sequence[float] | None = None,
         **arguments: Any,
-    ) -> _Self:
+    ) -> Self:
         """A copy with other settings; it shares the networks.
 
         Args:
@@ -214,15 +202,11 @@ class LoadedEnsemble:
         """Encode images to samples x_0, the mean if the encoder gives a posterior.
 
         Args:
-            image: as in ``call.pixels_of``; or tensors of x_0, [c h w] or [n c h w], if these are no pixels.
+            image: as in ``call.pixels_of``.
 
         Raises:
             UserError: another type, shape or range, or the encoder cannot run here.
         """
-        shape = self.meta.x_shape
-        if isinstance(image, Tensor) and image.shape[-3:] == shape and shape[0] != 3:
-            return image.reshape(-1, *shape).float().cpu()
-
         encoder = built_encoder(IMAGE_ENCODERS, self.meta.image_encoder)
         stored = encoder.encode(call.pixels_of(image, *self.image_size))
         return StoredForm(encoder.stores, self.meta.normalisation).mean(torch.from_numpy(stored))
@@ -233,7 +217,7 @@ class LoadedEnsemble:
         classes: Sequence[str | int] = (),
         negative_prompts: Sequence[str] = (),
         image: Any = None,
-    ) -> list[Row]:
+    ) -> Rows:
         """Rows of a grid: one per prompt or class; by default the first ``MAX_ROWS`` classes, or one null condition.
 
         Args:
@@ -257,22 +241,28 @@ class LoadedEnsemble:
         if any(negative_prompts) and self.about.sample.guidance_scale == 1:
             raise UserError("negative_prompt: has no effect without guidance; give a guidance_scale, such as 3.0")
 
+        if not all(map(str.strip, prompts)):
+            raise UserError("a prompt is empty; describe an image")
+
         if prompts:
-            rows = rows_of_prompts(prompts, self.meta)
+            rows = Rows(prompts, prompts, text_condition(prompts, self.meta))
         else:
             rows = rows_without_prompts(classes, self.about.class_names, self.meta.condition)
 
+        num_rows = len(rows.labels)
         if any(negative_prompts):
-            rows = with_negatives(rows, negative_prompts, self.meta)
+            is_empty = torch.tensor([not text.strip() for text in negative_prompts])
+            negative = text_condition(negative_prompts, self.meta).dropped(is_empty)
+            rows.negative = negative.rows(spread("negative_prompt", len(negative_prompts), num_rows))
         if image is not None:
-            starts = spread("image", [*self.encode(image)], len(rows))
-            rows = [row._replace(start=start) for row, start in zip(rows, starts, strict=True)]
+            x_0 = self.encode(image)
+            rows.start = x_0[spread("image", len(x_0), num_rows)]
 
         return rows
 
     def images(
         self,
-        rows: Sequence[Row],
+        rows: Rows,
         num: int,
         progress: Callable[[float], object],
         **more: Any,
@@ -290,39 +280,32 @@ class LoadedEnsemble:
         Yields:
             Row, index within the row, and image.
         """
-        total = num * len(rows)
-        for first in range(0, total, BATCH_SIZE):
-            span = range(first, min(first + BATCH_SIZE, total))
-            x_0 = self.samples(rows, num, span, progress=lambda done, first=first: progress(first + done), **more)
-            for i, image in zip(span, self.decode(x_0), strict=True):
-                yield i // num, i % num, image
+        numbers = range(num * len(rows.labels))
+        for first in numbers[::BATCH_SIZE]:
+            span = numbers[first : first + BATCH_SIZE]
+            more["progress"] = lambda done, first=first: progress(first + done)
+            for number, image in zip(span, self.decode(self.samples(rows, num, span, **more)), strict=True):
+                yield *divmod(number, num), image
 
-    def samples(
-        self,
-        rows: Sequence[Row],
-        num: int,
-        span: range,
-        **more: Any,
-    ) -> Float[Tensor, "n c h w"]:
+    def samples(self, rows: Rows, num: int, span: range, **more: Any) -> Float[Tensor, "n c h w"]:
         """Generate the samples x_0 of some of the images of ``images``.
 
         Args:
             rows, num: as in ``images``.
-            span: numbers of these images: the first row's come first, from 0 to ``num - 1``, then the second row's.
-            more: as in ``latents``; ``batch_size`` is ``BATCH_SIZE`` by default, ``strength`` is ``STRENGTH``. With one
-                seed per image, each is its seed's first image of the row.
+            span: numbers of these images, as in ``Rows.key``.
+            more: as in ``latents``; ``batch_size`` is ``BATCH_SIZE`` by default. With one seed per image, each is its
+                seed's first image of the row.
         """
-        own = [rows[i // num] for i in span]
-        keys = [row.key(i % num, num) for i, row in zip(span, own, strict=True)]
+        keys = [rows.key(number, num) for number in span]
         if "seed" in more:
-            keys = [(row.noise, 0) for row in own]
+            keys = [(noise, 0) for noise, _ in keys]
 
-        starts = [row.start for row in own if row.start is not None]
+        places = torch.tensor(span) // num
         return self.latents(
-            joined(row.condition for row in own),
-            len(own),
-            negative=joined(row.negative for row in own),
-            image=torch.stack(starts) if starts else None,
+            rows.condition and rows.condition.rows(places),
+            len(span),
+            negative=rows.negative and rows.negative.rows(places),
+            image=None if rows.start is None else rows.start[places],
             keys=keys,
-            **{"batch_size": BATCH_SIZE, "strength": STRENGTH, **more},
+            **{"batch_size": BATCH_SIZE, **more},
         )

@@ -7,23 +7,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from ddm_lightning import __version__
 from ddm_lightning.config.experiment import SampleConfig
 from ddm_lightning.core import checks
 from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.files import parse_json
 from ddm_lightning.ensemble.manifest import EnsembleManifest
-from ddm_lightning.use.ensemble import DecentralizedEnsemble
-from ddm_lightning.use.rows import Row
 
 _KEYWORD = "ddm_lightning"
 """Keyword of the text chunk with the recipe."""
@@ -73,34 +68,33 @@ class Recipe:
             )
 
         kept = {"member", "resident_experts", *re.findall(r"(?m)^sample\.(\w+)", "\n".join(overrides))}
-        own = {}
-        for name, value in vars(about.sample).items():
-            if kept & {name, name.removesuffix("_params")}:
-                own[name] = value
-
+        own = {name: value for name, value in vars(about.sample).items() if kept & {name, name.removesuffix("_params")}}
         return replace(manifest, about=replace(about, seed=self.seed, sample=replace(self.sample, **own)))
 
+    def single(self, row: int, index: int) -> Recipe:
+        """Recipe of one image of a grid: its row, and its number among those of its prompt or class."""
+        own = slice(row, row + 1)
+        sample = replace(self.sample, prompts=self.sample.prompts[own], num_per_prompt=1)
+        return replace(self, sample=sample, classes=self.classes[own], index=index)
 
-@contextmanager
-def _opened(path: Path, formats: list[str], problem: str, remedy: str) -> Iterator[Image.Image]:
-    try:
-        with Image.open(path, formats=formats) as image:
-            yield image
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise UserError(f"{path}: {problem} ({first_line(error)}); {remedy}") from None
+    def text(self) -> PngInfo:
+        """The recipe as a text chunk of a PNG."""
+        info = PngInfo()
+        info.add_text(_KEYWORD, json.dumps(asdict(self)))
+        return info
 
 
 def read_recipe(path: Path) -> Recipe:
-    """Read the recipe in a PNG, perhaps a stranger's; its pixels are not decoded.
+    """Read the recipe in a PNG, perhaps a stranger's.
 
     Raises:
-        UserError: the file is missing, no PNG or damaged, or has no recipe or a wrong one.
+        UserError: as ``open_image``, or the file has no recipe or a wrong one.
     """
-    with _opened(path, ["PNG"], "does not say how it was made", _REMEDY) as image:
-        if _KEYWORD not in image.info:
-            raise UserError(f"{path}: does not say how it was made; {_REMEDY}")
-
-        recipe = parse_json(image.info[_KEYWORD])
+    image = open_image(path)
+    try:
+        recipe = parse_json(image.info.get(_KEYWORD, ""))
+    except ValueError as error:
+        raise UserError(f"{path}: does not say how it was made ({first_line(error)}); {_REMEDY}") from None
 
     return checks.record(recipe, Recipe, str(path), _REMEDY)
 
@@ -111,62 +105,9 @@ def open_image(path: Path) -> Image.Image:
     Raises:
         UserError: the file is missing, damaged, or of another format.
     """
-    formats = ["PNG", "JPEG", "WEBP", "TIFF", "BMP", "GIF"]
-    with _opened(path, formats, "cannot be read as an image", "give a PNG, JPEG or WEBP") as image:
-        image.load()
-        return image
-
-
-def recipe_texts(
-    ensemble: DecentralizedEnsemble, rows: Sequence[Row], start: Mapping[str, Any], index: int | None = None
-) -> PngInfo:
-    """Text chunks of a PNG: the recipe as JSON, and ``parameters`` in the form that viewers know from web UIs.
-
-    Args:
-        ensemble: with the settings of the images.
-        rows: of the grid, or the one of a single image.
-        start: ``negative_prompt``, ``image`` and ``strength`` of ``Recipe``.
-        index: number of a single image; None for a grid.
-    """
-    prompts = []
-    classes = []
-    for row in rows:
-        if row.condition is None:
-            continue
-        if ensemble.meta.condition.kind == "class":
-            classes.append(int(row.condition.values))
-        else:
-            prompts.append(row.label)
-
-    about = ensemble.about
-    sample = replace(about.sample, prompts=prompts)
-    if index is not None:
-        sample.num_per_prompt = 1
-
-    recipe = Recipe(
-        version=__version__,
-        name=about.name,
-        ensemble=ensemble.manifest.sha256,
-        seed=about.seed,
-        sample=sample,
-        classes=classes,
-        index=index,
-        **start,
-    )
-    lines = [row.label for row in rows]
-    if recipe.negative_prompt:
-        lines.append(f"Negative prompt: {recipe.negative_prompt}")
-
-    settings = (
-        f"Steps: {sample.num_steps}, Sampler: {sample.solver}, CFG scale: {sample.guidance_scale}, Seed: {about.seed}, "
-        f"Model hash: {recipe.ensemble[:10]}, Model: {about.name}, Strategy: {sample.member or sample.strategy}, "
-        f"Version: ddm_lightning {__version__}"
-    )
-    if recipe.image is not None:
-        settings += f", Denoising strength: {recipe.strength}"
-
-    lines.append(settings)
-    info = PngInfo()
-    info.add_text("parameters", "\n".join(lines))  # as UTF-8 if Latin-1 is not enough
-    info.add_text(_KEYWORD, json.dumps(asdict(recipe)))
-    return info
+    try:
+        with Image.open(path, formats=["PNG", "JPEG", "WEBP", "TIFF", "BMP", "GIF"]) as image:
+            image.load()
+            return image
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise UserError(f"{path}: cannot be read as an image ({first_line(error)}); give a PNG, JPEG or WEBP") from None

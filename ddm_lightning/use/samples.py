@@ -7,8 +7,8 @@ import itertools
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,15 +17,16 @@ from matplotlib.figure import Figure
 from PIL import Image
 from torch import Tensor
 
+from ddm_lightning import __version__
 from ddm_lightning.config.experiment import SampleConfig
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_files, sha256_file
 from ddm_lightning.core.formatting import Bars, format_bytes
 from ddm_lightning.core.grids import labelled_grid, save_png, scale_of
 from ddm_lightning.ensemble.routing import Key, Trace
+from ddm_lightning.use.call import STRENGTH
 from ddm_lightning.use.ensemble import DecentralizedEnsemble
-from ddm_lightning.use.loaded import STRENGTH
-from ddm_lightning.use.recipe import open_image, recipe_texts
+from ddm_lightning.use.recipe import Recipe, open_image
 from ddm_lightning.use.rows import MAX_ROWS
 
 # Images whose trajectory is drawn.
@@ -77,33 +78,42 @@ def write_samples(
         UserError: a damaged artifact, an empty prompt, no such class, a file that is no image, or too many images for
             the disk; or as ``DecentralizedEnsemble.rows``.
     """
-    settings = ensemble.about.sample
-    pixels = None
-    start: dict[str, Any] = {"negative_prompt": negative_prompt, "image": None, "strength": strength}
-    if image is not None:
-        pixels = open_image(image)
-        start["image"] = sha256_file(image)
-
-    rows = ensemble.rows(prompts, classes, [negative_prompt], pixels)
-    num = settings.num_per_prompt
-    if num > 1:
-        only = None
-    if only is not None:
-        rows = [row._replace(repeats=only) for row in rows]
-
-    texts = recipe_texts(ensemble, rows, start, only)
+    about = ensemble.about
+    settings = about.sample
     if singles is None:
-        rows = rows[:MAX_ROWS]
+        prompts = prompts[:MAX_ROWS]
+        classes = classes[:MAX_ROWS]
+
+    rows = ensemble.rows(prompts, classes, [negative_prompt], image and open_image(image))
+    num = settings.num_per_prompt
+    recipe = Recipe(
+        version=__version__,
+        name=about.name,
+        ensemble=ensemble.manifest.sha256,
+        seed=about.seed,
+        sample=replace(settings, prompts=[*prompts]),
+        classes=[],
+        index=None,
+        negative_prompt=negative_prompt,
+        image=None if image is None else sha256_file(image),
+        strength=strength,
+    )
+    if ensemble.meta.condition.kind == "class" and rows.condition:
+        recipe = replace(recipe, classes=rows.condition.values.tolist())
+    if only is not None and num == 1:
+        rows.repeats = [only] * len(rows.labels)
+        recipe = recipe.single(0, only)
+    if singles is None:
         num = min(num, MAX_COLUMNS)
 
-    in_rows = rows[:MAX_ROWS]
+    labels_shown = rows.labels[:MAX_ROWS]
     num_columns = min(num, MAX_COLUMNS)
     in_grid: dict[Key, str] = {}
     for index in range(num_columns):
-        for row in in_rows:
-            in_grid[row.key(index, num)] = row.label
+        for row, label in enumerate(labels_shown):
+            in_grid[rows.key(row * num + index, num)] = label
 
-    shown: list[tuple[str, list[np.ndarray]]] = [(row.label, []) for row in in_rows]
+    shown: list[tuple[str, list[np.ndarray]]] = [(label, []) for label in labels_shown]
     labels = dict(itertools.islice(in_grid.items(), MAX_TRAJECTORIES))
     trace = None
     if singles is not None:
@@ -111,7 +121,7 @@ def write_samples(
 
     files: dict[str, Path] = {}
     with atomic_files(path.parent) as folder, Bars(show=show_progress) as progress:
-        total = num * len(rows)
+        total = num * len(rows.labels)
         least = 4096 * total  # a file takes at least a block
         free = shutil.disk_usage(folder).free
         if singles is not None and least > free:
@@ -126,24 +136,23 @@ def write_samples(
         )
         for number, index, made in images:
             if singles is not None:
-                row = rows[number]
-                words = _NO_WORD.sub("-", row.label)[:40].strip("-")
+                words = _NO_WORD.sub("-", rows.labels[number])[:40].strip("-")
                 single = folder / singles.name / f"{number:03d}-{words}-{index:04d}.png"
-                own = recipe_texts(ensemble, [row], start, row.repeats * num + index)
-                save_png(single, Image.fromarray(made), own)
+                _, own_index = rows.key(number * num + index, num)
+                save_png(single, Image.fromarray(made), recipe.single(number, own_index).text())
 
             if number < MAX_ROWS and index < MAX_COLUMNS:
                 _, columns = shown[number]
                 columns.append(made.copy())  # a view would keep the whole batch
 
         title = settings_line(settings)
-        if total > len(in_rows) * num_columns:
-            title += f"; {len(in_rows)} of {len(rows)} rows, {num_columns} of {num} images each"
+        if total > len(shown) * num_columns:
+            title += f"; {len(shown)} of {len(rows.labels)} rows, {num_columns} of {num} images each"
 
         grid = folder / path.name
         credit = ensemble.credit_line
         _, first_row = shown[0]
-        save_png(grid, labelled_grid(shown, scale_of(first_row[0]), title, footer=credit), texts)
+        save_png(grid, labelled_grid(shown, scale_of(first_row[0]), title, footer=credit), recipe.text())
         if trace is not None:
             files = write_trajectory(grid, trace, ensemble.field.cluster_names, labels, ensemble.decode, gif, credit)
 

@@ -5,9 +5,10 @@ Defaults < experiment file or record < overrides < arguments.
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,6 @@ from ddm_lightning.config.merge import changed
 from ddm_lightning.config.validate import check_sampling
 from ddm_lightning.core import checks, remote
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.core.registry import SOLVERS, STRATEGIES, parameters_of
 from ddm_lightning.ensemble.manifest import EnsembleManifest
 from ddm_lightning.ensemble.routing import strategy_of
 from ddm_lightning.members.preflight import check_strategy
@@ -31,8 +31,10 @@ from ddm_lightning.use.saved import manifest_with_about
 
 # Sections that may be overridden for a saved ensemble.
 _FREE = ("island", "sample", "evaluate")
-KEYS = [field.name for field in fields(SampleConfig) if field.name != "member"]
-"""Keys of the section ``sample`` that a call may change."""
+# Those that a call takes by other names, or not at all.
+_NOT_OF_CALLS = ("member", "num_per_prompt", "prompts", "resident_experts")
+KEYS = [field.name for field in fields(SampleConfig) if field.name not in _NOT_OF_CALLS]
+"""Keys of the section ``sample`` that a call takes besides its own arguments."""
 # Arguments of diffusers whose names do not resemble ours.
 _OF_DIFFUSERS = {"scheduler": "solver"}
 
@@ -104,28 +106,23 @@ def refuse_paths(manifest: EnsembleManifest) -> None:
             )
 
 
-def refuse_unknown(source: str, given: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Refuse arguments that are not ``known``, and say what to give instead.
+def refuse_unknown(source: str, given: Iterable[str], function: Callable[..., Any], keys: Sequence[str] = ()) -> None:
+    """Refuse arguments that a function does not know, and say which one resembles them.
 
     Args:
         source: begins the error line.
-        given: the arguments.
-        known: names that the function takes.
+        given: names that the function's last argument has taken.
+        function: its other arguments are known.
+        keys: known, too.
 
     Raises:
         UserError: there is such an argument.
     """
-    for name, value in given.items():
-        if name in known:
-            continue
-
-        remedy = checks.guess(_OF_DIFFUSERS.get(name, name), known)
-        for setting, registry in (("strategy", STRATEGIES), ("solver", SOLVERS)):
-            for plugin in registry.names():
-                if name in parameters_of(registry.get(plugin)):
-                    remedy = f"give {setting}={plugin!r}, {setting}_params={{{name!r}: {value!r:.60}}}; "
-
-        raise UserError(f"{source}: no setting {name!r}; {remedy}known: {', '.join(known)}")
+    known = dict.fromkeys([*[*inspect.signature(function).parameters][:-1], *keys])
+    for name in given:
+        if name not in known:
+            guess = checks.guess(_OF_DIFFUSERS.get(name, name), known)
+            raise UserError(f"{source}: no setting {name!r}; {guess}known: {', '.join(known)}")
 
 
 def resolve(
@@ -149,7 +146,7 @@ def resolve(
         A changed copy.
 
     Raises:
-        UserError: an unknown key, a value out of range, or settings that do not go together.
+        UserError: a value out of range, or settings that do not go together.
     """
     given = {}
     for key, value in arguments.items():
@@ -160,7 +157,6 @@ def resolve(
     seed = given.pop("seed", about.seed)
     checks.check({"seed": seed}, Experiment, "", source, references=False)
     before = about.sample
-    refuse_unknown(source, given, KEYS)
     sample = replace(before, **given)
     overridden = [text.partition("=")[0] for text in overrides]
     if sample.strategy != before.strategy and "strategy_params" not in given:

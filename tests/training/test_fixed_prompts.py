@@ -120,11 +120,11 @@ def test_prompts_are_encoded_where_the_run_is_prepared(run_of, monkeypatch):
     expected = torch.from_numpy(HashedWords(16).vectors([*PROMPTS, "green ring"]))
     monkeypatch.setattr(HashedWords, "vectors", None)
     for island in ("a", "b"):
-        rows = [*encoded_prompts(run_of(island)), *encoded_prompts(run_of(island, changed))]
-        assert [row.label for row in rows] == [*PROMPTS, "green ring"]
-        assert torch.equal(torch.cat([row.condition.values for row in rows]), expected)
+        rows = [encoded_prompts(run_of(island)), encoded_prompts(run_of(island, changed))]
+        assert [label for own in rows for label in own.labels] == [*PROMPTS, "green ring"]
+        assert torch.equal(torch.cat([own.condition.values for own in rows]), expected)
 
-    assert encoded_prompts(run_of("b", "sample.prompts=[yellow cross]")) == []
+    assert encoded_prompts(run_of("b", "sample.prompts=[yellow cross]")) is None
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_without_text_the_rows_are_the_first_classes(condition, labels, num):
     rows = fixed_rows(own, SimpleNamespace(manifest=SimpleNamespace(class_names=names)))
     noise, found = noise_of_rows(rows, MEMBER)
 
-    assert [row.label for row in rows] == labels and len(noise) == num * len(labels)
+    assert rows.labels == labels and len(noise) == num * len(labels)
 
     key = "no condition"
     if condition.kind == "class":
@@ -155,6 +155,6 @@ def test_without_text_the_rows_are_the_first_classes(condition, labels, num):
 def test_text_without_prompts_has_the_captions_of_held_out_images(run_of):
     prompts = ["red disc", "red disc", *map(str, range(20))]
     rows = fixed_rows(MEMBER, run_of("a", f"sample.prompts={prompts}"))
-    assert [row.label for row in rows] == ["red disc", *"0123456"]
+    assert rows.labels == ["red disc", *"0123456"]
 
-    assert fixed_rows(MEMBER, run_of("a", "sample.prompts=[]")) == []
+    assert fixed_rows(MEMBER, run_of("a", "sample.prompts=[]")) is None

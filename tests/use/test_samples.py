@@ -48,10 +48,10 @@ def test_rows_of_classes_are_named(names, classes, expected):
     """A number is no name of a class, but text that is no name may be a number."""
     rows = opened("class", names).rows(classes=classes)
 
-    found = [(row.label, int(row.condition.values)) for row in rows if row.condition is not None]
+    found = [*zip(rows.labels, rows.condition.values.tolist() if rows.condition else [], strict=False)]
     assert found == expected
-    assert [row.noise for row in rows] == [f"class {number}" for _, number in expected]
-    assert len({row.key(0, 8) for row in rows}) == len(rows)
+    assert rows.noise == [f"class {number}" for _, number in expected]
+    assert len({rows.key(8 * row, 8) for row in range(len(rows.labels))}) == len(rows.labels)
 
 
 KNOWN = "a number from 0 to 2, or a name such as cat, 2, cat"

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from itertools import count
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -130,16 +127,11 @@ class Sample1(Strategy):
 
             velocity = batch.field(weights=one_hot(experts, num_clusters).to(x_t))
             ends = times[step : step + 2]
-            noise = partial(_of_step, batch.noise, step)
-            on_step = partial(_of_step, batch.on_step, step)
-            x_t = solver.solve(velocity, x_t, ends, noise, on_step)
+            # For the solver, it is the first step.
+            x_t = solver.solve(velocity, x_t, ends, lambda _, step=step: batch.noise(step))  # type: ignore[misc]
+            x_t = batch.on_step(step, float(times[step + 1]), x_t)
 
         return x_t
-
-
-def _of_step(call: Callable[..., Tensor], step: int, _: int, *more: Any) -> Tensor:
-    """Call a function of one step of the grid, which the solver knows as its first."""
-    return call(step, *more)
 
 
 @STRATEGIES.register("oracle")
