@@ -37,7 +37,7 @@ def sample(
     x_1: Float[Tensor, "num c h w"] | None = None,
     image: Float[Tensor, "num c h w"] | None = None,
     strength: float = 1.0,
-    on_step_end: OnStep | None = None,
+    on_step_end: OnStep = unchanged,
 ) -> Float[Tensor, "num c h w"]:
     """Generate ``num`` samples.
 
@@ -131,7 +131,7 @@ def sample(
             own_noise=None if x_1 is None else x_1[indices],
             image=image[indices] if image is not None and num_skipped else None,
             skipped_times=skipped_times,
-            on_step=on_step_end or unchanged,
+            on_step=on_step_end,
         )
         x_0 = strategy.generate(batch, times, solver).cpu()
         if trace is not None:

@@ -19,6 +19,7 @@ from ddm_lightning.core import checks
 from ddm_lightning.core.devices import DTYPES
 from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.rgb import rgb
+from ddm_lightning.flow.solvers import OnStep, unchanged
 from ddm_lightning.use.rows import listed
 
 STRENGTH = 0.8
@@ -144,8 +145,8 @@ def noise_of(latents: Any) -> Tensor | None:
     return torch.as_tensor(latents, dtype=torch.float32, device="cpu")
 
 
-def step_callback(callback: Any, names: Any, owner: Any) -> Callable[[int, float, Tensor], Tensor] | None:
-    """A callback of diffusers as one of ``sampler.sample``; None if None is given.
+def step_callback(callback: Any, names: Any, owner: Any) -> OnStep:
+    """A callback of diffusers as one of ``sampler.sample``, which may be None.
 
     Args:
         callback: called with ``owner``, step, t and ``{"latents": x}``; may return a mapping with other latents.
@@ -156,7 +157,7 @@ def step_callback(callback: Any, names: Any, owner: Any) -> Callable[[int, float
         UserError: it cannot be called or asks for other tensors; later, if it returns another shape.
     """
     if callback is None:
-        return None
+        return unchanged
     if not callable(callback) or {*names} - {"latents"}:
         raise UserError("callback_on_step_end: give a function; its only tensor inputs are ['latents']")
 

@@ -66,12 +66,11 @@ class DecentralizedPipeline(DiffusionPipeline):  # type: ignore[misc]  # diffuse
         """Choose the device, onto which the next call loads the ensemble, and the dtype of later calls.
 
         Args:
-            places, named: as in ``DecentralizedEnsemble.to``; ``silence_dtype_warnings`` has no effect.
+            places, named: as in ``DecentralizedEnsemble.to``.
 
         Raises:
             UserError: torch cannot use them.
         """
-        named.pop("silence_dtype_warnings", None)
         device, dtype = device_and_dtype(*places, **named)
         if "ensemble" in vars(self):
             self.ensemble.to(device, dtype)

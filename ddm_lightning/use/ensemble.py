@@ -245,7 +245,7 @@ class DecentralizedEnsemble(LoadedEnsemble):
             rows = chosen.rows(texts, labels, negatives, image)
             num = own.num_per_prompt
             total = num * len(rows.labels)
-            if batch_size or on_step_end:
+            if batch_size or callback_on_step_end:
                 more["batch_size"] = batch_size or total
 
             with Bars(show=not self._progress_bar_config.get("disable")) as bars:

@@ -86,6 +86,11 @@ def write_samples(
 
     rows = ensemble.rows(prompts, classes, [negative_prompt], image and open_image(image))
     num = settings.num_per_prompt
+    if num > 1:
+        only = None
+    if only is not None:
+        rows.repeats = [only] * len(rows.labels)
+
     recipe = Recipe(
         version=__version__,
         name=about.name,
@@ -93,16 +98,13 @@ def write_samples(
         seed=about.seed,
         sample=replace(settings, prompts=[*prompts]),
         classes=[],
-        index=None,
+        index=only,
         negative_prompt=negative_prompt,
         image=None if image is None else sha256_file(image),
         strength=strength,
     )
     if ensemble.meta.condition.kind == "class" and rows.condition:
         recipe = replace(recipe, classes=rows.condition.values.tolist())
-    if only is not None and num == 1:
-        rows.repeats = [only] * len(rows.labels)
-        recipe = recipe.single(0, only)
     if singles is None:
         num = min(num, MAX_COLUMNS)
 
