@@ -216,8 +216,7 @@ class DecentralizedEnsemble(LoadedEnsemble):
             raise UserError("sample: give prompts (strings) or classes, or leave both out for the experiment's")
 
         seeds = call.seeds_of(seed, generator)
-        options = {"output_type": output_type, "strength": strength, "batch_size": batch_size, "seeds": seeds}
-        checks.check(options, call.Options, "", "sample", references=False)
+        options: dict[str, Any] = {"output_type": output_type, "strength": strength, "batch_size": batch_size}
         on_step_end = call.step_callback(callback_on_step_end, callback_on_step_end_tensor_inputs, self)
         more: dict[str, Any] = {
             "strength": strength,
@@ -228,8 +227,9 @@ class DecentralizedEnsemble(LoadedEnsemble):
         if len(seeds) == 1:
             settings["seed"] = seeds[0]
         else:
-            more["seed"] = seeds
+            more["seed"] = options["seed"] = seeds
 
+        checks.check(options, call.Options, "", "sample", references=False)
         settings = {"num_steps": num_inference_steps, **settings}
         with own_defaults():
             if image is not None or (height, width) != (None, None):
