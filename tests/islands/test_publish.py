@@ -33,7 +33,7 @@ QUICK = ("island.publish_every_n_minutes=0.001", "island.checkpoint_every_n_step
 
 
 @pytest.fixture(params=["s3"])
-def store(request, tmp_path, monkeypatch):
+def store(request, tmp_path, monkeypatch, quick_prepare):
     """The tiny experiment, prepared and published on a server; its URL, and the line to the server."""
     there = tmp_path / "there"
     there.mkdir()
