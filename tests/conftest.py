@@ -36,6 +36,8 @@ from tiny_runs import tiny_run as tiny_run
 settings.register_profile("house", deadline=None, derandomize=True)
 settings.load_profile("house")
 torch.set_num_threads(1)
+# Of what is written here, nothing has to survive a power failure.
+os.fsync = lambda _: None
 for ignored, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(ignored) is signal.SIG_IGN:
         # So shells start what runs in their background or by nohup, and all programs started here would be deaf, too.
