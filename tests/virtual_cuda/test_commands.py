@@ -6,8 +6,11 @@ import re
 from pathlib import Path
 
 import numpy as np
+import pytest
 import yaml
 from PIL import Image
+
+pytestmark = pytest.mark.slow
 
 COLUMNS = ("upload", "shards.datamodule:transfer_batch_to_device")
 ROUTED = ("wait", "ensemble.velocity:rows_by_expert")
