@@ -233,10 +233,9 @@ class Planner:
         if key not in self._costs:
             try:
                 cost = MemberCost(member)
+                self._costs[key] = cost, cost.flops(backward=False), cost.flops()
             except UserError as error:  # a size that was assumed may be to blame
                 raise UserError(f"{error} (sizes of the data: {self.data.source})") from None
-
-            self._costs[key] = cost, cost.flops(backward=False), cost.flops()
 
         return self._costs[key]
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ddm_lightning.config.experiment import Experiment, PrepareConfig
+from ddm_lightning.core.buckets import Bucket, bucket_sizes
 from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.encoders.interfaces import bytes_per_sample
 from ddm_lightning.members.run_folder import RunFolder
@@ -85,7 +86,11 @@ def data_of(experiment: Experiment, num_samples: int | None = None, plugins: Plu
 def _assumed_sizes(prepare: PrepareConfig) -> tuple[DataSizes, int]:
     """Sizes of the data and bytes of a sample with Stable Diffusion's latents and CLIP ViT-L/14's text."""
     edge = (prepare.images.size or 256) // 8
-    sizes = DataSizes((4, edge, edge), 768, (77, 768), 1000)
+    buckets = []
+    for height, width in bucket_sizes(prepare.images.buckets, prepare.images.size or 0):
+        buckets.append(Bucket(height, width, (4, height // 8, width // 8)))
+
+    sizes = DataSizes((4, edge, edge), 768, (77, 768), 1000, tuple(buckets))
     text = 2 * 768
     if prepare.caption_encoder is not None:
         text = {"ids": 4 * 77, "tokens": 2 * 77 * 768}.get(prepare.caption_encoder.params.get("store", ""), text)

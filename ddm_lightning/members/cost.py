@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ddm_lightning.config.experiment import IslandConfig
 from ddm_lightning.core.devices import peak_of_this_device
-from ddm_lightning.core.errors import first_line
+from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.members.member import Member
 from ddm_lightning.networks.blocks import blocks_of, checkpoint_blocks, compile_blocks, is_muon_matrix
@@ -49,13 +49,28 @@ def flops_per_sample(
     return counter.get_total_flops() / num
 
 
-def _mean_flops(network: nn.Module, member: Member, *, backward: bool) -> float:
-    """``flops_per_sample`` over the shapes of a member's samples."""
-    total = 0.0
-    for shape, share in member.shapes:
-        total += share * flops_per_sample(network, shape, member.condition, backward=backward)
+def mean_flops(network: nn.Module, member: Member, *, backward: bool) -> float:
+    """Mean of ``flops_per_sample`` over a member's training samples, whose shapes cost more or less.
 
-    return total
+    Raises:
+        UserError: the network takes no samples of a bucket's shape.
+    """
+    # First without buckets: a plug-in may need data.
+    flops = flops_per_sample(network, member.x_shape, member.condition, backward=backward)
+    if not member.buckets:
+        return flops
+
+    flops = 0.0
+    for bucket, share in zip(member.buckets, member.bucket_shares, strict=True):
+        try:
+            flops += share * flops_per_sample(network, bucket.x_shape, member.condition, backward=backward)
+        except Exception as error:
+            raise UserError(
+                f"{member.role.section} {member.network.name!r} takes no images of {bucket.name} pixels "
+                f"({first_line(error)}); take another network, or change or remove prepare.images.buckets"
+            ) from error
+
+    return flops
 
 
 def _example(
@@ -125,8 +140,8 @@ def step_cost(member: Member, island: IslandConfig, network: nn.Module) -> StepC
         network: the member's.
     """
     try:
-        forward = _mean_flops(network, member, backward=False)
-        whole = _mean_flops(network, member, backward=True)
+        forward = mean_flops(network, member, backward=False)
+        whole = mean_flops(network, member, backward=True)
     except (RuntimeError, NotImplementedError) as error:  # operations of a plug-in that the counter does not know
         return StepCost(0.0, 0.0, None, f"its FLOPs cannot be counted ({first_line(error)}), so no MFU is shown")
 
@@ -267,8 +282,8 @@ class MemberCost:
         self._counted = cache(self._count)
 
     def flops(self, *, backward: bool = True) -> float:
-        """FLOPs of one sample, the mean over its shapes; see ``flops_per_sample``."""
-        return _mean_flops(self.network, self.member, backward=backward)
+        """FLOPs of one sample, the mean over its shapes; see ``mean_flops``."""
+        return mean_flops(self.network, self.member, backward=backward)
 
     def memory(self, island: IslandConfig, strategy: str) -> Memory:
         """Predict the memory of one device, in a step of the largest shape.

@@ -288,15 +288,9 @@ class Member:
         )
 
     @property
-    def shapes(self) -> list[tuple[tuple[int, int, int], float]]:
-        """Shapes of its samples, each with its share of them."""
-        shapes = [bucket.x_shape for bucket in self.buckets]
-        return list(zip(shapes, self.bucket_shares, strict=True)) or [(self.x_shape, 1.0)]
-
-    @property
     def largest_shape(self) -> tuple[int, int, int]:
         """Shape of its samples of most cells, whose batch needs most memory."""
-        return max((shape for shape, _ in self.shapes), key=math.prod)
+        return max((bucket.x_shape for bucket in self.buckets), key=math.prod, default=self.x_shape)
 
     def shift_for(self, shape: Sequence[int]) -> float:
         """Shift of the times of samples whose shape ends with height and width."""

@@ -336,6 +336,17 @@ def test_large_and_small_figures_are_written_out(tmp_path, capsys):
             ],
             "(sizes of the data: assumed: Stable Diffusion's latents",
         ),
+        (
+            ["prepare.images.size=8", "prepare.images.buckets=[[8, 8], [8, 10]]"],
+            "expert 'dit' takes no images of 8x10 pixels (patch_size = 4 must divide the 8x10 cells of a sample)",
+        ),
+        (
+            [
+                "prepare.image_encoder={name: diffusers-vae, params: {path: nowhere}}",
+                "prepare.images={size: 64, buckets: [[64, 64], [32, 120]]}",
+            ],
+            "expert 'dit' takes no images of 32x120 pixels (patch_size = 4 must divide the 4x15 cells of a sample)",
+        ),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )

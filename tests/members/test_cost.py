@@ -131,6 +131,7 @@ def test_flops_are_the_mean_over_the_shapes_and_memory_is_that_of_the_largest(ti
     mixed = replace(
         manifest,
         buckets=(small, large),
+        columns=manifest.columns | {"x_0": "ndarray:uint8:3,4,12"},
         bucket_samples=((ClusterSamples(30, 9), ClusterSamples(1, 9)), (ClusterSamples(10, 9), ClusterSamples(4, 9))),
     )
     shares = {"expert-0": (0.75, 0.25), "expert-1": (0.2, 0.8), "router": (31 / 45, 14 / 45)}
@@ -145,8 +146,8 @@ def test_flops_are_the_mean_over_the_shapes_and_memory_is_that_of_the_largest(ti
         assert memory.activations - other.memory(IslandConfig("cpu", 1), "single").activations == tables
 
     unknown = DataSizes(manifest.x_shape, 16, None, 4, mixed.buckets)
-    assert run.resolve("expert-0", unknown).shapes == [((3, 4, 12), 0.5), ((3, 8, 16), 0.5)]
-    assert run.resolve("expert-0", manifest).shapes == [((3, 8, 8), 1.0)]
+    assert run.resolve("expert-0", unknown).bucket_shares == (0.5, 0.5)
+    assert run.resolve("expert-0", manifest).largest_shape == (3, 8, 8)
 
 
 def test_float16_computes_in_as_much_memory_as_bfloat16():

@@ -64,9 +64,7 @@ def test_a_network_that_does_not_take_a_bucket_is_refused(monkeypatch: pytest.Mo
     check(dit % 4)
     check(dit % 8, replace(sizes, buckets=()))
     odd = replace(sizes, buckets=(Bucket(32, 80, (3, 4, 10)),))
-    refusal = (
-        r"FILE: key 'expert\.network': takes no images of 32x80 pixels \(patch_size = 4 must divide the 4x10 cells"
-    )
+    refusal = r"FILE: key 'expert\.network': expert 'dit' takes no images of 32x80 pixels \(patch_size = 4 must divide"
     with pytest.raises(UserError, match=refusal):
         check(dit % 4, odd)
 
