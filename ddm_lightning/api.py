@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from rich.console import Console
 
@@ -27,6 +26,7 @@ from ddm_lightning.core.devices import check_devices, configure_torch, own_defau
 from ddm_lightning.core.environment import Ranks, leave_ranks
 from ddm_lightning.core.errors import UserError, hide_passwords
 from ddm_lightning.core.formatting import Bars
+from ddm_lightning.core.processes import STOPPED
 from ddm_lightning.ensemble.manifest import assemble
 from ddm_lightning.islands.local import Failure, default_jobs, fit_members
 from ddm_lightning.islands.shared import (
@@ -55,10 +55,9 @@ if TYPE_CHECKING:
 
 @contextmanager
 def set_up_torch(island: IslandConfig) -> Iterator[None]:
-    """Set up torch as the command line does; after the block, all is as the caller had set it."""
+    """Set up torch as the command line does; threads and defaults are the caller's again after the block."""
     num_threads = torch.get_num_threads()
     precision = torch.get_float32_matmul_precision()
-    uses_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
     try:
         with own_defaults():
             configure_torch(island.accelerator, island.num_threads)
@@ -66,15 +65,6 @@ def set_up_torch(island: IslandConfig) -> Iterator[None]:
     finally:
         torch.set_num_threads(num_threads)
         torch.set_float32_matmul_precision(precision)
-        torch.backends.cuda.enable_cudnn_sdp(uses_cudnn)
-
-
-def _plain(value: Any) -> Any:
-    """A number of numpy as one of Python; text of other types, such as paths."""
-    if isinstance(value, np.generic):
-        return value.item()
-
-    return str(value)
 
 
 class FitError(UserError):
@@ -87,6 +77,9 @@ class FitError(UserError):
 
     def __init__(self, failures: Mapping[str, Failure], folder: RunFolder) -> None:
         self.failures = failures
+        codes = {failure.code for failure in failures.values()}
+        self.code = codes.pop() if codes in ({2}, {STOPPED}) else 1
+        """Exit code of the command."""
         reasons = [f"{member}: {failure.reason}" for member, failure in failures.items()]
         super().__init__(f"{'; '.join(reasons)}; logs: {folder.member('NAME')}/log.txt; fit again to train the rest")
 
@@ -119,11 +112,9 @@ class Run:
         *,
         experiment: Experiment | None = None,
     ) -> None:
-        if isinstance(overrides, str):
-            overrides = [overrides]
         if isinstance(overrides, Mapping):
             overrides = [
-                f"{key}={json.dumps(value, ensure_ascii=False, default=_plain)}" for key, value in overrides.items()
+                f"{key}={json.dumps(value, ensure_ascii=False, default=str)}" for key, value in overrides.items()
             ]
 
         self.place = os.path.expanduser(place)  # noqa: PTH111 (pathlib would change URLs)
@@ -131,14 +122,8 @@ class Run:
         self._loaded = experiment
         self.experiment = experiment or load_experiment(self.place, self.overrides)
         """The resolved experiment; its settings must not be changed."""
-
-    def __repr__(self) -> str:
-        return f"Run({self.place!r}, {self.overrides})"
-
-    @property
-    def folder(self) -> RunFolder:
+        self.folder = RunFolder.of(self.experiment)
         """Paths in the run folder; ``folder.root`` is the folder itself."""
-        return RunFolder.of(self.experiment)
 
     @property
     def grid(self) -> Path:
@@ -209,7 +194,7 @@ class Run:
                 run = OpenRun.open(experiment, create=True)
                 sign_manifest(run)
                 encoded_prompts(run)
-                publish_prepared(run, lambda done, total: reporter.advance("publish", done, total))
+                publish_prepared(run, partial(reporter.advance, "publish"))
 
         if share is not None:  # a folder without shards is left, and would be taken for the run's shards
             shutil.rmtree(self.folder.shards, ignore_errors=True)
@@ -237,9 +222,6 @@ class Run:
             KeyboardInterrupt: Ctrl-C or a signal; each member has written a checkpoint.
         """
         check_positive("jobs", jobs)
-        if not all(isinstance(name, str) for name in members):
-            raise UserError(f"fit: {members}: give names, such as fit('expert-0', 'router')")
-
         wanted = ",".join(members) or "all"
         names = parse_members(wanted, self.experiment)
         check_strategy(self.experiment.sample, self.place, self.overrides)

@@ -9,7 +9,6 @@ import textwrap
 import threading
 
 import lightning as L
-import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -214,7 +213,7 @@ def test_the_documents_trainer_trains_what_fit_trains(finished_run, tmp_path, mo
 
 
 def test_overrides_are_texts_or_a_mapping():
-    found = [Run(TINY, given).experiment for given in ("seed=3", ["seed=3"], {"seed": 3}, {"seed": np.int64(3)})]
+    found = [Run(TINY, given).experiment for given in (["seed=3"], {"seed": 3})]
     assert found[0].seed == 3 and all(one == found[0] for one in found)
 
 
@@ -235,7 +234,6 @@ def test_a_module_starts_from_the_given_weights(finished_run, tiny_run):
         (lambda folder: Run(folder / "none.yaml"), "none.yaml: no such file or folder"),
         (lambda _: Run(TINY, ["expert.trane=1"]), "'expert.trane'"),
         (lambda _: Run(TINY, {"expert.train.max_steps": "many"}), "'expert.train.max_steps': must be a whole number"),
-        (lambda folder: at(folder).fit(["expert-0"]), "give names, such as fit('expert-0', 'router')"),
         (lambda folder: at(folder).prepare(parts="x"), "--parts x: give the num"),
         (lambda folder: at(folder).fit("expert-9"), "unknown member 'expert-9'; known: expert-0, expert-1, router"),
         (lambda folder: at(folder).fit(jobs=0), "jobs 0: must be at least 1"),

@@ -23,7 +23,7 @@ from ddm_lightning.core.processes import STOPPED
 from ddm_lightning.core.registry import require
 from ddm_lightning.ensemble.changes import added, removed, replaced
 from ddm_lightning.ensemble.manifest import EnsembleManifest, assemble
-from ddm_lightning.islands.local import Failure, fit_on_island
+from ddm_lightning.islands.local import fit_on_island
 from ddm_lightning.islands.plan_data import data_of
 from ddm_lightning.islands.publish import published
 from ddm_lightning.islands.shared import pull_ensemble
@@ -91,7 +91,6 @@ def _dry_run(run: api.Run, options: argparse.Namespace) -> None:
 
 
 def _fit(experiment: Experiment, options: argparse.Namespace) -> int | None:
-    check_positive("--jobs", options.jobs)
     run = _run(experiment, options)
     members = parse_members(options.member, experiment)
     if len(members) == 1 and options.member != "all":  # "all" is assembled, too, even if it is one expert
@@ -115,24 +114,17 @@ def _fit_here(member: str, run: api.Run, options: argparse.Namespace) -> int | N
 
 def _fit_several(members: list[str], run: api.Run, options: argparse.Namespace) -> int | None:
     opened = Run(run.experiment)
-    failures: Mapping[str, Failure] = {}
+    failed = None
     try:
         run.fit(options.member, jobs=options.jobs)
     except api.FitError as error:
-        failures = error.failures
+        failed = error
 
     Console().print(run.status())
     print_skipped(members, opened, options)
-    if failures:
-        for member, failure in failures.items():
-            say(f"{member}: {failure.reason}")
-
-        say(f"logs: {run.folder.root / 'members'}; run the same command again to train the rest")
-        codes = {failure.code for failure in failures.values()}
-        if codes in ({2}, {STOPPED}):
-            return codes.pop()
-
-        return 1
+    if failed is not None:
+        say(str(failed))
+        return failed.code
 
     if all(map(opened.is_finished, opened.names)):
         print(f"ensemble: {run.folder.ensemble}\nsamples: {run.grid}")
@@ -255,7 +247,6 @@ def _evaluate(experiment: Experiment, options: argparse.Namespace) -> None:
 
 
 def _diagnose(experiment: Experiment, options: argparse.Namespace) -> None:
-    check_positive("--num", options.num)
     run = _run(experiment, options)
     figures = run.diagnose(options.strategy, options.num)
 

@@ -37,7 +37,6 @@ _PLACES = {
     **dict.fromkeys(("diagnose", "replay", "ema", "status"), f"{_PLACE}, or run folder"),
 }
 """Help of ``--config`` where it takes more than a file."""
-_ALLOW_PATHS = "let encoders load local paths or hub models that only the ensemble's files name"
 
 
 class _Describe(argparse.Action):
@@ -133,12 +132,10 @@ def build_parser() -> argparse.ArgumentParser:
         "--captions", metavar="WORD", help="print the captions that contain WORD, to use as prompts; '' for all"
     )
     sample.add_argument("--gif", action="store_true", help="also write the sampling trajectory as a GIF")
-    sample.add_argument("--allow-paths", action="store_true", help=_ALLOW_PATHS)
 
     demo = add("demo", "Try the ensemble on a local page (extra [page]).")
     demo.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
     demo.add_argument("--port", type=int, default=7860, help="port (default: 7860; 0 for any free one)")
-    demo.add_argument("--allow-paths", action="store_true", help=_ALLOW_PATHS)
 
     evaluate = add("evaluate", "Score the ensemble's samples against held-out images (resumable; minutes on a CPU).")
     evaluate.add_argument(
@@ -147,7 +144,12 @@ def build_parser() -> argparse.ArgumentParser:
     evaluate.add_argument(
         "--out", type=Path, metavar="FOLDER", help="results folder (default: one in the run's evaluation/)"
     )
-    evaluate.add_argument("--allow-paths", action="store_true", help=_ALLOW_PATHS)
+    for command in (sample, demo, evaluate):
+        command.add_argument(
+            "--allow-paths",
+            action="store_true",
+            help="let encoders load local paths or hub models that only the ensemble's files name",
+        )
 
     diagnose = add(
         "diagnose",
@@ -309,11 +311,10 @@ def _run(options: argparse.Namespace) -> int:
 
     if options.command in ("fit", "replay", "ema"):
         options.member = "all"
-        for text in options.overrides:
+        for text in [*options.overrides]:
             if text.startswith("member="):
                 options.member = text.removeprefix("member=")
-
-        options.overrides = [text for text in options.overrides if not text.startswith("member=")]
+                options.overrides.remove(text)
 
     if options.command == "fit" and options.member != "all":
         stop_as_by_ctrl_c()

@@ -89,8 +89,8 @@ OF_ROUTER = r".*'router\.network'.*"
             )
             for name in ("expert-2", "expert", "experts", "all,router", "expert-0,", "")
         ),
-        ("fit", "--jobs=0", "--jobs 0: must be at least 1$"),
-        ("fit", "--jobs=-1", "--jobs -1: must be at least 1$"),
+        ("fit", "--jobs=0", "jobs 0: must be at least 1$"),
+        ("fit", "--jobs=-1", "jobs -1: must be at least 1$"),
         ("fit", "member=expert-0", r".*/run/prepared/manifest\.json: .*run prepare first"),
         ("sample", "seed=0", r".*/run/ensemble\.json: does not exist yet.*fit"),
         ("status", "seed=0", ".*/run: no run here; start it with fit"),

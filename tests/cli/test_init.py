@@ -42,8 +42,6 @@ def test_a_written_file_is_the_experiment_with_commands_that_fit_it(called, name
     ['it\'s "my" back\\slash', "a: b, {c} #d 日本 🍎", "1e3", "s3://bucket/a b"],
 )
 def test_images_may_be_in_a_folder_of_any_name(called, folder):
-    if "://" not in folder:
-        Path(folder).mkdir()
     called("init", "folder_4x", "--images", folder)
     shipped = load_experiment(FILES["folder_4x"])
     source = replace(shipped.prepare.source, params={"path": folder, "labels": False})
@@ -65,8 +63,6 @@ def test_another_file_may_be_named_anywhere(called):
         (["tiny2x"], r"no experiment is called 'tiny2x'; did you mean 'tiny_2x'\? known: branch_4x, .*, tiny_2x"),
         (["everything"], "no experiment is called 'everything'; known: .*"),
         (["tiny_2x", "--images", "."], "--images: this experiment reads no folder of images; use folder_4x"),
-        (["folder_4x", "--images", "mine"], "--images mine: no such folder; give the one that holds your images"),
-        (["folder_4x", "--images", ""], "--images : no such folder; .*"),
         (["tiny_2x", "--out", "/dev/null/tiny.yaml"], ".*/dev/null.*"),
     ],
 )

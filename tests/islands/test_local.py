@@ -120,7 +120,7 @@ def disturbed(tmp_path_factory):
 @pytest.mark.long
 def test_the_parent_names_the_killed_member_and_the_signal(disturbed):
     lines = disturbed.err_killed.splitlines()
-    assert f"{KILLED}: ended by SIGKILL; the same command resumes it" in lines
+    assert lines[-1].startswith(f"{KILLED}: ended by SIGKILL; the same command resumes it; logs: ")
     assert not [line for line in lines if line.startswith(OTHERS)]
     assert re.search(rf"^ ?{KILLED} +killed ", disturbed.out_killed, re.MULTILINE), disturbed.out_killed
 
