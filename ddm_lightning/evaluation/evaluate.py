@@ -122,7 +122,9 @@ class Evaluation:
         """Find the results folder, refuse one with other settings, and write the settings into it."""
         generated = self.generated
         sample = self.experiment.sample
-        self.origin = {"version": version("ddm_lightning"), "commit": _commit(), "code_sha256": _code_sha256()}
+        root = Path(__file__).parents[1]
+        code = {str(path.relative_to(root)): sha256_file(path) for path in root.rglob("*.py")}
+        self.origin = {"version": version("ddm_lightning"), "commit": _commit(), "code_sha256": sha256_json(code)}
         if isinstance(generated, Generated):
             self.origin |= generated.settings
             name = sample.member or sample.strategy
@@ -302,11 +304,6 @@ def _commit() -> str:
 
     told = subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     return told.stdout.strip() or "unknown"
-
-
-def _code_sha256() -> str:
-    root = Path(__file__).parents[1]
-    return sha256_json({str(path.relative_to(root)): sha256_file(path) for path in root.rglob("*.py")})
 
 
 def evaluate(

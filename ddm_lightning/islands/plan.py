@@ -250,7 +250,14 @@ class Planner:
         """
         jobs = None
         if device == HERE:
-            found = _this_device(self.experiment.island.accelerator)
+            accelerator = self.experiment.island.accelerator
+            if resolve_accelerator(accelerator) == "gpu":
+                check_devices(accelerator, 1)
+                found = Device(torch.cuda.get_device_name(), device_bytes(accelerator), {})
+            else:
+                free = free_bytes()
+                found = Device("this CPU", int(free) if math.isfinite(free) else None, {})
+
             jobs = default_jobs([member.name for member in self.members], self.experiment)
         elif device is None:
             found = Device("CPU", None, {})
@@ -352,20 +359,6 @@ class Planner:
 def _key(member: Member) -> str:
     """Equal for members that cost the same."""
     return repr(replace(member, name="", clusters=(), interval=(0.0, 1.0)))
-
-
-def _this_device(accelerator: str) -> Device:
-    """This machine's GPU or, without one, its CPU with the memory that is free; its speed is to be measured.
-
-    Raises:
-        UserError: it has no GPU, and ``accelerator`` asks for one.
-    """
-    if resolve_accelerator(accelerator) == "gpu":
-        check_devices(accelerator, 1)
-        return Device(torch.cuda.get_device_name(), device_bytes(accelerator), {})
-
-    free = free_bytes()
-    return Device("this CPU", int(free) if math.isfinite(free) else None, {})
 
 
 def smallest(cost: MemberCost, island: IslandConfig, num_bytes: int) -> Setting | None:

@@ -104,25 +104,19 @@ def publish_prepared(run: Run, tick: Callable[[int, int], None]) -> None:
         if signature_of(manifest).exists():
             remote.put(signature_of(manifest), f"{target}.sig")
 
-        sent = remote.files(f"{run.url}/prompts")
-        for path in sorted(folder.root.glob("prompts/[!.]*")):
-            if path.name not in sent:
-                remote.put(path, f"{run.url}/prompts/{path.name}")
+        for path in folder.root.glob("prompts/[!.]*"):
+            remote.put(path, f"{run.url}/prompts/{path.name}")
 
         if not is_there:
-            _publish_initial(run)
+            # The weights that members start from, then the records by which they are found.
+            for path in sorted(folder.initial.glob("[!.]*/*")) + sorted(folder.initial.glob("*.json")):
+                remote.put(path, f"{run.url}/{path.relative_to(folder.root).as_posix()}")
+
             store = Store(root, run.manifest.versions)
             publish_shards(folder.prepared, store, run.manifest.index_sha256, tick)
             experiment = replace(run.experiment, remote=None)
             remote.write(f"{run.url}/{folder.experiment.name}", to_yaml(experiment).encode())
             remote.put(manifest, target)
-
-
-def _publish_initial(run: Run) -> None:
-    """Send the weights that members start from, then the records by which they are found."""
-    folder = run.folder.initial
-    for path in sorted(folder.glob("[!.]*/*")) + sorted(folder.glob("*.json")):
-        remote.put(path, f"{run.url}/{path.relative_to(run.folder.root).as_posix()}")
 
 
 def pull_manifest(run: Run) -> None:

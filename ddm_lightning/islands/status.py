@@ -49,13 +49,8 @@ class Seen:
 
     def to_json(self) -> dict[str, Any]:
         """All of it, as plain JSON."""
-        return {
-            **asdict(self.status),
-            "shown_state": self.health,
-            "heartbeat_age": self.heartbeat_age,
-            "starts": self.starts,
-            "seconds_left": self.seconds_left,
-        }
+        own = asdict(self)
+        return own.pop("status") | {"shown_state": own.pop("health")} | own
 
 
 class Status(Shown, list[Seen]):
@@ -72,9 +67,18 @@ class Status(Shown, list[Seen]):
         self.caption = preparing_line(run)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
-        found = status_table(self.title, self, options.max_width)
-        found.caption = self.caption
-        found.caption_justify = "left"
+        """Table without the columns on the right that do not fit."""
+        rows = rows_of(self)
+        headings = [*rows[0]] if rows else []
+        while True:
+            found = table(headings, [[row[heading] for heading in headings] for row in rows], self.title, _TEXTS)
+            found.caption = self.caption
+            found.caption_justify = "left"
+            if len(headings) <= 2 or Console(width=10_000).measure(found).maximum <= options.max_width:
+                break
+
+            headings.pop()
+
         yield found
 
 
@@ -281,18 +285,6 @@ def _duration(seconds: float | None) -> str:
 def _printable(text: str) -> str:
     """A stranger's text without codes for the terminal; a dash if it is empty."""
     return "".join(filter(str.isprintable, text)) or _NONE
-
-
-def status_table(title: str, members: Sequence[Seen], width: int = 80) -> Table:
-    """Table of the members, without the columns on the right that do not fit into ``width`` characters."""
-    rows = rows_of(members)
-    headings = [*rows[0]] if rows else []
-    while True:
-        found = table(headings, [[row[heading] for heading in headings] for row in rows], title, _TEXTS)
-        if len(headings) <= 2 or Console(width=10_000).measure(found).maximum <= width:
-            return found
-
-        headings.pop()
 
 
 def _figure(value: float | None, form: str) -> str:

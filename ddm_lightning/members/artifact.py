@@ -274,10 +274,6 @@ def hand_over(
     if status.validated_step:
         metrics[HELD_OUT_STEP] = float(status.validated_step)
 
-    init_sha256 = None
-    if member.initial is not None:
-        init_sha256 = member.initial.sha256
-
     class_counts: list[int] = []
     if member.condition.kind == "class" and manifest.class_counts:
         class_counts = np.sum([manifest.class_counts[k] for k in member.clusters], axis=0).tolist()
@@ -287,7 +283,7 @@ def hand_over(
         **described(member, manifest),
         condition_dropout=member.condition_dropout,
         prediction=None if member.role.classifies else prediction,
-        init_sha256=init_sha256,
+        init_sha256=member.initial.sha256 if member.initial else None,
         step=status.step,
         max_steps=status.max_steps,
         num_samples=status.step * member.batch_size,

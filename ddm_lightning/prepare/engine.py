@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import lru_cache, partial
 from pathlib import Path
 from types import ModuleType
@@ -158,12 +158,14 @@ def run_local(work: Callable[[Job], Result], jobs: Sequence[Job], num_processes:
     """
     unfinished = dict(enumerate(jobs))
     num_deaths = 0
+    main = sys.modules["__main__"]
     while unfinished:
         pool = ProcessPoolExecutor(num_processes, multiprocessing.get_context("spawn"), initializer=_begin)
         try:
-            with _without_main():
-                numbers = {pool.submit(work, job): number for number, job in unfinished.items()}
-
+            # Without the caller's script, which would run again in each process, down to its ``prepare``.
+            sys.modules["__main__"] = ModuleType("__main__")
+            numbers = {pool.submit(work, job): number for number, job in unfinished.items()}
+            sys.modules["__main__"] = main
             for future in as_completed(numbers):
                 result = future.result()
                 del unfinished[numbers[future]]
@@ -177,18 +179,8 @@ def run_local(work: Callable[[Job], Result], jobs: Sequence[Job], num_processes:
                     "lower prepare.num_processes and run the same command again"
                 ) from None
         finally:
+            sys.modules["__main__"] = main
             pool.shutdown(wait=True, cancel_futures=True)
-
-
-@contextmanager
-def _without_main() -> Iterator[None]:
-    """Let processes start without the caller's script: it would run again in each of them, down to its ``prepare``."""
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
 
 
 class _Actor:

@@ -383,11 +383,8 @@ def origin_of(member: Member, experiment: Experiment) -> dict[str, Any]:
     """Name of a member, its experiment and initial weights as plain values, which load with ``weights_only``."""
     record = asdict(experiment)
     record["island"]["accelerator"] = resolve_accelerator(experiment.island.accelerator)
-    initial_sha256 = None
-    if member.initial is not None:
-        initial_sha256 = member.initial.sha256
-
-    return {"member": member.name, "experiment": record, "initial_sha256": initial_sha256}
+    initial = member.initial
+    return {"member": member.name, "experiment": record, "initial_sha256": initial and initial.sha256}
 
 
 def check_origin(path: Path, own: Mapping[str, Any]) -> str | None:

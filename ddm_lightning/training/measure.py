@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ddm_lightning.config.experiment import IslandConfig
-from ddm_lightning.core.devices import check_devices, configure_torch, device_of, resolve_accelerator
+from ddm_lightning.core.devices import configure_torch, device_of, resolve_accelerator
 from ddm_lightning.core.environment import ALONE
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.encoders.interfaces import StoredForm
@@ -37,12 +37,11 @@ def samples_per_second(member: Member, island: IslandConfig) -> float:
         island: its settings.
 
     Raises:
-        UserError: a student, whose teacher is needed; no GPU where ``island`` asks for one; or as ``build_network``.
+        UserError: a student, whose teacher is needed, or as ``build_network``.
     """
     if member.role.objective == "distillation":
         raise UserError(f"{member.name}: cannot be measured, as its teacher is not trained yet; name a GPU")
 
-    check_devices(island.accelerator, 1)
     configure_torch(island.accelerator, island.num_threads)
     network = member.add_adapters(member.build_network())
     form = StoredForm("x_0", {"scale": 1.0, "shift": 0.0})
@@ -54,7 +53,6 @@ def samples_per_second(member: Member, island: IslandConfig) -> float:
         devices=1,
         precision=island.precision,  # type: ignore[arg-type]  # Lightning lists the strings in a Literal
         max_epochs=1,
-        limit_val_batches=0,
         logger=False,
         plugins=[environment(ALONE)],
         enable_checkpointing=False,

@@ -129,11 +129,7 @@ class MemberModule(L.LightningModule):
 
     def _micro_batches(self, num_samples: int) -> list[slice]:
         """Split a batch into nearly equal micro batches, so that compiled blocks see at most two sizes."""
-        if self.island.micro_batch_size is None:
-            num_parts = 1
-        else:
-            num_parts = math.ceil(num_samples / self.island.micro_batch_size)
-
+        num_parts = math.ceil(num_samples / (self.island.micro_batch_size or num_samples))
         edges = [num_samples * part // num_parts for part in range(num_parts + 1)]
         return [slice(*pair) for pair in itertools.pairwise(edges)]
 

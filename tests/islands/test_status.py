@@ -20,7 +20,7 @@ from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core import remote
 from ddm_lightning.islands import lease, status
 from ddm_lightning.islands.page import read_curves, write_page
-from ddm_lightning.islands.status import Watch, _figure, rows_of, status_table
+from ddm_lightning.islands.status import Status, Watch, _figure, rows_of
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.status import MemberStatus
 
@@ -130,14 +130,14 @@ def test_the_table_has_what_islands_publish(run, clock, monkeypatch):
     wanted |= {"island": "far[2Jaway", "device": "H100", "starts": "1", "heartbeat": "1 s"}
     assert {key: row[key] for key in wanted} == wanted
     alone = Run(load_experiment(TINY, [f"run_dir={run.folder.root}"]))
-    text = printed(status_table("here", Watch(alone).look()), 80)
+    text = printed(Status(alone, Watch(alone).look()), 80)
     assert "expert-0" in text and "…" not in text
 
 
 @pytest.mark.parametrize("width", [20, 40, 80, 120])
 def test_a_narrow_table_has_whole_columns_and_the_states(run, clock, monkeypatch, width):
     start(run, monkeypatch, host="ip-10-0-0-12.eu-west-1.compute.internal", device="8 x NVIDIA H100 80GB HBM3")
-    text = printed(status_table("here", Watch(run).look(), width), width)
+    text = printed(Status(run, Watch(run).look()), width)
     assert "…" not in text and max(map(len, text.splitlines())) <= width
     assert all(word in text for word in ("expert-0", "expert-1", "router", "training", "waiting"))
     assert ("20/100" in text, "41.3%" in text) == (width >= 40, width >= 80)

@@ -140,10 +140,6 @@ def kernel_distance(generated: Rows, real: Others, num_halves: int = NUM_HALVES)
     return KernelDistance(float(found[0]), found[1:])
 
 
-def _kernel(x: Rows, y: Others) -> Float[Tensor, "n m"]:
-    return (x @ y.T / x.shape[1] + 1) ** 3
-
-
 def _sum_of_pairs(
     x: Rows, y: Others, rows: Float[Tensor, "r n"], other_rows: Float[Tensor, "r m"]
 ) -> Float[Tensor, " r"]:
@@ -151,7 +147,7 @@ def _sum_of_pairs(
     size = max(1, _BLOCK // len(y))
     sums = []
     for part, own in zip(x.split(size), rows.split(size, 1), strict=True):
-        products = own @ _kernel(part, y)
+        products = own @ (part @ y.T / x.shape[1] + 1) ** 3
         sums.append((products * other_rows).sum(1))
 
     return torch.stack(sums).sum(0)
