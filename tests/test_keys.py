@@ -375,6 +375,8 @@ COLUMNS = {"records", "latents", "features", "captions", "sample", "codes"}
         ({"source": PluginConfig("blobs", {"num_samples": 60, "image_size": 8, "seed": 1})}, COLUMNS, "encode merge"),
         ({"images": ImagesConfig(size=8)}, COLUMNS, "encode merge"),
         ({"images": ImagesConfig(aspect="pad")}, COLUMNS, "encode merge"),
+        ({"images": ImagesConfig(upscale=False)}, COLUMNS, "encode merge"),
+        ({"images": ImagesConfig(size=8, buckets=[[8, 16]])}, COLUMNS, "encode merge"),
         ({"filters": {"min_side": 4}}, COLUMNS, "encode merge"),
         ({"keep": ["min_side"]}, COLUMNS, "encode shards merge"),
         ({"captions": [CaptionConfig("caption")]}, COLUMNS, "encode merge"),

@@ -63,7 +63,7 @@ def _prepare(experiment: Experiment, options: argparse.Namespace) -> None:
 
 
 def _dry_run(run: api.Run, options: argparse.Namespace) -> None:
-    from ddm_lightning.prepare.dry_run import dry_run, dry_run_table
+    from ddm_lightning.prepare.dry_run import bucket_table, dry_run, dry_run_table
     from ddm_lightning.prepare.engine import num_gpus_for, num_processes_for
     from ddm_lightning.prepare.filters import filter_table
 
@@ -73,8 +73,10 @@ def _dry_run(run: api.Run, options: argparse.Namespace) -> None:
     num_processes = num_processes_for(prepare, plan.num_parts, plan.num_samples)
     console.print(dry_run_table(plan, num_processes, num_gpus_for(prepare)))
     print(plan.seen)
-    if prepare.filters or prepare.drop_keys:
-        looked = plan.looked
+    looked = plan.looked
+    if looked.sizes:
+        console.print(bucket_table(looked))
+    if prepare.filters or prepare.drop_keys or not prepare.images.upscale:
         title = f"filters, by {looked.num_read:,} samples"
         console.print(filter_table(looked.num_read, looked.filtered, len(looked.broken), title))
 

@@ -24,7 +24,7 @@ class Data:
 
     sizes: DataSizes | Manifest
     sample_bytes: int
-    """Bytes of one sample in the shards, without its captions' texts."""
+    """Bytes of one sample in the shards, the largest, without its captions' texts."""
     total: int | None
     """Samples, held-out ones included; None if unknown."""
     num_samples: Sequence[int] | None
@@ -33,7 +33,14 @@ class Data:
 
     def __str__(self) -> str:
         total = "unknown" if self.total is None else f"{self.total:,}"
-        return f"samples {total}, {self.sample_bytes:,} bytes each in the shards without captions' texts; {self.source}"
+        shapes = ""
+        if self.sizes.buckets:
+            shapes = f" of {', '.join(bucket.name for bucket in self.sizes.buckets)} pixels"
+
+        return (
+            f"samples {total}{shapes}, {self.sample_bytes:,} bytes each in the shards without captions' texts; "
+            f"{self.source}"
+        )
 
 
 def data_of(experiment: Experiment, num_samples: int | None = None, plugins: Plugins | None = None) -> Data:
@@ -51,7 +58,13 @@ def data_of(experiment: Experiment, num_samples: int | None = None, plugins: Plu
     if manifest_path(run_dir).exists():
         manifest = Manifest.read(run_dir)
         samples = [cluster.train for cluster in manifest.clusters]
-        sample_bytes = bytes_per_sample(manifest.columns)
+        columns = manifest.columns
+        sample_bytes = bytes_per_sample(columns)
+        if manifest.buckets:
+            of_images = bytes_per_sample({name: columns[name] for name in columns if name.startswith("x_0")})
+            entries = [math.prod(bucket.x_shape) for bucket in manifest.buckets]
+            sample_bytes += of_images * (max(entries) - entries[0]) // entries[0]
+
         return Data(manifest, sample_bytes, manifest.num_samples, samples, "counted in the manifest")
 
     from ddm_lightning.prepare.reading import Plugins
@@ -72,7 +85,7 @@ def data_of(experiment: Experiment, num_samples: int | None = None, plugins: Plu
     if num_samples:
         total = num_samples
         source += ", --samples"
-    elif prepare.filters or prepare.drop_keys:
+    elif prepare.filters or prepare.drop_keys or not prepare.images.upscale:
         source += ", before filters"
 
     if total is None:

@@ -17,7 +17,7 @@ from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.formatting import format_bytes, format_duration, table
 from ddm_lightning.prepare.encode import in_bucket, latent_rows
 from ddm_lightning.prepare.engine import Reporter
-from ddm_lightning.prepare.reading import Reading
+from ddm_lightning.prepare.reading import Reading, count_buckets
 from ddm_lightning.prepare.records import count_samples
 from ddm_lightning.prepare.stages import Preparation
 from ddm_lightning.shards.manifest import DataSizes
@@ -138,6 +138,15 @@ def dry_run(experiment: Experiment, run_dir: Path, check: Callable[[DataSizes], 
         num_captions,
         len(labels),
     )
+
+
+def bucket_table(looked: Reading) -> Table:
+    """Format the buckets of the samples read."""
+    counts = count_buckets(looked.plugins.buckets, np.array(looked.buckets), np.array(looked.cropped))
+    total, _ = counts["all"]
+    rows = [(name, f"{num:,}", f"{num / total:.2%}", f"{share:.2%}") for name, (num, share) in counts.items()]
+    title = f"shapes of images, by {looked.num_read:,} samples"
+    return table(("", "samples", "of all kept", "cropped away"), rows, title)
 
 
 def dry_run_table(plan: DryRun, num_processes: int, num_gpus: int = 0) -> Table:

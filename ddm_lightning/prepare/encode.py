@@ -329,7 +329,7 @@ class _ColumnSet(ExitStack):
 
         array = self._arrays[name]
         if cause and rows.dtype.kind == "f":
-            bad = ~np.isfinite(rows.reshape(len(rows), -1)).all(1)
+            bad = ~np.isfinite(rows).all(axis=tuple(range(1, rows.ndim)))
             if places is None:
                 places = array.num_rows + np.arange(len(rows))
 

@@ -135,6 +135,25 @@ def _merge_folders(shards: Path, groups: Sequence[Mapping[str, Any]]) -> tuple[C
     return num_samples, {name: sha256_file(shards / name / "index.json") for name in sorted(folders)}
 
 
+def buckets_in_words(manifest: Manifest) -> str:
+    """Return the samples of each bucket, and which have no held-out ones; empty without buckets."""
+    counts = []
+    without = []
+    for bucket, clusters in zip(manifest.buckets, manifest.bucket_samples, strict=True):
+        held_out = sum(cluster.held_out for cluster in clusters)
+        counts.append(f"{bucket.name}: {held_out + sum(cluster.train for cluster in clusters):,}")
+        if not held_out:
+            without.append(bucket.name)
+
+    line = ""
+    if counts:
+        line = f"shapes {', '.join(counts)}"
+    if without:
+        line += f"; without held-out samples: {', '.join(without)}"
+
+    return line
+
+
 def statistics_of(moments: Moments) -> dict[str, list[float]]:
     """Return mean and std per channel from the sums of ``write_split``."""
     count, total, squares = moments

@@ -19,6 +19,7 @@ from types import NoneType
 from typing import Any, TypeVar
 
 import numpy as np
+from jaxtyping import Float
 from PIL import Image, ImageOps
 
 from ddm_lightning.config.experiment import ImagesConfig, PrepareConfig
@@ -134,8 +135,8 @@ class Plugins:
         return encoders | {"features": self.features}
 
     def versions(self) -> dict[str, str]:
-        """Build every plug-in and the filters; return the versions of all packages that shape the result."""
-        _ = self.filters
+        """Build every plug-in, filters and buckets; return the versions of all packages that shape the result."""
+        _ = self.filters, self.buckets
         packages = {*_COMMON_PACKAGES}
         for plugin in (self.source, *self._encoders().values()):
             packages.update(plugin.packages)
@@ -458,6 +459,28 @@ class Reading:
 
     def _error(self, record: Record, problem: str, remedy: str = _FIX) -> UserError:
         return UserError(f"source {self.config.source.name!r}: sample {record.key!r} {problem}; {remedy}")
+
+
+def count_buckets(
+    buckets: Sequence[Bucket], numbers: RowNumbers, share_cropped: Float[np.ndarray, "n"]
+) -> dict[str, tuple[int, float]]:
+    """Count images by bucket, and in all; buckets without images are left out.
+
+    Args:
+        buckets: the table.
+        numbers: number of the bucket of each image.
+        share_cropped: share of the pixels of each image that is cropped away.
+
+    Returns:
+        Images by bucket, and the mean share of theirs that is cropped away.
+    """
+    counts = {}
+    for number, bucket in enumerate(buckets):
+        if (is_here := numbers == number).any():
+            counts[bucket.name] = int(is_here.sum()), float(share_cropped[is_here].mean())
+
+    counts["all"] = len(numbers), float(share_cropped.mean())
+    return counts
 
 
 def _size(image: Pixels) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,8 @@ from ddm_lightning.partition.build import displaced_fractions
 from ddm_lightning.partition.columns import RowNumbers, Rows
 from ddm_lightning.partition.partition import Partition
 from ddm_lightning.prepare.prepared import Prepared, Thumbnails
-from ddm_lightning.prepare.reading import Plugins
+from ddm_lightning.prepare.reading import Plugins, count_buckets
+from ddm_lightning.shards.manifest import Manifest
 
 # Silhouettes need the square of this many distances: 128 MB.
 MAX_ROWS = 4_000
@@ -62,6 +63,8 @@ class ReportData:
     """Counts of ``write_index``: ``num_read``, ``broken``, ``filtered`` and ``num_without_caption``."""
     displaced: tuple[float, float] | None = None
     """Share of samples nearer to another cluster's mean, and the part of this share due to balancing."""
+    buckets: Mapping[str, tuple[int, float, Sequence[int]]] = field(default_factory=dict)
+    """Images of each bucket, the share of their pixels that is cropped away, and their numbers by cluster."""
     facts: Mapping[str, str] = field(default_factory=dict)
     """First rows of the key figures, such as ``{"source": "openmoji"}``."""
 
@@ -141,9 +144,19 @@ def compute_silhouettes(features: Float[Tensor, "n d"], clusters: Int[Tensor, "n
     return torch.where((members @ sizes == 1) | value.isnan(), 0.0, value)
 
 
-def report_partition(experiment: Experiment, plugins: Plugins, prepared: Prepared, thumbnails: Thumbnails) -> None:
+def report_partition(
+    experiment: Experiment, plugins: Plugins, prepared: Prepared, thumbnails: Thumbnails, manifest: Manifest
+) -> None:
     """Write ``clusters.png`` and ``report/report.html`` of a prepared data set."""
     config = experiment.prepare
+    buckets = {}
+    if manifest.buckets:
+        counts = count_buckets(plugins.buckets, prepared.facts("bucket"), prepared.facts("cropped"))
+        of_clusters = (*manifest.bucket_samples, manifest.clusters)
+        names = (*(bucket.name for bucket in manifest.buckets), "all")
+        for name, clusters in zip(names, of_clusters, strict=True):
+            buckets[name] = (*counts[name], [cluster.train + cluster.held_out for cluster in clusters])
+
     partition = Partition.load(prepared.partition_file)
     sample, _ = prepared.sample(config.partition.fit_fraction)
     data = ReportData(
@@ -157,6 +170,7 @@ def report_partition(experiment: Experiment, plugins: Plugins, prepared: Prepare
         counts=partition.counts.numpy(),
         index=prepared.index,
         displaced=displaced_fractions(partition, sample.features, prepared.clusters, config.partition.device),
+        buckets=buckets,
         facts={name: getattr(config, name.replace(" ", "_")).name for name in ("source", "features", "image encoder")},
     )
     save_png(prepared.folder / "clusters.png", cluster_grid(data))

@@ -50,7 +50,7 @@ from ddm_lightning.prepare.encode import (
 )
 from ddm_lightning.prepare.engine import Reporter, run_jobs
 from ddm_lightning.prepare.ledger import Job, Ledger, Store, hash_of_files
-from ddm_lightning.prepare.merge import merge_groups
+from ddm_lightning.prepare.merge import buckets_in_words, merge_groups
 from ddm_lightning.prepare.prepared import Prepared, Thumbnails, write_index
 from ddm_lightning.prepare.reading import Plugins, inputs_of_images
 from ddm_lightning.prepare.records import Part, count_samples
@@ -559,7 +559,7 @@ class Preparation:
 
         return f"{total:,} samples, {format_bytes(num_bytes)}"
 
-    def _merge(self, groups: Sequence[GroupJob]) -> None:
+    def _merge(self, groups: Sequence[GroupJob]) -> str:
         entries = {job.ledger.file.stem: job.ledger.entries[GROUP] for job in groups}
         # Remove ledgers and thumbnails of groups that are no more.
         for path in list((self.folder / "groups").iterdir()):
@@ -568,6 +568,7 @@ class Preparation:
 
         manifest = merge_groups(self.experiment, self.plugins, self.prepared, [*entries.values()])
         thumbnails = Thumbnails.read(job.ledger.file.with_suffix(".npz") for job in groups)
-        report_partition(self.experiment, self.plugins, self.prepared, thumbnails)
+        report_partition(self.experiment, self.plugins, self.prepared, thumbnails, manifest)
         manifest.write(self.run_dir)
         self.reporter.advance("merge", manifest.num_samples, manifest.num_samples)
+        return buckets_in_words(manifest)

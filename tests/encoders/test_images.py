@@ -46,8 +46,8 @@ def build(folder, **params):
     return IMAGE_ENCODERS.build("diffusers-vae", {"path": str(folder), **params})
 
 
-def some_images(num=3, side=8):
-    return np.random.default_rng(0).integers(0, 256, (num, side, side, 3), dtype=np.uint8)
+def some_images(num=3, side=8, width=None):
+    return np.random.default_rng(0).integers(0, 256, (num, side, width or side, 3), dtype=np.uint8)
 
 
 def by_hand(vae, images):
@@ -69,10 +69,10 @@ def normalised(mean, config):
     return (mean - config.get("shift_factor", 0)) * config["scaling_factor"]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_latents_and_their_images_match_the_librarys_model(saved, family):
+@pytest.mark.parametrize(("family", "width"), [*((family, 8) for family in FAMILIES), ("sd", 14), ("sd3", 4)])
+def test_latents_and_their_images_match_the_librarys_model(saved, family, width):
     folder, vae = saved[family]
-    images = some_images()
+    images = some_images(width=width)
     mean, log_variance = by_hand(vae, images)
     posterior = build(folder, dtype="float32")
     stored = posterior.encode(images)

@@ -166,6 +166,15 @@ def test_the_page_stands_alone_and_is_well_formed(tmp_path):
         assert words in page.text, words
 
 
+def test_shapes_of_images_are_listed_if_there_are_several(tmp_path):
+    rows = {"4x16": (26, 0.125, [20, 5, 1]), "16x4": (40, 0.0, [20, 20, 0]), "all": (66, 0.05, [40, 25, 1])}
+    page = write(tmp_path / "report.html", data_of(buckets=rows))
+    heading = "height x width samples share cropped away cluster 0 cluster 1 cluster 2"
+    lines = "4x16 26 39.4% 12.5% 20 5 1 16x4 40 60.6% 0.0% 20 20 0 all 66 100.0% 5.0% 40 25 1"
+    assert f"Shapes of images {heading} {lines}" in page.text
+    assert "Shapes" not in write(tmp_path / "squares.html", data_of()).text
+
+
 def test_html_in_captions_and_names_is_escaped(tmp_path):
     evil = """</bdi><script>alert("1")</script><img src=x onerror='alert(2)'>" onload="alert(3)"""
     data = data_of(captions=evil, facts={evil: evil}, broken={evil: 1})
