@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import functools
 import inspect
 import io
@@ -60,7 +61,7 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = (), record: Pat
     ordered = sorted(overrides, key=lambda text: not text.partition("=")[0].endswith(".name"))
     changes += [(f"{path} with {text!r}", read_override(text, str(path))) for text in ordered]
     try:
-        merged: Any = OmegaConf.structured(Experiment)
+        merged: Any = copy.deepcopy(_defaults())
         for source, change in changes:
             given = OmegaConf.to_container(change, resolve=False)
             _refuse_resolvers(given, source)
@@ -82,6 +83,12 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = (), record: Pat
         experiment.run_dir = str(path.parent)
 
     return experiment
+
+
+@functools.cache
+def _defaults() -> DictConfig:
+    """All keys with their defaults: made once, because a copy takes a sixth of the time."""
+    return OmegaConf.structured(Experiment)
 
 
 def is_record(path: Path) -> bool:

@@ -20,9 +20,12 @@ _Section = TypeVar("_Section")
 
 
 def merge(base: Any, change: Any) -> Any:
-    """Merge two configurations; a plug-in with another ``name`` keeps none of the previous params."""
+    """Merge two configurations, which are of no use afterwards.
+
+    A plug-in with another ``name`` keeps none of the previous params.
+    """
     _forget_params(base, change)
-    return OmegaConf.merge(base, change)
+    return OmegaConf.unsafe_merge(base, change)
 
 
 def _forget_params(merged: DictConfig, change: DictConfig) -> None:
