@@ -1,14 +1,15 @@
 """The LightningDataModule and its loader: batches of the prepared shards of one cluster, of several, or of all.
 
-The order is one permutation per epoch; each rank takes its part of every step. It depends on the shards, the seed and
-the epoch alone. So a run that stopped on some number of ranks and threads resumes exactly on any other.
+The order is one permutation per epoch, or that of ``order`` if images have several shapes; each rank takes its part of
+every step. It depends on the shards, the seed and the epoch alone. So a run that stopped on some number of ranks and
+threads resumes exactly on any other.
 """
 
 from __future__ import annotations
 
 import shutil
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,13 +22,15 @@ import torch
 from torch import Tensor
 
 from ddm_lightning.core import remote
+from ddm_lightning.core.buckets import Bucket
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.formatting import format_bytes
 from ddm_lightning.shards.ahead import FetchedShards
 from ddm_lightning.shards.fetch import Origin, tidy
-from ddm_lightning.shards.manifest import HELD_OUT, TRAIN, shard_name
+from ddm_lightning.shards.manifest import HELD_OUT, TRAIN, columns_in, shard_name
 from ddm_lightning.shards.mds import Ids
 from ddm_lightning.shards.mosaic import shuffled, window
+from ddm_lightning.shards.order import mixed_order
 from ddm_lightning.shards.verify import verify_shards
 
 # Batches that each thread gathers ahead.
@@ -45,7 +48,7 @@ class ClusterDataModule(L.LightningDataModule):
     Several clusters are mixed in their natural proportions (every sample once per epoch), as the router and the
     monolith need them. A batch holds every column of fixed size: ``sample_id``, ``cluster`` and ``label`` int64
     ``[b]``, ``text`` float32 ``[b d]``, and all others as stored: ``x_0`` ``[b c h w]``, ``x_0_flipped``,
-    ``text_ids``, ``text_tokens`` … The words of captions are skipped.
+    ``text_ids``, ``text_tokens`` … The words of captions are skipped. The images of a batch have one shape.
 
     Batches and their order do not depend on the place of the shards or the number of threads. With another number of
     ranks each step has the same samples. The loaders' ``state_dict`` resumes exactly with any of these.
@@ -73,15 +76,25 @@ class ClusterDataModule(L.LightningDataModule):
     columns: Mapping[str, str] = field(default_factory=dict)
     """The manifest's columns: name -> MDS encoding."""
     index_sha256: Mapping[str, str] = field(default_factory=dict)
-    """The manifest's hash of each ``index.json``, by ``cluster-{k}/{split}``."""
+    """The manifest's hash of each ``index.json``, by ``cluster-{k}/{split}`` or ``cluster-{k}/{bucket}/{split}``."""
     pin_memory: bool = False
     """Whether to page-lock batches, for a GPU."""
+    buckets: Sequence[Bucket] = ()
+    """The manifest's; a cluster has a folder of each bucket of which it has samples."""
 
     def __post_init__(self) -> None:
         super().__init__()
-        self._training = [shard_name(k, TRAIN) for k in self.clusters]
-        self._held_out = [shard_name(k, HELD_OUT) for k in self.held_out_clusters]
+        self._training = self._names(self.clusters, TRAIN)
+        self._held_out = self._names(self.held_out_clusters, HELD_OUT)
         self._loaders: list[ShardLoader] = []
+
+    def _names(self, clusters: Sequence[int], split: str) -> list[str]:
+        """Folders of the shards, those of one bucket after the other."""
+        if not self.buckets:
+            return [shard_name(k, split) for k in clusters]
+
+        names = [shard_name(k, split, bucket.name) for bucket in self.buckets for k in clusters]
+        return [name for name in names if name in self.index_sha256]
 
     def prepare_data(self) -> None:
         """Check that every local shard is there with its size; hashes are compared when a shard is first needed.
@@ -151,8 +164,9 @@ class ClusterDataModule(L.LightningDataModule):
         origins = [Origin(f"{address}/{name}", store / name, self.index_sha256.get(name)) for name in names]
         is_keeper = self.trainer is None or self.trainer.local_rank == 0
         shards = FetchedShards(origins, max_bytes, is_keeper=is_keeper)
-        num_scattered = window(shards.sizes) if training else 0
-        least = shards.least_bytes(num_scattered)
+        # What fills no batch of its shape is carried over from the windows of the pass before.
+        num_windows = min(len(shards.parts), 2) if training else 0
+        least = shards.least_bytes(num_windows * sum(map(window, shards.parts)))
         if max_bytes is not None and max_bytes < least:
             raise UserError(
                 f"key 'island.cache_gb': {max_bytes / share / 1e9:g} GB are too few for the shards of "
@@ -179,9 +193,13 @@ class ClusterDataModule(L.LightningDataModule):
             num_ranks = self.trainer.world_size
 
         shards = self._open(names, training)
-        found = {column.name: column.encoding for column in shards.columns}
-        if not self.columns.items() <= found.items():
-            raise UserError(f"{self.shards}: columns {found} are not the manifest's, {self.columns}; copy both again")
+        wanted = [columns_in(self.columns, bucket).items() for bucket in self.buckets] or [self.columns.items()]
+        for shard in shards.shards:
+            found = dict(zip(shard.entry.column_names, shard.entry.column_encodings, strict=True))
+            if not any(columns <= found.items() for columns in wanted):
+                raise UserError(
+                    f"{self.shards}: columns {found} are not the manifest's, {self.columns}; copy both again"
+                )
 
         loader = ShardLoader(
             shards,
@@ -222,7 +240,9 @@ def steps(order: Ids, rank: int, num_ranks: int, batch_size: int, *, full: bool)
 class ShardLoader:
     """Batches of shards, resumable within an epoch on any number of ranks and threads.
 
-    Each iteration is one epoch, and ends the one before it. An unreadable shard raises ``ShardError``.
+    Each iteration is one epoch, and ends the one before it. With images of several shapes, epochs are equally long
+    pieces of the endless ``mixed_order``, because a Trainer asks for the length only once. An unreadable shard raises
+    ``ShardError``.
     """
 
     shards: FetchedShards
@@ -231,7 +251,7 @@ class ShardLoader:
     seed: int
     """Seed of the order."""
     training: bool
-    """Whether each epoch has its own order and skips samples that do not fill a step of all ranks."""
+    """Whether each epoch has its own order and skips, of one shape, samples that do not fill a step of all ranks."""
     rank: int = 0
     """This rank."""
     num_ranks: int = 1
@@ -253,7 +273,7 @@ class ShardLoader:
         if self.training:
             return len(self.shards) // at_once
 
-        return -(-len(self.shards) // at_once)
+        return sum(-(-sum(part) // at_once) for part in self.shards.parts)
 
     def __iter__(self) -> Generator[dict[str, Tensor]]:
         """Return the batches of the rest of the resumed epoch, or of the next epoch."""
@@ -267,31 +287,38 @@ class ShardLoader:
             self._sample = 0
 
         self._resumes = False
-        if self.training:
-            order = shuffled(self.shards.sizes, self.seed, self._epoch)
-        else:
-            order = np.arange(len(self.shards))
-
-        order = order[self._sample :]
-        rest = steps(order, self.rank, self.num_ranks, self.batch_size, full=self.training)
         # Without it, the threads would page-lock memory through the first GPU, whichever this rank has.
         initializer = partial(torch.cuda.set_device, torch.cuda.current_device()) if self.pin_memory else None
         pool = ThreadPoolExecutor(max(1, self.num_workers), "loader", initializer)
         num_ahead = _BATCHES_PER_THREAD * self.num_workers
         waiting: deque[Future[dict[str, Tensor]]] = deque()
         try:
-            # This ends before the pool does, whose threads may wait for a shard.
-            with self.shards.reading(order, self.batch_size * self.num_ranks):
-                for step, ids in enumerate(rest):
-                    for later in rest[step + len(waiting) : step + num_ahead]:
-                        waiting.append(pool.submit(self._load, later))
+            for order in self._orders():
+                rest = steps(order, self.rank, self.num_ranks, self.batch_size, full=self.training)
+                # This ends before the pool does, whose threads may wait for a shard.
+                with self.shards.reading(order, self.batch_size * self.num_ranks):
+                    for step, ids in enumerate(rest):
+                        for later in rest[step + len(waiting) : step + num_ahead]:
+                            waiting.append(pool.submit(self._load, later))
 
-                    batch = waiting.popleft().result() if waiting else self._load(ids)
-                    self._sample += len(batch["sample_id"]) * self.num_ranks
-                    yield batch
-                    self.shards.passed(step)
+                        batch = waiting.popleft().result() if waiting else self._load(ids)
+                        self._sample += len(batch["sample_id"]) * self.num_ranks
+                        yield batch
+                        self.shards.passed(step)
         finally:
             pool.shutdown(cancel_futures=True)
+
+    def _orders(self) -> Iterable[Ids]:
+        """Return the samples of the rest of the epoch, of all ranks; no step takes samples of two orders."""
+        parts = self.shards.parts
+        if not self.training:
+            return np.split(np.arange(len(self.shards)), np.cumsum([*map(sum, parts)]))[:-1]
+        if len(parts) == 1:
+            return [shuffled(*parts, self.seed, self._epoch)[self._sample :]]
+
+        at_once = self.num_ranks * self.batch_size
+        first = self._epoch * len(self)
+        return mixed_order(parts, at_once, self.seed, first + self._sample // at_once, first + len(self))
 
     def _load(self, ids: Ids) -> dict[str, Tensor]:
         batch = self.shards.take(ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,6 +16,7 @@ from ddm_lightning.core.files import atomic_write_json, read_json
 FORMAT_VERSION = 3
 TRAIN = "train"
 HELD_OUT = "held-out"
+IMAGE_COLUMNS = {"x_0", "x_0_flipped"}
 _REMEDY = "run prepare first, with the same FILE and settings, or copy it from where that was done"
 
 
@@ -162,6 +164,16 @@ class Manifest:
         path = manifest_path(run_dir)
         stored = read_json(path, "the manifest of the prepared shards", _REMEDY)
         return checks.record(stored, cls, str(path), f"delete it and {_REMEDY}")
+
+
+def columns_in(columns: Mapping[str, str], bucket: Bucket) -> dict[str, str]:
+    """Return the encodings of columns, whatever shape they are in, with images in the shape of a bucket."""
+    found = dict(columns)
+    for name in IMAGE_COLUMNS & columns.keys():
+        height, width = bucket.x_shape[1:]
+        found[name] = f"{columns[name].rsplit(',', 2)[0]},{height},{width}"
+
+    return found
 
 
 def manifest_path(run_dir: Path) -> Path:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from io import BytesIO
-from itertools import pairwise
+from itertools import chain, groupby, pairwise
 from pathlib import Path
 from typing import BinaryIO, TypeAlias
 
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.encoders.interfaces import parse_encoding
+from ddm_lightning.shards.manifest import IMAGE_COLUMNS
 from ddm_lightning.shards.mosaic import decompress
 from ddm_lightning.shards.verify import Entry, Shard, read_index, unreadable
 
@@ -57,6 +58,15 @@ def _columns(entry: Entry) -> list[Column]:
         raise UserError(f"the shards' columns: {error}; prepare them with this package") from None
 
     return columns
+
+
+def _kind(entry: Entry) -> tuple[str, ...]:
+    """Names and encodings of the columns, without the shapes of images."""
+    columns = dict(zip(entry.column_names, entry.column_encodings, strict=False))  # ``_columns`` compares the lengths
+    for name in IMAGE_COLUMNS & columns.keys():
+        columns[name] = columns[name].rpartition(":")[0]
+
+    return (*entry.column_names, *columns.values())
 
 
 class _Map:
@@ -129,27 +139,39 @@ class Shards:
     """Samples of several shards, concatenated. A file is mapped when one of its samples is first needed.
 
     Args:
-        shards: in this order.
+        shards: in this order; consecutive ones may differ in the shape of images.
+
+    Attributes:
+        columns: those of the first shard.
+        parts: sizes of consecutive shards with images of one shape.
 
     Raises:
         UserError: there are none, or their columns differ or do not fit a batch or a file.
     """
 
     def __init__(self, shards: Sequence[Shard]) -> None:
-        kinds = {(*shard.entry.column_names, *shard.entry.column_encodings) for shard in shards}
+        kinds = {_kind(shard.entry) for shard in shards}
         if len(kinds) != 1:
             where = sorted({str(shard.path.parent) for shard in shards})
             raise UserError(f"{', '.join(where) or 'shards'}: need at least one shard, and all with the same columns")
 
         self.shards = shards
-        self.columns = _columns(shards[0].entry)
-        least = sum(column.num_bytes for column in self.columns)
-        for shard in shards:
-            num_bytes = shard.entry.raw_data.bytes
-            if shard.entry.samples * least > num_bytes:
-                raise unreadable(f"{shard.path}: {shard.entry.samples} samples in {num_bytes} bytes are impossible")
+        self.parts: list[list[int]] = []
+        self._columns: list[list[Column]] = []
+        for _, group in groupby(shards, lambda shard: (shard.entry.column_names, shard.entry.column_encodings)):
+            part = [*group]
+            columns = _columns(part[0].entry)
+            least = sum(column.num_bytes for column in columns)
+            for shard in part:
+                num_bytes = shard.entry.raw_data.bytes
+                if shard.entry.samples * least > num_bytes:
+                    raise unreadable(f"{shard.path}: {shard.entry.samples} samples in {num_bytes} bytes are impossible")
 
-        self.sizes = [shard.entry.samples for shard in shards]
+            self._columns += [columns] * len(part)
+            self.parts.append([shard.entry.samples for shard in part])
+
+        self.columns = self._columns[0]
+        self.sizes = [*chain(*self.parts)]
         self._starts = np.concatenate([[0], np.cumsum(self.sizes)])
         self._maps: dict[int, _Map] = {}
 
@@ -164,7 +186,7 @@ class Shards:
         """Return one batch, in the order of ``ids``.
 
         Args:
-            ids: positions of the samples.
+            ids: positions of the samples; their images, if taken, have one shape.
             names: columns; None for all.
 
         Returns:
@@ -173,7 +195,11 @@ class Shards:
         Raises:
             ShardError: a shard is missing, or differs from its index entry.
         """
-        columns = [column for column in self.columns if column.num_bytes and (names is None or column.name in names)]
+        columns = []
+        for column in self._columns[min(self.shards_of(ids), default=0)]:
+            if column.num_bytes and (names is None or column.name in names):
+                columns.append(column)
+
         batch = {}
         items = {}
         for column in columns:
@@ -214,7 +240,7 @@ class Shards:
         found = self._maps.get(number)
         if found is None:
             shard = self.shards[number]
-            found = _Map(shard, self.columns)
+            found = _Map(shard, self._columns[number])
             if shard.packed is None or shard.path.is_file():  # otherwise it is in memory
                 self._maps[number] = found
 

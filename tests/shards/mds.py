@@ -28,10 +28,10 @@ COLUMNS = {
 }
 
 
-def sample(sample_id, cluster):
+def sample(sample_id, cluster, shape=(3, 4, 4)):
     rng = np.random.default_rng(sample_id)
     return {
-        "x_0": rng.integers(0, 256, (3, 4, 4), np.uint8),
+        "x_0": rng.integers(0, 256, shape, np.uint8),
         "sample_id": sample_id,
         "cluster": cluster,
         "label": sample_id % 5,
@@ -42,11 +42,12 @@ def sample(sample_id, cluster):
 
 def write_mds(folder, ids, cluster=0, *, columns=COLUMNS, shard_bytes=1 << 11, compression=None):
     """About seventeen samples a shard."""
+    shape = [*map(int, columns["x_0"].rpartition(":")[2].split(","))]
     with MDSWriter(
         out=str(folder), columns=columns, hashes=["sha1", "xxh64"], size_limit=shard_bytes, compression=compression
     ) as writer:
         for sample_id in ids:
-            writer.write({name: value for name, value in sample(sample_id, cluster).items() if name in columns})
+            writer.write({name: value for name, value in sample(sample_id, cluster, shape).items() if name in columns})
 
     return folder
 
