@@ -224,20 +224,20 @@ class Planner:
         self.data = data
         self.rates = rates
         self.members = [Run(experiment).resolve(name, data.sizes) for name in members]
-        self._costs: dict[str, tuple[MemberCost, float, float]] = {}
+        self._costs: dict[str, MemberCost] = {}
         self._speeds: dict[str, float] = {}
 
     def _cost(self, member: Member) -> tuple[MemberCost, float, float]:
-        """Cost, and FLOPs of a sample without and with the backward pass; equal members are counted once."""
+        """Cost, and FLOPs of a sample without and with the backward pass; members of equal costs are counted once."""
         key = _key(member)
-        if key not in self._costs:
-            try:
-                cost = MemberCost(member)
-                self._costs[key] = cost, cost.flops(backward=False), cost.flops()
-            except UserError as error:  # a size that was assumed may be to blame
-                raise UserError(f"{error} (sizes of the data: {self.data.source})") from None
+        try:
+            if key not in self._costs:
+                self._costs[key] = MemberCost(member)
 
-        return self._costs[key]
+            cost = self._costs[key]
+            return cost, cost.flops(backward=False, member=member), cost.flops(member=member)
+        except UserError as error:  # a size that was assumed may be to blame
+            raise UserError(f"{error} (sizes of the data: {self.data.source})") from None
 
     def on(self, device: str | None) -> Plan:
         """Plan all members on a device.
@@ -357,8 +357,8 @@ class Planner:
 
 
 def _key(member: Member) -> str:
-    """Equal for members that cost the same."""
-    return repr(replace(member, name="", clusters=(), interval=(0.0, 1.0)))
+    """Equal for members whose steps of one shape cost the same."""
+    return repr(replace(member, name="", clusters=(), interval=(0.0, 1.0), bucket_shares=()))
 
 
 def smallest(cost: MemberCost, island: IslandConfig, num_bytes: int) -> Setting | None:

@@ -10,7 +10,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -49,8 +49,8 @@ def flops_per_sample(
     return counter.get_total_flops() / num
 
 
-def mean_flops(network: nn.Module, member: Member, *, backward: bool) -> float:
-    """Mean of ``flops_per_sample`` over a member's training samples, whose shapes cost more or less.
+def flops_by_shape(network: nn.Module, member: Member, *, backward: bool) -> list[float]:
+    """``flops_per_sample`` of each bucket, or of ``x_shape`` without buckets.
 
     Raises:
         UserError: the network takes no samples of a bucket's shape.
@@ -58,19 +58,25 @@ def mean_flops(network: nn.Module, member: Member, *, backward: bool) -> float:
     # First without buckets: a plug-in may need data.
     flops = flops_per_sample(network, member.x_shape, member.condition, backward=backward)
     if not member.buckets:
-        return flops
+        return [flops]
 
-    flops = 0.0
-    for bucket, share in zip(member.buckets, member.bucket_shares, strict=True):
+    found = []
+    for bucket in member.buckets:
         try:
-            flops += share * flops_per_sample(network, bucket.x_shape, member.condition, backward=backward)
+            found.append(flops_per_sample(network, bucket.x_shape, member.condition, backward=backward))
         except Exception as error:
             raise UserError(
                 f"{member.role.section} {member.network.name!r} takes no images of {bucket.name} pixels "
                 f"({first_line(error)}); take another network, or change or remove prepare.images.buckets"
             ) from error
 
-    return flops
+    return found
+
+
+def mean_flops(flops: Sequence[float], member: Member) -> float:
+    """Mean of ``flops_by_shape`` over a member's training samples."""
+    shares = member.bucket_shares or (1.0,)
+    return sum(share * one for share, one in zip(shares, flops, strict=True))
 
 
 def _example(
@@ -140,8 +146,8 @@ def step_cost(member: Member, island: IslandConfig, network: nn.Module) -> StepC
         network: the member's.
     """
     try:
-        forward = mean_flops(network, member, backward=False)
-        whole = mean_flops(network, member, backward=True)
+        forward = mean_flops(flops_by_shape(network, member, backward=False), member)
+        whole = mean_flops(flops_by_shape(network, member, backward=True), member)
     except (RuntimeError, NotImplementedError) as error:  # operations of a plug-in that the counter does not know
         return StepCost(0.0, 0.0, None, f"its FLOPs cannot be counted ({first_line(error)}), so no MFU is shown")
 
@@ -280,10 +286,15 @@ class MemberCost:
 
         self.state = state_bytes(self.num_parameters, member.train.num_copies, self.num_muon)
         self._counted = cache(self._count)
+        self._flops = cache(partial(flops_by_shape, self.network, member))
 
-    def flops(self, *, backward: bool = True) -> float:
-        """FLOPs of one sample, the mean over its shapes; see ``mean_flops``."""
-        return mean_flops(self.network, self.member, backward=backward)
+    def flops(self, *, backward: bool = True, member: Member | None = None) -> float:
+        """Mean FLOPs of one sample, or of one of another ``member`` that differs in its samples alone.
+
+        Raises:
+            UserError: as ``flops_by_shape``.
+        """
+        return mean_flops(self._flops(backward=backward), member or self.member)
 
     def memory(self, island: IslandConfig, strategy: str) -> Memory:
         """Predict the memory of one device, in a step of the largest shape.

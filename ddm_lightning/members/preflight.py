@@ -14,7 +14,7 @@ from ddm_lightning.config.validate import blamed
 from ddm_lightning.core import registry
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.members.artifact import described, read_meta
-from ddm_lightning.members.cost import mean_flops
+from ddm_lightning.members.cost import flops_by_shape
 from ddm_lightning.members.member import MONOLITH, ROUTER, Member
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import MEMBER_FILE
@@ -120,7 +120,7 @@ def check_networks(
         with _blaming(key, source, overrides):
             if member.buckets:
                 with suppress(RuntimeError, NotImplementedError):  # operations of a plug-in that need data
-                    mean_flops(network, member, backward=False)
+                    flops_by_shape(network, member, backward=False)
 
             member.add_adapters(network)
 

@@ -145,6 +145,8 @@ def test_flops_are_the_mean_over_the_shapes_and_memory_is_that_of_the_largest(ti
         memory = found.memory(IslandConfig("cpu", 1), "single")
         assert memory.activations - other.memory(IslandConfig("cpu", 1), "single").activations == tables
 
+    first, second = (MemberCost(run.resolve(name, mixed)) for name in ("expert-0", "expert-1"))
+    assert first.flops(member=second.member) == second.flops() != first.flops()
     unknown = DataSizes(manifest.x_shape, 16, None, 4, mixed.buckets)
     assert run.resolve("expert-0", unknown).bucket_shares == (0.5, 0.5)
     assert run.resolve("expert-0", manifest).largest_shape == (3, 8, 8)
