@@ -89,6 +89,8 @@ def sample(
         raise UserError(f"{len(seed)} seeds for {num} images: give one, or one per image")
     if x_1 is not None and x_1.shape != (num, *x_shape):
         raise UserError(f"latents has shape {list(x_1.shape)}; give {[num, *x_shape]}, one per image")
+    if x_1 is not None and not x_1.isfinite().all():
+        raise UserError("latents has numbers that are not finite; give finite ones")
 
     solver: Solver = SOLVERS.build(settings.solver, settings.solver_params)
     strategy = strategy_of(settings)

@@ -30,7 +30,7 @@ STRENGTH = 0.8
 class Options:
     """Arguments of a call that are no settings."""
 
-    seed: list[checks.Count]
+    seeds: list[checks.Count]
     output_type: str = checks.choice("pil", "np", "pt", "latent")
     strength: float = STRENGTH
     batch_size: int | None = checks.option(None, low=1)
@@ -39,8 +39,8 @@ class Options:
 class Output(NamedTuple):
     """Result of a call: a tuple and an object with ``.images``, as diffusers returns one or the other."""
 
-    images: list[Image.Image] | Float[np.ndarray, "n h w 3"] | Float[Tensor, "n c h w"]
-    """As ``output_type`` says."""
+    images: Any
+    """A list of images of Pillow, an array [n h w 3] or a tensor [n c h w], as ``output_type`` says."""
 
 
 def usable_device(device: torch.device | str) -> torch.device:

@@ -288,7 +288,7 @@ def test_strength_keeps_at_least_one_step():
         ({"strength": 1.5}, r"strength = 1\.5"),
         ({"seed": [1, 2]}, "2 seeds for 3 images"),
         ({"x_1": torch.ones(3, 2, 3, 4)}, r"latents has shape \[3, 2, 3, 4\]; give \[3, 2, 3, 3\]"),
-        ({"image": torch.full((3, *TOY_SHAPE), torch.nan)}, "image has numbers that are not finite"),
+        ({"x_1": torch.full((3, *TOY_SHAPE), torch.nan)}, "latents has numbers that are not finite"),
     ],
 )
 def test_refusals(options, problem):
