@@ -134,19 +134,21 @@ def test_flops_are_the_mean_over_the_shapes_and_memory_is_that_of_the_largest(ti
         columns=manifest.columns | {"x_0": "ndarray:uint8:3,4,12"},
         bucket_samples=((ClusterSamples(30, 9), ClusterSamples(1, 9)), (ClusterSamples(10, 9), ClusterSamples(4, 9))),
     )
-    shares = {"expert-0": (0.75, 0.25), "expert-1": (0.2, 0.8), "router": (31 / 45, 14 / 45)}
     run = Run(load_experiment(TINY))
-    for name, (of_small, of_large) in shares.items():
-        found = MemberCost(run.resolve(name, mixed))
-        one, other = (MemberCost(run.resolve(name, DataSizes(b.x_shape, 16, None, 4))) for b in (small, large))
-        assert found.flops() == pytest.approx(of_small * one.flops() + of_large * other.flops())
-        assert found.flops(backward=False) == cost.step_cost(found.member, CHECKPOINTED, found.network).recomputed_flops
-        tables = sum(buffer.nbytes for buffer in other.network.buffers())
-        memory = found.memory(IslandConfig("cpu", 1), "single")
-        assert memory.activations - other.memory(IslandConfig("cpu", 1), "single").activations == tables
+    members = [run.resolve(name, mixed) for name in ("expert-0", "expert-1", "router")]
+    assert [member.bucket_shares for member in members] == [(0.75, 0.25), (0.2, 0.8), (31 / 45, 14 / 45)]
 
-    first, second = (MemberCost(run.resolve(name, mixed)) for name in ("expert-0", "expert-1"))
-    assert first.flops(member=second.member) == second.flops() != first.flops()
+    found, one, other = (
+        MemberCost(run.resolve("expert-0", sizes))
+        for sizes in (mixed, *(DataSizes(bucket.x_shape, 16, None, 4) for bucket in mixed.buckets))
+    )
+    assert found.flops() == pytest.approx(0.75 * one.flops() + 0.25 * other.flops())
+    assert found.flops(member=members[1]) == pytest.approx(0.2 * one.flops() + 0.8 * other.flops())
+    assert found.flops(backward=False) == cost.step_cost(members[0], CHECKPOINTED, found.network).recomputed_flops
+    tables = sum(buffer.nbytes for buffer in other.network.buffers())
+    memory = found.memory(IslandConfig("cpu", 1), "single")
+    assert memory.activations - other.memory(IslandConfig("cpu", 1), "single").activations == tables
+
     unknown = DataSizes(manifest.x_shape, 16, None, 4, mixed.buckets)
     assert run.resolve("expert-0", unknown).bucket_shares == (0.5, 0.5)
     assert run.resolve("expert-0", manifest).largest_shape == (3, 8, 8)
