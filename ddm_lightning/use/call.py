@@ -30,7 +30,7 @@ STRENGTH = 0.8
 class Options:
     """Arguments of a call that are no settings."""
 
-    seeds: list[checks.Count]
+    seed: list[checks.Count]
     output_type: str = checks.choice("pil", "np", "pt", "latent")
     strength: float = STRENGTH
     batch_size: int | None = checks.option(None, low=1)
