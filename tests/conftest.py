@@ -125,9 +125,9 @@ def _close(created, opened):
                     memory.unlink()
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def torch_settings():
-    """For a test that sets up torch as for a GPU: settings of the whole process, restored afterwards."""
+    """Settings of the whole process, which some tests change as for a GPU."""
     precision, cudnn = torch.get_float32_matmul_precision(), torch.backends.cuda.cudnn_sdp_enabled()
     yield
     torch.set_float32_matmul_precision(precision)

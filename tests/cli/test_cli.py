@@ -169,7 +169,6 @@ def test_status_after_the_run(called, run):
     assert "monolith" not in table
 
 
-@pytest.mark.usefixtures("torch_settings")
 @pytest.mark.parametrize(("accelerator", "precision"), [("cpu", "highest"), ("gpu", "high")])
 def test_a_command_sets_up_torch_for_the_islands_device(called, run, accelerator, precision):
     called("status", *settings(run), f"island.accelerator={accelerator}", "island.num_threads=2")

@@ -124,7 +124,7 @@ def test_manifest_files_and_partition_agree(tmp_path):
     assert manifest.provenance == {"image_encoder": {}, "caption_encoder": {}, "features": {}}
 
 
-def test_it_computes_in_full_float32_also_where_members_do_not(tmp_path, torch_settings):
+def test_it_computes_in_full_float32_also_where_members_do_not(tmp_path):
     torch.set_float32_matmul_precision("high")  # as for a GPU
     prepare(tiny_experiment(), tmp_path)
     assert torch.get_float32_matmul_precision() == "highest"

@@ -204,9 +204,7 @@ def test_a_checkpointed_block_takes_named_inputs():
 
 
 @pytest.mark.parametrize(("accelerator", "precision", "has_cudnn"), [("cpu", "highest", True), ("gpu", "high", False)])
-def test_a_gpu_takes_tensor_cores_for_float32_and_not_cudnns_attention(
-    accelerator, precision, has_cudnn, torch_settings
-):
+def test_a_gpu_takes_tensor_cores_for_float32_and_not_cudnns_attention(accelerator, precision, has_cudnn):
     torch.backends.cuda.enable_cudnn_sdp(True)
     configure_torch(accelerator, 3)
 

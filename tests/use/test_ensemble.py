@@ -51,7 +51,7 @@ def at_url(folder):
     return url
 
 
-def test_it_sets_up_torch_on_a_gpu(kept, torch_settings, monkeypatch):
+def test_it_sets_up_torch_on_a_gpu(kept, monkeypatch):
     ensemble = load(kept)
     assert torch.get_float32_matmul_precision() == "highest"
 
