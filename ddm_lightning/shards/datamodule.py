@@ -193,10 +193,10 @@ class ClusterDataModule(L.LightningDataModule):
             num_ranks = self.trainer.world_size
 
         shards = self._open(names, training)
-        wanted = [columns_in(self.columns, bucket).items() for bucket in self.buckets] or [self.columns.items()]
+        wanted = [columns_in(self.columns, bucket) for bucket in self.buckets] or [self.columns]
         for shard in shards.shards:
             found = dict(zip(shard.entry.column_names, shard.entry.column_encodings, strict=True))
-            if not any(columns <= found.items() for columns in wanted):
+            if not any(columns.items() <= found.items() for columns in wanted):
                 raise UserError(
                     f"{self.shards}: columns {found} are not the manifest's, {self.columns}; copy both again"
                 )
@@ -314,7 +314,7 @@ class ShardLoader:
         if not self.training:
             return np.split(np.arange(len(self.shards)), np.cumsum([*map(sum, parts)]))[:-1]
         if len(parts) == 1:
-            return [shuffled(*parts, self.seed, self._epoch)[self._sample :]]
+            return [shuffled(parts[0], self.seed, self._epoch)[self._sample :]]
 
         at_once = self.num_ranks * self.batch_size
         first = self._epoch * len(self)

@@ -105,6 +105,13 @@ def _train(member: Member, run: Run, status: MemberStatus, mine: Ranks) -> Membe
     for line in _costs(module, num_parameters, reason):
         tell(line)
 
+    too_small = _too_small(member, run)
+    if too_small:
+        tell(
+            f"{', '.join(too_small)}: a share of {member.train.max_steps} steps that is less than one batch, so it may "
+            "never be trained on; raise train.max_steps, or leave it out of prepare.images.buckets"
+        )
+
     origin = checkpoint.origin_of(member, run.experiment)
     newest = None
     if mine.is_first:
@@ -151,6 +158,19 @@ def _train(member: Member, run: Run, status: MemberStatus, mine: Ranks) -> Membe
         status.write(folder)
 
     return status
+
+
+def _too_small(member: Member, run: Run) -> list[str]:
+    """Names of buckets whose samples fill no batch within the training."""
+    manifest = run.manifest
+    total = sum(manifest.clusters[k].train for k in member.clusters)
+    names = []
+    for bucket, clusters in zip(manifest.buckets, manifest.bucket_samples, strict=True):
+        num = sum(clusters[k].train for k in member.clusters)
+        if 0 < num * member.train.max_steps < total:
+            names.append(bucket.name)
+
+    return names
 
 
 def _costs(module: MemberModule, num_parameters: int, reason: str) -> Iterator[str]:
@@ -211,6 +231,7 @@ def build_data(member: Member, run: Run, node: int = 0) -> ClusterDataModule:
         index_sha256=manifest.index_sha256,
         held_out_clusters=[k for k in member.clusters if manifest.clusters[k].held_out > 0],
         pin_memory=resolve_accelerator(island.accelerator) == "gpu",
+        buckets=manifest.buckets,
     )
 
 

@@ -18,8 +18,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import AdamW
 
 from ddm_lightning.config.experiment import IslandConfig
+from ddm_lightning.core.buckets import Bucket
 from ddm_lightning.members.cost import HALF, UNKNOWN_COST, StepCost
 from ddm_lightning.networks.attention import check_attention
+from ddm_lightning.shards.manifest import IMAGE_COLUMNS
 from ddm_lightning.training.ema import check_float32, ema_weights, track_ema
 from ddm_lightning.training.guard import FiniteGuard
 from ddm_lightning.training.objective import (
@@ -60,6 +62,7 @@ class MemberModule(L.LightningModule):
         self._names_by_time = [f"train/{objective.loss_name}{time_suffix(index)}" for index in indices]
         self._parameters_to_clip: list[nn.Parameter] = []
         self._averaged_weights = ExitStack()
+        self._untried = max(self.member.buckets, key=lambda bucket: math.prod(bucket.x_shape), default=None)
 
     def configure_model(self) -> None:
         """Apply the island's settings to the network, and shard it under FSDP2."""
@@ -102,12 +105,17 @@ class MemberModule(L.LightningModule):
     # A training step, from its batch to the curves.
 
     def on_train_start(self) -> None:
+        self._parameters_to_clip = list(self.parameters())  # walks through all modules, so only once
         self.speed.start(self.global_step)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Return the mean loss of a batch. With micro batches: accumulate gradients, return the last one's loss."""
         self.speed.end_wait()
         position = self.position(batch_idx)
+        if self.trainer.optimizers[0].state and self._untried is not None:
+            self._try(self._untried, batch, position)
+            self._untried = None
+
         self.objective.seed_network(position, self.device)
         noisy = self.objective.noisy_batch(batch, position)
         micro_batches = self._micro_batches(len(noisy.t))
@@ -126,6 +134,24 @@ class MemberModule(L.LightningModule):
 
         self._add_by_time(noisy.t, losses["loss"].detach())
         return loss
+
+    def _try(self, bucket: Bucket, batch: dict[str, Tensor], position: Position) -> None:
+        """Run forward and backward on zeros of a bucket's shape, so that a memory too small ends training here.
+
+        The optimizer's moments and the averages are in memory by now. Nothing is left: gradients are dropped, and all
+        random numbers are keyed.
+        """
+        zeros = dict(batch)
+        for name in IMAGE_COLUMNS & batch.keys():
+            zeros[name] = batch[name].new_zeros(*batch[name].shape[:2], *bucket.x_shape[1:])
+
+        rows = self._micro_batches(len(batch["sample_id"]))[0]
+        noisy = self.objective.noisy_batch(zeros, position).rows(rows)
+        losses = self.objective.compute_losses(noisy, {name: values[rows] for name, values in zeros.items()})
+        with torch.autocast(self.device.type, enabled=False):
+            self.trainer.strategy.backward(losses["loss"].sum(), None)
+
+        self._drop_gradients()
 
     def _micro_batches(self, num_samples: int) -> list[slice]:
         """Split a batch into nearly equal micro batches, so that compiled blocks see at most two sizes."""
@@ -165,9 +191,6 @@ class MemberModule(L.LightningModule):
             # A fused optimizer unscales within its step, too late: the norm would be that of scaled gradients.
             scaler.unscale_(optimizer)
 
-        if not self._parameters_to_clip:
-            self._parameters_to_clip = list(self.parameters())  # walks through all modules, so only once
-
         norm = clip_in_step(optimizer, self._parameters_to_clip, self.member.train.gradient_clip_norm)
         self._running.add(norm, "train/gradient_norm")
         if scaler is None:
@@ -176,6 +199,9 @@ class MemberModule(L.LightningModule):
     def optimizer_step(self, *args: Any, **named: Any) -> None:
         """Take the step, then free the gradients: neither a validation nor the next forward pass needs them."""
         super().optimizer_step(*args, **named)
+        self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
         for parameter in self._parameters_to_clip:
             parameter.grad = None
 

@@ -10,14 +10,15 @@ import itertools
 import math
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ddm_lightning.core.buckets import Bucket
 from ddm_lightning.core.devices import device_of
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import CAPTION_ENCODERS, STRATEGIES
@@ -43,6 +44,7 @@ from ddm_lightning.members.run import Run
 from ddm_lightning.members.signatures import check_signature
 from ddm_lightning.members.status import CONDITIONAL, TEMPERATURE_METRIC
 from ddm_lightning.networks.calibration import Calibration
+from ddm_lightning.shards.manifest import Manifest
 
 NUM_VALIDATION_TIMESTEPS = 8
 _COLUMNS = {"class": "label", "tokens": "text_tokens", "text": "text"}
@@ -139,6 +141,8 @@ class Objective(ABC):
     """Weights of an image's captions, of which each step draws one; empty if images have only one."""
     num_held_out: int = sys.maxsize
     """Held-out samples of its clusters."""
+    held_out_ends: Mapping[Bucket, int] = field(default_factory=dict)
+    """Where each bucket's held-out samples end, if each bucket begins with a batch of its own."""
 
     def __post_init__(self) -> None:
         low, high = times_on_path(self.member.interval, self.member.path)
@@ -155,6 +159,11 @@ class Objective(ABC):
     def prediction(self) -> str:
         """Prediction type that an expert's network declares."""
         return getattr(self.network, "prediction", "velocity")
+
+    def bucket(self, batch: dict[str, Tensor]) -> Bucket | None:
+        """Return the bucket of a batch; None if all images have one shape."""
+        shape = batch["x_0"].shape[2:]  # a stored posterior has twice the channels
+        return next((bucket for bucket in self.member.buckets if bucket.x_shape[1:] == shape), None)
 
     def x_0(self, batch: dict[str, Tensor]) -> Float[Tensor, "b c h w"]:
         """Return the data of a batch, or the mean of a stored posterior, in fp32 and the networks' units."""
@@ -280,7 +289,16 @@ class Objective(ABC):
         (``shards.datamodule.steps``). Its loss is computed, because FSDP2 needs all ranks, but not counted.
         """
         first = batch_idx * self.member.batch_size + at.rank
-        return min(len(batch["sample_id"]), len(range(first, self.num_held_out, at.num_ranks)))
+        bucket = self.bucket(batch)
+        end = self.held_out_ends[bucket] if bucket else self.num_held_out
+        return min(len(batch["sample_id"]), len(range(first, end, at.num_ranks)))
+
+    def add_held_out(self, name: str, suffix: str, sums: Tensor, batch: dict[str, Tensor], num: int) -> None:
+        """Add a sum over ``num`` rows to an average, and to that of their bucket."""
+        self.held_out.add(sums, f"held_out/{name}{suffix}", count=num)
+        bucket = self.bucket(batch)
+        if bucket:
+            self.held_out.add(sums, f"held_out/{name}{suffix}_{bucket.name}", count=num)
 
 
 class Regression(Objective):
@@ -308,8 +326,8 @@ class Regression(Objective):
         for index, t in self.timesteps.items():
             noisy = self.noisy_validation_batch(batch, batch_idx, index, at)
             loss = self._squared_error(noisy, noisy.x_0, noisy.noise)[:num].sum()
-            for suffix in ("", f"_t{t:.3f}"):
-                self.held_out.add(loss, f"held_out/loss{suffix}", count=num)
+            self.add_held_out("loss", "", loss, batch, num)
+            self.held_out.add(loss, f"held_out/loss_t{t:.3f}", count=num)
 
 
 class Distillation(Regression):
@@ -402,9 +420,10 @@ class Classification(Objective):
                 logits = self.network(noisy.x_t, noisy.t, condition).float()[:num]
                 nll = F.cross_entropy(logits, cluster, reduction="sum")
                 hits = (logits.argmax(1) == cluster).float().sum()
-                for suffix in (branch, f"{branch}{time_suffix(index)}"):
-                    self.held_out.add(nll, f"held_out/{self.loss_name}{suffix}", count=num)
-                    self.held_out.add(hits, f"held_out/accuracy{suffix}", count=num)
+                self.add_held_out(self.loss_name, branch, nll, batch, num)
+                self.add_held_out("accuracy", branch, hits, batch, num)
+                self.held_out.add(nll, f"held_out/{self.loss_name}{branch}{time_suffix(index)}", count=num)
+                self.held_out.add(hits, f"held_out/accuracy{branch}{time_suffix(index)}", count=num)
 
                 logits = logits.cpu()
                 calibration = self.calibrations.setdefault(branch, Calibration(NUM_VALIDATION_TIMESTEPS))
@@ -486,11 +505,24 @@ def build_objective(member: Member, run: Run, network: nn.Module | None = None) 
         caption_encoder=caption_encoder,
         caption_weights=caption_weights,
         num_held_out=sum(manifest.clusters[k].held_out for k in member.clusters),
+        held_out_ends=_held_out_ends(member, manifest),
     )
     if isinstance(objective, Distillation):
         objective.teach(run)
 
     return objective
+
+
+def _held_out_ends(member: Member, manifest: Manifest) -> dict[Bucket, int]:
+    """Return ``Objective.held_out_ends``."""
+    ends = {}
+    end = 0
+    for bucket, clusters in zip(manifest.buckets, manifest.bucket_samples, strict=True):
+        num_batches = math.ceil(end / member.batch_size)
+        end = num_batches * member.batch_size + sum(clusters[k].held_out for k in member.clusters)
+        ends[bucket] = end
+
+    return ends
 
 
 def build_caption_encoder(run: Run) -> CaptionEncoder:

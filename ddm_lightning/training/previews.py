@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +22,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from ddm_lightning.config.experiment import SampleConfig
+from ddm_lightning.core.buckets import Bucket
 from ddm_lightning.core.environment import ALONE, Ranks
 from ddm_lightning.core.errors import first_line, say
 from ddm_lightning.core.files import create_file
@@ -73,6 +75,8 @@ class GroupingLogger(TensorBoardLogger):
 def tensorboard_tag(name: str) -> str:
     """Put the curve or image ``name`` into a group; TensorBoard sorts groups by the part before the first slash."""
     kind, _, figure = name.rpartition("/")
+    if re.search(r"_\d+x\d+$", figure):  # of one bucket
+        return f"5_by_shape/{name}"
     if "_t0." in figure:  # at one timestep
         return f"4_by_noise_level/{name}"
     if figure.startswith(("cross_entropy", "accuracy", "routing")):
@@ -146,14 +150,14 @@ def fixed_rows(member: Member, run: Run, mine: Ranks = ALONE) -> Rows | None:
     return encoded_prompts(run, mine)
 
 
-def noise_of_rows(rows: Rows, member: Member) -> tuple[Float[Tensor, "num c h w"], Condition | None]:
+def noise_of_rows(rows: Rows, seed: int, x_shape: Sequence[int]) -> tuple[Float[Tensor, "num c h w"], Condition | None]:
     """Return noise and conditions of equally many images per row, as the command ``sample`` has them."""
     num_rows = len(rows.labels)
     num = NUM_COLUMNS // num_rows
     noise = []
     for number in range(num * num_rows):
-        generator = keyed_generator(member.seed, "x_1", *rows.key(number, num))
-        noise.append(torch.randn(member.x_shape, generator=generator))
+        generator = keyed_generator(seed, "x_1", *rows.key(number, num))
+        noise.append(torch.randn(x_shape, generator=generator))
 
     places = torch.arange(len(noise)) // num
     return torch.stack(noise), rows.condition and rows.condition.rows(places)
@@ -161,6 +165,8 @@ def noise_of_rows(rows: Rows, member: Member) -> tuple[Float[Tensor, "num c h w"
 
 class SampleLogger(L.Callback):
     """Logs images at each validation: held-out images above samples of an expert, or the router's heat map.
+
+    With buckets, a row of samples of each one follows the first one's held-out images.
 
     It runs before the module swaps its training weights back, so it samples with the averaged weights. An image that
     cannot be made ends training only where other ranks may wait for this one.
@@ -175,27 +181,32 @@ class SampleLogger(L.Callback):
         self.sample = sample
         self.stop = stop
         self.rows = rows
-        self._batch: dict[str, Tensor] = {}
+        self._batches: dict[Bucket | None, dict[str, Tensor]] = {}
 
     def on_validation_batch_start(
         self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Keep the first held-out batch for its images and conditions."""
+        """Keep the first held-out batch of each bucket for its images and conditions."""
         if batch_idx == 0:
-            self._batch = {name: value[:NUM_COLUMNS] for name, value in batch.items()}
+            self._batches = {}
+
+        assert isinstance(module, MemberModule)
+        bucket = module.objective.bucket(batch)
+        if bucket not in self._batches:
+            self._batches[bucket] = {name: value[:NUM_COLUMNS] for name, value in batch.items()}
 
     @torch.no_grad()
     def on_validation_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Log the images; every rank samples, as a sharded network needs all, and rank zero decodes and logs."""
         shows = any(isinstance(logger, TensorBoardLogger | WandbLogger) for logger in trainer.loggers)
-        if trainer.should_stop or not shows or not self._batch:
+        if trainer.should_stop or not shows or not self._batches:
             return
 
         assert isinstance(module, MemberModule)
-        made: Tensor | None = None
+        made: list[Tensor] | None = None
         try:
             if isinstance(module.objective, Classification):
-                made = module.objective.sum_confusion(trainer.world_size)
+                made = [module.objective.sum_confusion(trainer.world_size)]
             else:
                 made = self._sampled(module)
 
@@ -210,8 +221,8 @@ class SampleLogger(L.Callback):
             step = f"{module.member.name}: step {trainer.global_step}"
             say(f"{step}: no images of this validation: {first_line(error)}")
 
-    def _sampled(self, module: MemberModule) -> Float[Tensor, "b c h w"]:
-        """Sample the fixed rows or a held-out batch; raises ``StopIteration`` if the validation must end."""
+    def _sampled(self, module: MemberModule) -> list[Float[Tensor, "b c h w"]]:
+        """Sample the fixed rows, or a held-out batch, of each bucket; ``StopIteration`` ends the validation."""
 
         def network(*inputs: Any) -> Tensor:
             self.stop.on_validation_batch_start(module.trainer)
@@ -219,19 +230,27 @@ class SampleLogger(L.Callback):
             with module.trainer.precision_plugin.forward_context():
                 return module.network(*inputs).float()
 
-        return sample_like(module.objective, network, self._batch, self.sample, self.rows)
+        batches = self._batches.values()
+        return [sample_like(module.objective, network, batch, self.sample, self.rows) for batch in batches]
 
-    def _log(self, trainer: L.Trainer, objective: Objective, made: Tensor) -> None:
+    def _log(self, trainer: L.Trainer, objective: Objective, made: Sequence[Tensor]) -> None:
         if isinstance(objective, Classification):
-            log_image(trainer, "held_out/routing", routing_heat_map(made.cpu()))
+            log_image(trainer, "held_out/routing", routing_heat_map(made[0].cpu()))
             return
 
         coder = objective.member.image_encoder
         encoder = IMAGE_ENCODERS.build(coder.name, coder.params)  # built anew: takes no memory between validations
-        held_out = list(encoder.decode(objective.x_0(self._batch).float().cpu()))
-        labels = self.rows.labels if self.rows else ["sampled"]
-        sampled = np.split(encoder.decode(made.float().cpu()), len(labels))
-        rows = [("held out", held_out), *zip(labels, map(list, sampled), strict=True)]
+        first = next(iter(self._batches.values()))
+        held_out = list(encoder.decode(objective.x_0(first).float().cpu()))
+        rows = [("held out", held_out)]
+        for bucket, x_0 in zip(self._batches, made, strict=True):
+            labels = self.rows.labels if self.rows else ["sampled"]
+            if bucket:
+                labels = [bucket.name]
+
+            sampled = np.split(encoder.decode(x_0.float().cpu()), len(labels))
+            rows += zip(labels, map(list, sampled), strict=True)
+
         log_image(trainer, "samples", np.asarray(labelled_grid(rows, scale_of(held_out[0]))))
 
 
@@ -257,7 +276,7 @@ def sample_like(
     condition = objective.condition(batch)
     scale = sample.guidance_scale
     if rows:
-        noise, condition = noise_of_rows(rows, objective.member)
+        noise, condition = noise_of_rows(rows, objective.member.seed, x_0.shape[1:])
         noise = x_0 = noise.to(x_0)
         condition = condition and condition.to(x_0.device)
     else:

@@ -40,7 +40,7 @@ MEMBER = Member(
 
 def build(kind, network, **changes):
     """An objective of ``kind`` whose member or own arguments are changed."""
-    names = ("stored", "caption_encoder", "caption_weights", "num_held_out")
+    names = ("stored", "caption_encoder", "caption_weights", "num_held_out", "held_out_ends")
     own = {name: changes.pop(name) for name in names if name in changes}
     stored = own.pop("stored", StoredForm("x_0", {"scale": SCALE, "shift": SHIFT}))
     return kind(network, dataclasses.replace(MEMBER, **changes), stored, **own)

@@ -139,7 +139,7 @@ def test_without_text_the_rows_are_the_first_classes(condition, labels, num):
     own = SimpleNamespace(**{**vars(MEMBER), "condition": condition})
     names = labels if "owl" in labels else None
     rows = fixed_rows(own, SimpleNamespace(manifest=SimpleNamespace(class_names=names)))
-    noise, found = noise_of_rows(rows, MEMBER)
+    noise, found = noise_of_rows(rows, MEMBER.seed, MEMBER.x_shape)
 
     assert rows.labels == labels and len(noise) == num * len(labels)
 
