@@ -22,8 +22,6 @@ from ddm_lightning.prepare.write_shards import Moments
 from ddm_lightning.shards.manifest import FORMAT_VERSION, HELD_OUT, TRAIN, ClusterSamples, Manifest, shard_name
 from ddm_lightning.shards.mosaic import merge_index
 
-_SIDES = (TRAIN, HELD_OUT)
-
 
 def merge_groups(
     experiment: Experiment, plugins: Plugins, prepared: Prepared, groups: Sequence[Mapping[str, Any]]
@@ -54,7 +52,8 @@ def merge_groups(
     def count(*names: str | None) -> tuple[ClusterSamples, ...]:
         clusters = []
         for k in range(partition.num_clusters):
-            train, held_out = (sum(num_samples[shard_name(k, side, name)] for name in names) for side in _SIDES)
+            train = sum(num_samples[shard_name(k, TRAIN, name)] for name in names)
+            held_out = sum(num_samples[shard_name(k, HELD_OUT, name)] for name in names)
             clusters.append(ClusterSamples(train, held_out))
 
         return tuple(clusters)

@@ -55,7 +55,7 @@ class Manifest:
     attribution: str
     """Credit required by the source's licence."""
     images: dict[str, Any]
-    """Side in pixels of the encoded square images, and the treatment of other aspect ratios."""
+    """Side in pixels of the square images, the treatment of other aspect ratios, and the sizes of all buckets."""
     image_encoder: dict[str, Any]
     """Name and parameters."""
     stores: Annotated[str, checks.one_of(("x_0", "posterior"))]

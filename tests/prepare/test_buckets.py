@@ -279,8 +279,13 @@ def test_folders_of_other_shapes_do_not_stay(tmp_path, bucket_prepared):
     fresh = shards_of(prepared(tmp_path / "fresh", *squares).parent)
     shutil.copytree(bucket_prepared, tmp_path / "run" / "prepared")
     assert shards_of(prepared(tmp_path / "run", *squares).parent) == fresh
-    changed = shards_of(prepared(tmp_path / "run", *bucket_settings(images)).parent)
-    assert changed == shards_of(bucket_prepared.parent)
+    for settings in (["seed=1"], []):
+        changed = shards_of(prepared(tmp_path / "run", *bucket_settings(images), *settings).parent)
+        assert (changed == shards_of(bucket_prepared.parent)) == (not settings)
+
+    (index, *_) = (tmp_path / "run" / "prepared" / "shards").glob("*/*/*/index.json")
+    index.unlink()
+    assert shards_of(prepared(tmp_path / "run", *bucket_settings(images)).parent) == changed
 
 
 SIZES_OF = {"exact": (8, 8), "tall": (15, 8), "wide": (5, 15), "banner": (5, 18), "square": (7, 7), "large": (30, 30)}
