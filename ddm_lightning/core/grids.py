@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -42,23 +43,27 @@ def labelled_grid(
     """Draw rows of images with a label to the left of each row.
 
     Args:
-        rows: label and images of each row, at least one image in all; images have one size, rows may differ in length.
+        rows: label and images of each row, at least one image in all; rows may differ in length. A column is as wide as
+            the widest image, a row as high as its highest; smaller ones are in the middle of their cells.
         scale: enlargement factor, by Lanczos, which makes small images easier to recognise.
         title: line above the grid.
         footer: small text below the grid, such as a credit.
         headings: text above each column, shortened to its width; none without them.
     """
-    height, width, _ = next(image for _, images in rows for image in images).shape
-    cell_height = height * scale
-    cell_width = width * scale
+    sizes = [image.shape[:2] for _, images in rows for image in images]
+    cell_height, cell_width = (scale * max(sides) for sides in zip(*sizes, strict=True))
+    heights = [scale * max(map(len, images)) if images else cell_height for _, images in rows]
     # Matplotlib's own font makes a grid look the same on every machine, and has accents, Greek and Cyrillic.
     path = f"{get_data_path()}/fonts/ttf/DejaVuSans.ttf"
     font = ImageFont.truetype(path, _FONT_SIZE)
     title_font = ImageFont.truetype(path, _TITLE_SIZE)
     footer_font = ImageFont.truetype(path, _FOOTER_SIZE)
 
-    most_lines = max(1, min(_MAX_LABEL_LINES, cell_height // (_FONT_SIZE + _GAP)))
-    labels = [_wrap(label, font, _MAX_LABEL_WIDTH, most_lines) for label, _ in rows]
+    labels = []
+    for (label, _), height in zip(rows, heights, strict=True):
+        most_lines = max(1, min(_MAX_LABEL_LINES, height // (_FONT_SIZE + _GAP)))
+        labels.append(_wrap(label, font, _MAX_LABEL_WIDTH, most_lines))
+
     label_widths = [_width(line, font) for lines in labels for line in lines]
     grid_left = _MARGIN
     if label_widths:
@@ -75,7 +80,8 @@ def labelled_grid(
         grid_top += _FONT_SIZE + _GAP
 
     footer_lines = _wrap(footer, footer_font, full_width - 2 * _MARGIN)
-    footer_top = grid_top + len(rows) * (cell_height + _GAP) - _GAP + _MARGIN
+    tops = list(accumulate((height + _GAP for height in heights), initial=grid_top))
+    footer_top = tops[-1] - _GAP + _MARGIN
     full_height = footer_top
     if footer_lines:
         full_height += len(footer_lines) * (_FOOTER_SIZE + _GAP) + _MARGIN
@@ -87,14 +93,14 @@ def labelled_grid(
         draw.text(place, _wrap(heading, font, cell_width, 1)[0], _PALE_INK, font=font, anchor="ms")
 
     draw.text((_MARGIN, _MARGIN), title, _INK, font=title_font)
-    for row, (label, (_, images)) in enumerate(zip(labels, rows, strict=True)):
-        top = grid_top + row * (cell_height + _GAP)
-        place = (grid_left - _MARGIN, top + cell_height // 2)
-        draw.multiline_text(place, "\n".join(label), _INK, font=font, anchor="rm", align="right", spacing=_GAP)
+    for lines, (_, images), top, height in zip(labels, rows, tops, heights, strict=False):
+        place = (grid_left - _MARGIN, top + height // 2)
+        draw.multiline_text(place, "\n".join(lines), _INK, font=font, anchor="rm", align="right", spacing=_GAP)
         for column, image in enumerate(images):
             small = Image.fromarray(np.ascontiguousarray(image))
-            enlarged = small.resize((cell_width, cell_height), Image.Resampling.LANCZOS)
-            canvas.paste(enlarged, (grid_left + column * (cell_width + _GAP), top))
+            enlarged = small.resize((small.width * scale, small.height * scale), Image.Resampling.LANCZOS)
+            left = grid_left + column * (cell_width + _GAP) + (cell_width - enlarged.width) // 2
+            canvas.paste(enlarged, (left, top + (height - enlarged.height) // 2))
 
     for index, line in enumerate(footer_lines):
         draw.text((_MARGIN, footer_top + index * (_FOOTER_SIZE + _GAP)), line, _PALE_INK, font=footer_font)

@@ -28,6 +28,20 @@ def test_images_lie_in_rows_and_columns_at_the_asked_size():
     assert np.flatnonzero((pixels == red).all(2).any(1)).max() < np.flatnonzero((pixels == blue).all(2).any(1)).min()
 
 
+def test_rows_of_other_shapes_lie_in_the_middle_of_columns_and_no_higher_than_they_need():
+    wide = np.full((2, 8, 3), (200, 0, 0), np.uint8)
+    tall = np.full((8, 2, 3), (0, 0, 200), np.uint8)
+    pixels = np.asarray(labelled_grid([("a", [wide] * 2), ("b", [tall] * 2), ("c", [wide])], scale=5))
+
+    red, blue = ((pixels == colour).all(2) for colour in ((200, 0, 0), (0, 0, 200)))
+    assert red.sum() == 3 * 10 * 40 and blue.sum() == 2 * 40 * 10
+    first, second = column_starts(pixels, (200, 0, 0))
+    assert column_starts(pixels, (0, 0, 200)).tolist() == [first + 15, second + 15]
+    tops = np.flatnonzero(np.diff((red | blue).any(1).astype(int), prepend=0) == 1)
+    assert np.diff(tops).tolist() == [10 + 4, 40 + 4]
+    assert (pixels[tops[1] : tops[1] + 40, first : first + 15] == 255).all(), "white"
+
+
 def test_labels_title_and_footer_are_drawn_beside_the_images():
     rows = [("red", [picture((200, 0, 0), 16)] * 4)]
     bare = labelled_grid([("", rows[0][1])], 3)
