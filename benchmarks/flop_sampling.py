@@ -178,7 +178,7 @@ def sample_task(task: Task) -> None:
     )
     images = encoder_of(task.data).decode(x_0)
     seconds = (time.process_time() - start) / settings.num
-    cost = ensemble.cost(meta.x_shape, meta.condition)
+    cost = ensemble.cost(meta.condition)
     figures = np.array([cost.experts, cost.gflop, seconds])
     atomic_write(task.path, lambda temporary: np.savez(temporary, images=images, cost=figures))
 

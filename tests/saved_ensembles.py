@@ -38,7 +38,7 @@ def saved(tmp_path, counts=COUNTS, **changes):
     run, k = tmp_path / "run", len(counts)
     folders = [put_member(run / f"expert-{i}", f"expert-{i}", i, k, path=PATHS[i], **changes) for i in range(k)]
     if k > 1:
-        folders.append(put_member(run / "router", "router", 11, k))
+        folders.append(put_member(run / "router", "router", 11, k, buckets=changes.get("buckets", ())))
     write_ensemble(run, folders, [count / sum(counts) for count in counts])
     about = replace(ABOUT, num_images=sum(counts))
     save_ensemble(replace(read_ensemble(run / "ensemble.json"), about=about), tmp_path / "saved", "CC0")

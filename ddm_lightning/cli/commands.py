@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -167,6 +168,7 @@ def _sample(experiment: Experiment, options: argparse.Namespace) -> None:
 
     given = {"--strategy": options.strategy, "--num": options.num, "--seed": options.seed}
     words = [f"{name} {value}" for name, value in given.items() if value is not None]
+    words += [f"--size {text}" for text in options.sizes or ()]
     ensemble = DecentralizedEnsemble.open(experiment, partial=True)
     if options.strength is not None and options.image is None:
         raise UserError("--strength: has no effect without --image; give both")
@@ -194,6 +196,8 @@ def _sample(experiment: Experiment, options: argparse.Namespace) -> None:
         strategy=options.strategy,
         num_per_prompt=options.num,
         seed=options.seed,
+        size=_sizes(options.sizes),
+        exact=options.exact,
     )
     settings = ensemble.about.sample
     path = _grid_to_write(experiment, settings, options)
@@ -219,6 +223,21 @@ def _sample(experiment: Experiment, options: argparse.Namespace) -> None:
     print(f"cost: {cost.gflop:.3g} GFLOP per image, {cost.experts:.2f} active experts on average")
 
 
+def _sizes(texts: Sequence[str] | None) -> list[list[int]] | None:
+    """Heights and widths given with ``--size``."""
+    if texts is None:
+        return None
+
+    sizes = []
+    for text in texts:
+        if re.fullmatch(r"\d{1,6}x\d{1,6}", text) is None:
+            raise UserError(f"--size {text}: give height and width in pixels, such as 320x192")
+
+        sizes.append([int(side) for side in text.split("x")])
+
+    return sizes
+
+
 def _grid_to_write(experiment: Experiment, settings: SampleConfig, options: argparse.Namespace) -> Path:
     """Path of the grid: that of ``fit``, if only a strategy was given; else a new file, so that earlier ones stay."""
     from ddm_lightning.use.samples import check_out
@@ -231,7 +250,7 @@ def _grid_to_write(experiment: Experiment, settings: SampleConfig, options: argp
             return folder
 
     changed = [options.source, options.prompt, options.classes, options.num, options.seed is not None]
-    changed += [options.negative_prompt, options.image]
+    changed += [options.negative_prompt, options.image, options.sizes]
     changed += [text.startswith("sample.") for text in options.overrides]
     if folder == samples and not any(changed):
         return samples / f"{settings.strategy}.png"

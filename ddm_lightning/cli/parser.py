@@ -112,6 +112,16 @@ def build_parser() -> argparse.ArgumentParser:
     sample.add_argument(
         "--strength", type=float, metavar="SHARE", help="share of the steps to run from the noisy image (default: 0.8)"
     )
+    sample.add_argument(
+        "--size",
+        dest="sizes",
+        action="append",
+        metavar="HEIGHTxWIDTH",
+        help="size of the images in pixels, such as 320x192 (default: the square); repeat it for more rows",
+    )
+    sample.add_argument(
+        "--exact", action="store_true", default=None, help="take --size as it is, not the nearest trained shape"
+    )
     sample.add_argument("--strategy", help=f"routing: {', '.join(STRATEGIES.names())}")
     sample.add_argument("--num", type=int, help="images per row (default: the experiment's)")
     sample.add_argument("--seed", type=int, help="noise seed (default: the experiment's)")

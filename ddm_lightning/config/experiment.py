@@ -8,6 +8,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from ddm_lightning.core.buckets import is_size
 from ddm_lightning.core.checks import CHANGEABLE, INTERVAL, SHA256, Check, choice, matching, option
 
 ROLE_NAMES = ("expert", "router", "monolith", "student")
@@ -49,6 +50,10 @@ _WIDTHS: Check = (
 _TIMES: Check = (
     lambda times: len(times) == 2 and 0 <= times[0] <= times[1] <= 1,
     "two times, 0 <= low <= high <= 1, such as [0.1, 0.8]",
+)
+_SIZES: Check = (
+    lambda given: is_size(given) or (isinstance(given, list) and given != [] and all(map(is_size, given))),
+    "[height, width] in pixels, or a list of such sizes, of at most 8192 pixels a side",
 )
 
 
@@ -439,6 +444,11 @@ class SampleConfig:
     """Text prompts, one per row of the sample grid that ``fit`` writes; validations show the first eight."""
     num_per_prompt: int = option(8, low=1)
     """Images per prompt: columns of the grid."""
+    size: Any = option(None, check=_SIZES)
+    """[height, width] of the images in pixels, or several, each for all prompts; null for the square, or for the bucket
+    nearest to it. Another size takes the bucket of the nearest aspect ratio."""
+    exact: bool = False
+    """Whether to take ``size`` as it is, even if no network was trained on it."""
 
 
 @dataclass

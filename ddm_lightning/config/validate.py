@@ -23,7 +23,7 @@ from ddm_lightning.config.experiment import (
 )
 from ddm_lightning.config.merge import expert_clusters, expert_section, init_keys, init_of, island_of
 from ddm_lightning.core import checks
-from ddm_lightning.core.buckets import bucket_sizes
+from ddm_lightning.core.buckets import bucket_sizes, sizes_of
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import LAUNCHERS, SOLVERS, STRATEGIES
 
@@ -176,6 +176,13 @@ def _problems(experiment: Experiment) -> Iterator[Problem]:
         yield from _problems_of_island(name, batch_size, experiment)
 
     yield from _problems_of_sampling(experiment.sample, experiment.condition)
+    images = experiment.prepare.images
+    is_known = images.buckets is not None or images.size is None or experiment.sample.exact
+    if not is_known and {*sizes_of(experiment.sample.size)} - {None, (images.size, images.size)}:
+        yield (
+            "sample.size",
+            "needs prepare.images.buckets, as all images are one square; remove it, or set sample.exact",
+        )
 
 
 def _bucket_problems(images: ImagesConfig) -> Iterator[Problem]:

@@ -31,6 +31,11 @@ class Bucket:
         """Height and width, ``320x192``; the folder of its shards."""
         return f"{self.height}x{self.width}"
 
+    @property
+    def size(self) -> Size:
+        """Height and width."""
+        return self.height, self.width
+
 
 def bucket_sizes(rule: Any, size: int) -> list[Size]:
     """Return the sizes of a rule's buckets, wide before tall; none for no rule, or if all images are one square.
@@ -54,6 +59,20 @@ def bucket_sizes(rule: Any, size: int) -> list[Size]:
         return []
 
     return sorted(sizes, key=lambda one: one[0] / one[1])
+
+
+def is_size(pair: Any) -> bool:
+    """Whether this is a height and a width of images."""
+    is_pair = isinstance(pair, (list, tuple)) and len(pair) == 2
+    return is_pair and all(checks.is_int(side, 1) and side <= _MAX_SIDE for side in pair)
+
+
+def sizes_of(given: Any) -> list[Size | None]:
+    """The sizes that ``sample.size`` names; one None for null."""
+    if given is None or is_size(given):
+        given = [given]
+
+    return [size and tuple(size) for size in given]
 
 
 def _checked_rule(rule: dict[str, Any]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from ddm_lightning.shards.manifest import manifest_path
 
 # Experts that were added may have been trained on another partition.
 _SHARED_BY_PARTITION = ("partition_sha256", "num_clusters")
-_SHARED_BY_ALL = ("x_shape", "image_encoder", "normalisation")
+_SHARED_BY_ALL = ("x_shape", "buckets", "image_encoder", "normalisation")
 # The router has its own timesteps and may be unconditional.
 _SHARED_BY_EXPERTS = ("condition", "caption_encoder", "timestep_shift", "shift_by_tokens")
 _REMEDY = "fit the missing members, which writes it, or fetch it again"

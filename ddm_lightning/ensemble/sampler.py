@@ -41,9 +41,9 @@ def sample(
 ) -> Float[Tensor, "num c h w"]:
     """Generate ``num`` samples.
 
-    All noise of sample i depends on (``seed``, ``keys[i]``) alone: its x_1, the noise of each ancestral step and the
-    numbers by which ``bayes`` chooses experts. Bit for bit, it does not depend on the other samples, ``num``,
-    ``batch_size``, device, strategy or solver.
+    All noise of sample i depends on (``seed``, ``keys[i]``, ``x_shape``) alone: its x_1, the noise of each ancestral
+    step and the numbers by which ``bayes`` chooses experts. Bit for bit, it does not depend on the other samples,
+    ``num``, ``batch_size``, device, strategy or solver.
 
     On a CPU the sample itself does not depend on its batch either, bit for bit (``networks.rows``). This is so in
     float32, uncompiled, with 1 or 2 threads, for networks whose widths are multiples of 32, on the linear path.
@@ -151,7 +151,7 @@ def sample(
         if progress is not None:
             progress(rows.stop)
 
-    ensemble.work.images += num
+    ensemble.work.images[x_shape] += num
     return torch.cat(done)
 
 

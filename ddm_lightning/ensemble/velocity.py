@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from threading import RLock
 from typing import TypeAlias
@@ -44,8 +45,8 @@ class Work:
     """Rows for which any expert was evaluated."""
     active: int = 0
     """Experts active on these rows, summed."""
-    images: int = 0
-    """Finished samples."""
+    images: Counter[tuple[int, int, int]] = field(default_factory=Counter)
+    """Finished samples of each shape."""
 
 
 @dataclass(frozen=True)
@@ -166,23 +167,25 @@ class Ensemble:
 
         return next(self.networks[0].parameters(), torch.empty(0)).device
 
-    def cost(self, x_shape: tuple[int, int, int], condition: ConditionSpec) -> Cost:
-        """Cost per image of the finished samples.
+    def cost(self, condition: ConditionSpec) -> Cost:
+        """Cost per image of the finished samples, as if each network had computed all shapes equally often.
 
         Args:
-            x_shape: channels, height and width of a sample.
             condition: kind of the experts' condition.
         """
         work = self.work
         num_rows = [*work.expert_rows, work.router_rows]
+        num_images = max(1, work.images.total())
         flops = 0.0
         for network, rows in zip(self.networks, num_rows, strict=False):
             if network is self.router and not self.router_conditional:
                 condition = ConditionSpec("none", 0)  # the router is the last network
-            if rows:
-                flops += rows * flops_per_sample(network, x_shape, condition, backward=False)
 
-        return Cost(flops / max(1, work.images) / 1e9, work.active / max(1, work.rows))
+            for x_shape, num in work.images.items():
+                if rows:
+                    flops += rows * num / num_images * flops_per_sample(network, x_shape, condition, backward=False)
+
+        return Cost(flops / num_images / 1e9, work.active / max(1, work.rows))
 
     def reweighted(self, factors: Sequence[float]) -> Ensemble:
         """A copy with the clusters' priors and probabilities multiplied by ``factors`` and renormalised; 0 removes one.

@@ -242,7 +242,7 @@ class Generated:
 
         sample = asdict(experiment.sample)
         sample["precision"] = resolve_precision(experiment.sample.precision, self._ensemble.device)
-        del sample["prompts"], sample["num_per_prompt"]
+        del sample["prompts"], sample["num_per_prompt"], sample["size"], sample["exact"]
         conditions: Any = self._own or None
         if self._given is not None:
             conditions = {"of": self._given.name, "sha256": self._given.sha256}

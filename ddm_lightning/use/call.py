@@ -92,13 +92,12 @@ def seeds_of(seed: Any, generator: Any) -> list[Any]:
     return seeds
 
 
-def pixels_of(image: Any, height: int, width: int) -> UInt8[np.ndarray, "n {height} {width} 3"]:
-    """Turn images as ``img2img`` pipelines of diffusers take them into pixels; other sizes are stretched (Lanczos).
+def images_of(image: Any) -> list[Image.Image]:
+    """Turn images as ``img2img`` pipelines of diffusers take them into images of Pillow.
 
     Args:
         image: one or several; of Pillow, arrays [h w 3] or [n h w 3], or tensors [3 h w] or [n 3 h w], of uint8 or of
             numbers from 0 to 1.
-        height, width: of the result.
 
     Raises:
         UserError: another type, shape or range.
@@ -107,12 +106,7 @@ def pixels_of(image: Any, height: int, width: int) -> UInt8[np.ndarray, "n {heig
     if getattr(image, "ndim", 3) == 4 or (isinstance(image, (list, tuple)) and image):
         images = [*image]
 
-    found = []
-    for one in images:
-        resized = Image.fromarray(_rgb_of(one)).resize((width, height), Image.Resampling.LANCZOS)
-        found.append(np.asarray(resized))
-
-    return np.stack(found)
+    return [Image.fromarray(_rgb_of(one)) for one in images]
 
 
 def _rgb_of(image: Any) -> UInt8[np.ndarray, "h w 3"]:

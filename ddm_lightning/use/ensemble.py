@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core import checks
+from ddm_lightning.core.buckets import sizes_of
 from ddm_lightning.core.devices import check_devices, device_of, own_defaults
 from ddm_lightning.core.errors import DOWNLOADS, UserError, note
 from ddm_lightning.core.formatting import Bars
@@ -187,7 +188,8 @@ class DecentralizedEnsemble(LoadedEnsemble):
             image: image to start from instead of noise alone, or one per prompt (SDEdit, 2108.01073): of Pillow,
                 or arrays [h w 3] or tensors [3 h w] of uint8 or numbers from 0 to 1. Other sizes are stretched.
             strength: share of the steps that are run from the noisy image, in (0, 1].
-            height, width: in pixels; only the ensemble's own, to which None is equal.
+            height, width: in pixels; one alone is a square, and without both the experiment's ``sample.size`` holds. An
+                aspect ratio without a bucket takes the nearest, with a note on stderr; ``exact=True`` takes any.
             output_type: ``pil``, ``np`` or ``pt`` for float32 from 0 to 1, [n h w 3] or [n 3 h w], or ``latent`` for
                 x_0, float32, [n c h w].
             return_dict: has no effect, as the result is both a tuple and an object.
@@ -231,10 +233,11 @@ class DecentralizedEnsemble(LoadedEnsemble):
 
         checks.check(options, call.Options, "", "sample", references=False)
         settings = {"num_steps": num_inference_steps, **settings}
-        with own_defaults():
-            if image is not None or (height, width) != (None, None):
-                self.check_size(height, width)  # decodes once; copies with other settings take the size over
+        sides = [side for side in (height, width) if side is not None]
+        if sides:
+            settings["size"] = listed([sides[0], sides[-1]])
 
+        with own_defaults():
             chosen = self.with_settings(
                 factors=factors, num_per_prompt=num_images_per_prompt, guidance_scale=guidance_scale, **settings
             )
@@ -242,7 +245,11 @@ class DecentralizedEnsemble(LoadedEnsemble):
             if not labels:
                 texts = texts or own.prompts
 
-            rows = chosen.rows(texts, labels, negatives, image)
+            sizes = sizes_of(own.size)
+            if len(sizes) > 1:
+                raise UserError(f"sample.size = {own.size}: a call makes images of one size; give height and width")
+
+            rows = chosen.rows(texts, labels, negatives, image, *sizes)
             num = own.num_per_prompt
             total = num * len(rows.labels)
             if batch_size or callback_on_step_end:

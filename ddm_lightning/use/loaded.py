@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from jaxtyping import Float, UInt8
+from PIL import Image
 from torch import Tensor, nn
 
+from ddm_lightning.core.buckets import Bucket, Size, nearest
 from ddm_lightning.core.devices import DTYPES, configure_cuda, own_defaults, resolve_precision
-from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.errors import UserError, note
 from ddm_lightning.core.registry import IMAGE_ENCODERS
 from ddm_lightning.encoders.interfaces import StoredForm
 from ddm_lightning.ensemble.load import load_ensemble
@@ -25,6 +27,7 @@ from ddm_lightning.ensemble.sampler import sample
 from ddm_lightning.ensemble.velocity import Cost, Ensemble
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.members.artifact import ArtifactMeta
+from ddm_lightning.members.cost import flops_per_sample
 from ddm_lightning.use import call
 from ddm_lightning.use.rows import Rows, built_encoder, listed, rows_without_prompts, spread, text_condition
 from ddm_lightning.use.settings import resolve
@@ -85,7 +88,7 @@ class LoadedEnsemble:
     @property
     def cost(self) -> Cost:
         """Cost of the images sampled so far."""
-        return self.field.cost(self.meta.x_shape, self.meta.condition)
+        return self.field.cost(self.meta.condition)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -150,12 +153,15 @@ class LoadedEnsemble:
 
         return changed
 
-    def latents(self, condition: Condition | None, num: int, **more: Any) -> Float[Tensor, "num c h w"]:
+    def latents(
+        self, condition: Condition | None, num: int, x_shape: tuple[int, int, int] | None = None, **more: Any
+    ) -> Float[Tensor, "num c h w"]:
         """Generate ``num`` samples with the ensemble's settings. Threads that share the networks take turns.
 
         Args:
             condition: one per sample, or None for the null condition in all.
             num: number of samples.
+            x_shape: channels, height and width of a sample; None for the experts' own.
             more: ``batch_size`` and the optional arguments of ``sampler.sample``, such as ``keys``.
 
         Returns:
@@ -164,14 +170,15 @@ class LoadedEnsemble:
         Raises:
             UserError: as ``sampler.sample``.
         """
+        x_shape = x_shape or self.meta.x_shape
         with self.field.lock:
             return sample(
                 self.field,
                 condition,
                 num,
-                self.meta.x_shape,
+                x_shape,
                 self.about.sample,
-                shift=self.meta.timestep_shift,
+                shift=self.meta.shift_for(x_shape),
                 **{"seed": self.about.seed, **more},
             )
 
@@ -181,34 +188,87 @@ class LoadedEnsemble:
 
     @cached_property
     def image_size(self) -> tuple[int, int]:
-        """Height and width of the images, in pixels."""
-        _, height, width, _ = self.decode(torch.zeros(1, *self.meta.x_shape)).shape
+        """Height and width of images of ``meta.x_shape``, in pixels."""
+        return self._decoded_size(self.meta.x_shape)
+
+    def _decoded_size(self, x_shape: tuple[int, int, int]) -> Size:
+        _, height, width, _ = self.decode(torch.zeros(1, *x_shape)).shape
         return height, width
 
-    def check_size(self, height: Any, width: Any) -> None:
-        """Refuse another size than that of the images; None is theirs.
+    def bucket_of(self, size: Size | None = None, like: Size | None = None) -> Bucket | None:
+        """Find the shape of images of a size, and note if it is another; None for the only one that there is.
+
+        Args:
+            size: height and width in pixels; None is the square if that is a bucket, otherwise the nearest to it.
+            like: size of an image, whose nearest bucket takes the place of the square.
 
         Raises:
-            UserError: it is another.
+            UserError: there is one shape and ``size`` is another; or with ``sample.exact``, the encoder or a network
+                does not take it.
         """
-        own_height, own_width = self.image_size
-        if height not in (None, own_height) or width not in (None, own_width):
+        meta = self.meta
+        if size is None and not meta.buckets:
+            return None
+
+        buckets = meta.buckets or (Bucket(*self.image_size, meta.x_shape),)
+        sizes = [bucket.size for bucket in buckets]
+        if size is None:
+            shapes = [bucket.x_shape for bucket in buckets]
+            if like is None and meta.x_shape in shapes:
+                return buckets[shapes.index(meta.x_shape)]
+
+            return buckets[nearest(sizes, *(like or (1, 1)))]
+
+        if size in sizes:
+            return buckets[sizes.index(size)]
+        if self.about.sample.exact:
+            return self._exactly(*size)
+
+        name = "{} x {} pixels".format(*size)
+        found = buckets[nearest(sizes, *size)]
+        if not meta.buckets:
             raise UserError(
-                f"height = {height!r:.60}, width = {width!r:.60}: {self.about.name} makes images of "
-                f"{own_height} x {own_width} pixels; leave both out, and resize the images"
+                f"{name}: {self.about.name} makes images of {found.height} x {found.width} pixels; leave height and "
+                "width out and resize the images, or set sample.exact=true to try"
             )
 
-    def encode(self, image: Any) -> Float[Tensor, "n c h w"]:
+        note(f"{name}: no such images in training, so they are {found.name}; sample.exact=true takes the size as it is")
+        return found
+
+    def _exactly(self, height: int, width: int) -> Bucket:
+        encoder = built_encoder(IMAGE_ENCODERS, self.meta.image_encoder)
+        try:
+            channels, rows, _ = encoder.x_shape(height)
+            bucket = Bucket(height, width, (channels, rows, encoder.x_shape(width)[2]))
+            decoded = self._decoded_size(bucket.x_shape)
+            if decoded != (height, width):
+                raise ValueError(f"the image encoder makes images of {decoded}")
+
+            for network, meta in zip(self.field.networks, self.manifest.metas.values(), strict=True):
+                flops_per_sample(network, bucket.x_shape, meta.condition, backward=False)
+        except (UserError, ValueError) as error:
+            problem, _, _ = str(error).partition(";")
+            raise UserError(f"{height} x {width} pixels: {problem}; give another size") from None
+
+        return bucket
+
+    def encode(self, image: Any, size: Size | None = None) -> Float[Tensor, "n c h w"]:
         """Encode images to samples x_0, the mean if the encoder gives a posterior.
 
         Args:
-            image: as in ``call.pixels_of``.
+            image: as in ``call.images_of``.
+            size: height and width to which images are stretched (Lanczos); None is ``image_size``.
 
         Raises:
             UserError: another type, shape or range, or the encoder cannot run here.
         """
+        height, width = size or self.image_size
+        stretched = []
+        for one in call.images_of(image):
+            stretched.append(np.asarray(one.resize((width, height), Image.Resampling.LANCZOS)))
+
         encoder = built_encoder(IMAGE_ENCODERS, self.meta.image_encoder)
-        stored = encoder.encode(call.pixels_of(image, *self.image_size))
+        stored = encoder.encode(np.stack(stretched))
         return StoredForm(encoder.stores, self.meta.normalisation).mean(torch.from_numpy(stored))
 
     def rows(
@@ -217,6 +277,7 @@ class LoadedEnsemble:
         classes: Sequence[str | int] = (),
         negative_prompts: Sequence[str] = (),
         image: Any = None,
+        size: Size | None = None,
     ) -> Rows:
         """Rows of a grid: one per prompt or class; by default the first ``MAX_ROWS`` classes, or one null condition.
 
@@ -225,10 +286,11 @@ class LoadedEnsemble:
             classes: names or numbers; a number may be text, unless a class has this name.
             negative_prompts: one for all or one per prompt; an empty text is the null condition.
             image: to start from, one for all or one per row, as in ``encode``; None is noise.
+            size: as in ``bucket_of``; without one, all images have the bucket of the first one to start from.
 
         Raises:
             UserError: not this ensemble's kind of condition, an empty prompt, a class that does not exist, a negative
-                prompt without guidance, or another number, type, shape or range.
+                prompt without guidance, or another number, type, shape or range; or as ``bucket_of``.
         """
         kind = self.meta.condition.kind
         name = self.about.name
@@ -254,8 +316,13 @@ class LoadedEnsemble:
             is_empty = torch.tensor([not text.strip() for text in negative_prompts])
             negative = text_condition(negative_prompts, self.meta).dropped(is_empty)
             rows.negative = negative.rows(spread("negative_prompt", len(negative_prompts), num_rows))
-        if image is not None:
-            x_0 = self.encode(image)
+
+        images = [] if image is None else call.images_of(image)
+        bucket = self.bucket_of(size, *[(one.height, one.width) for one in images[:1]])
+        if bucket is not None and bucket.x_shape != self.meta.x_shape:
+            rows.x_shape = bucket.x_shape
+        if images:
+            x_0 = self.encode(images, bucket.size if bucket else None)
             rows.start = x_0[spread("image", len(x_0), num_rows)]
 
         return rows
@@ -304,6 +371,7 @@ class LoadedEnsemble:
         return self.latents(
             rows.condition and rows.condition.rows(places),
             len(span),
+            rows.x_shape,
             negative=rows.negative and rows.negative.rows(places),
             image=None if rows.start is None else rows.start[places],
             keys=keys,

@@ -125,6 +125,7 @@ def page(ensemble: DecentralizedEnsemble, captions: Sequence[str] = ()) -> gr.Bl
     field = ensemble.field
     kind = ensemble.meta.condition.kind
     defaults = ensemble.about.sample
+    sizes = {bucket.name: bucket.size for bucket in ensemble.meta.buckets}
     num_threads = torch.get_num_threads()
     ensemble.set_progress_bar_config(disable=True)  # the browser shows its own
 
@@ -136,7 +137,7 @@ def page(ensemble: DecentralizedEnsemble, captions: Sequence[str] = ()) -> gr.Bl
             raise gr.Error(problem, print_exception=False)
 
     def generate(
-        prompt: str, strategy: str, num: int, num_steps: int, guidance: float, seed: int, *factors: float
+        prompt: str, strategy: str, num: int, num_steps: int, guidance: float, seed: int, shape: str, *factors: float
     ) -> tuple[list[Image.Image], str, Image.Image | None]:
         """Images of one strategy, a line about their cost, and the heat map of the experts' weights."""
         torch.set_num_threads(num_threads)  # a setting of each thread
@@ -145,6 +146,7 @@ def page(ensemble: DecentralizedEnsemble, captions: Sequence[str] = ()) -> gr.Bl
         rows = field.work.rows
         active = field.work.active
         check(prompt)
+        height, width = sizes.get(shape, (None, None))
         try:
             if None in (num, num_steps, guidance, seed):
                 raise UserError("a number is empty; fill it in")
@@ -157,6 +159,8 @@ def page(ensemble: DecentralizedEnsemble, captions: Sequence[str] = ()) -> gr.Bl
                 num_steps=num_steps,
                 guidance_scale=guidance,
                 seed=seed,
+                height=height,
+                width=width,
                 trace=trace,
                 factors=factors or None,
             )
@@ -206,7 +210,12 @@ def page(ensemble: DecentralizedEnsemble, captions: Sequence[str] = ()) -> gr.Bl
                 if kind != "none":
                     guidance = gr.Slider(0, _MAX_GUIDANCE, defaults.guidance_scale, step=0.1, label="Guidance")
 
-                settings += [guidance, gr.Number(ensemble.about.seed, label="Seed")]
+                shape = gr.State("")
+                own = ensemble.bucket_of()
+                if own is not None:
+                    shape = gr.Dropdown([*sizes], value=own.name, label="Height x width")
+
+                settings += [guidance, gr.Number(ensemble.about.seed, label="Seed"), shape]
                 if field.num_clusters > 1:
                     gr.Markdown("**Experts**: each one's weight is multiplied by its number; 0 switches it off.")
                     settings += [gr.Slider(0, 1, 1, step=0.05, label=name) for name in field.cluster_names]

@@ -16,6 +16,7 @@ from PIL.PngImagePlugin import PngInfo
 
 from ddm_lightning.config.experiment import SampleConfig
 from ddm_lightning.core import checks
+from ddm_lightning.core.buckets import Size
 from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.files import parse_json
 from ddm_lightning.ensemble.manifest import EnsembleManifest
@@ -71,10 +72,10 @@ class Recipe:
         own = {name: value for name, value in vars(about.sample).items() if kept & {name, name.removesuffix("_params")}}
         return replace(manifest, about=replace(about, seed=self.seed, sample=replace(self.sample, **own)))
 
-    def single(self, row: int, index: int) -> Recipe:
-        """Recipe of one image of a grid: its row, and its number among those of its prompt or class."""
+    def single(self, row: int, index: int, size: Size | None) -> Recipe:
+        """Recipe of one image of a grid: its prompt or class, its number among those of it, and its size."""
         own = slice(row, row + 1)
-        sample = replace(self.sample, prompts=self.sample.prompts[own], num_per_prompt=1)
+        sample = replace(self.sample, prompts=self.sample.prompts[own], num_per_prompt=1, size=size)
         return replace(self, sample=sample, classes=self.classes[own], index=index)
 
     def text(self) -> PngInfo:

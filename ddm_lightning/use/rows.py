@@ -38,20 +38,22 @@ class Rows:
     """One per row, to take the place of the null condition in guidance; None for the null condition."""
     start: Float[Tensor, "num_rows c h w"] | None = None
     """x_0 of the image that each row starts from; None to start from noise."""
+    x_shape: tuple[int, int, int] | None = None
+    """Channels, height and width of the samples; None for the experts' own ``x_shape``."""
 
     def __post_init__(self) -> None:
         self.repeats = [self.noise[:row].count(own) for row, own in enumerate(self.noise)]
         """Number of earlier rows with the same ``noise``."""
 
-    def key(self, number: int, num: int) -> tuple[str, int]:
-        """Key of an image's noise; a repeated row continues the numbers of the earlier one.
+    def key(self, number: int, num: int) -> tuple[int | str, ...]:
+        """Key of an image's noise, with its ``x_shape``; a repeated row continues the numbers of the earlier one.
 
         Args:
             number: the first row's images come first, from 0 to ``num - 1``, then the second row's.
             num: images per row.
         """
         row, index = divmod(number, num)
-        return self.noise[row], self.repeats[row] * num + index
+        return self.noise[row], self.repeats[row] * num + index, *(self.x_shape or ())
 
 
 def listed(given: Any) -> list[Any]:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ddm_lightning import __version__
 from ddm_lightning.config.experiment import SampleConfig
+from ddm_lightning.core.buckets import sizes_of
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_files, sha256_file
 from ddm_lightning.core.formatting import Bars, format_bytes
@@ -56,8 +57,9 @@ def write_samples(
 ) -> dict[str, Path]:
     """Generate ``sample.num_per_prompt`` images per prompt or class, and write them as a grid to the PNG ``path``.
 
-    The grid has at most ``MAX_ROWS`` by ``MAX_COLUMNS`` images. With ``singles``, a folder beside the grid, also write
-    each single image and the files of ``write_trajectory``. Files appear when all are finished.
+    With several sizes there are rows of each prompt in the first, then in the second. The grid has at most ``MAX_ROWS``
+    by ``MAX_COLUMNS`` images. With ``singles``, a folder beside the grid, also write each single image and the files
+    of ``write_trajectory``. Files appear when all are finished.
 
     Args:
         ensemble: the ensemble, with the settings of this call.
@@ -84,12 +86,16 @@ def write_samples(
         prompts = prompts[:MAX_ROWS]
         classes = classes[:MAX_ROWS]
 
-    rows = ensemble.rows(prompts, classes, [negative_prompt], image and open_image(image))
+    sizes = sizes_of(settings.size)
+    start = image and open_image(image)
+    parts = [ensemble.rows(prompts, classes, [negative_prompt], start, size) for size in sizes]
+    lines = [(rows, row) for rows in parts for row in range(len(rows.labels))]
     num = settings.num_per_prompt
     if num > 1:
         only = None
     if only is not None:
-        rows.repeats = [only] * len(rows.labels)
+        for rows in parts:
+            rows.repeats = [only] * len(rows.labels)
 
     recipe = Recipe(
         version=__version__,
@@ -103,19 +109,19 @@ def write_samples(
         image=None if image is None else sha256_file(image),
         strength=strength,
     )
-    if ensemble.meta.condition.kind == "class" and rows.condition:
-        recipe = replace(recipe, classes=rows.condition.values.tolist())
+    condition = parts[0].condition
+    if ensemble.meta.condition.kind == "class" and condition:
+        recipe = replace(recipe, classes=condition.values.tolist())
     if singles is None:
         num = min(num, MAX_COLUMNS)
 
-    labels_shown = rows.labels[:MAX_ROWS]
     num_columns = min(num, MAX_COLUMNS)
     in_grid: dict[Key, str] = {}
     for index in range(num_columns):
-        for row, label in enumerate(labels_shown):
-            in_grid[rows.key(row * num + index, num)] = label
+        for rows, row in lines[:MAX_ROWS]:
+            in_grid[rows.key(row * num + index, num)] = rows.labels[row]
 
-    shown: list[tuple[str, list[np.ndarray]]] = [(label, []) for label in labels_shown]
+    shown: list[tuple[str, list[np.ndarray]]] = [(rows.labels[row], []) for rows, row in lines[:MAX_ROWS]]
     labels = dict(itertools.islice(in_grid.items(), MAX_TRAJECTORIES))
     trace = None
     if singles is not None:
@@ -123,7 +129,7 @@ def write_samples(
 
     files: dict[str, Path] = {}
     with atomic_files(path.parent) as folder, Bars(show=show_progress) as progress:
-        total = num * len(rows.labels)
+        total = num * len(lines)
         least = 4096 * total  # a file takes at least a block
         free = shutil.disk_usage(folder).free
         if singles is not None and least > free:
@@ -133,23 +139,31 @@ def write_samples(
             )
 
         task = progress.add_task("images", total=total)
-        images = ensemble.images(
-            rows, num, lambda done: progress.update(task, completed=done), trace=trace, strength=strength
-        )
-        for number, index, made in images:
-            if singles is not None:
-                words = _NO_WORD.sub("-", rows.labels[number])[:40].strip("-")
-                single = folder / singles.name / f"{number:03d}-{words}-{index:04d}.png"
-                _, own_index = rows.key(number * num + index, num)
-                save_png(single, Image.fromarray(made), recipe.single(number, own_index).text())
+        number = -1
+        for rows, size in zip(parts, sizes, strict=True):
+            before = (number + 1) * num
 
-            if number < MAX_ROWS and index < MAX_COLUMNS:
-                _, columns = shown[number]
-                columns.append(made.copy())  # a view would keep the whole batch
+            def advance(done: float, before: int = before) -> None:
+                progress.update(task, completed=before + done)
+
+            for row, index, made in ensemble.images(rows, num, advance, trace=trace, strength=strength):
+                number = before // num + row
+                if singles is not None:
+                    words = _NO_WORD.sub("-", rows.labels[row])[:40].strip("-")
+                    single = folder / singles.name / f"{number:03d}-{words}-{index:04d}.png"
+                    own = recipe.single(row, rows.repeats[row] * num + index, size)
+                    save_png(single, Image.fromarray(made), own.text())
+
+                if number < MAX_ROWS and index < MAX_COLUMNS:
+                    _, columns = shown[number]
+                    columns.append(made.copy())  # a view would keep the whole batch
+
+        if len(parts) > 1:
+            shown = [("{}, {}x{}".format(label, *images[0].shape), images) for label, images in shown]
 
         title = settings_line(settings)
         if total > len(shown) * num_columns:
-            title += f"; {len(shown)} of {len(rows.labels)} rows, {num_columns} of {num} images each"
+            title += f"; {len(shown)} of {len(lines)} rows, {num_columns} of {num} images each"
 
         grid = folder / path.name
         credit = ensemble.credit_line

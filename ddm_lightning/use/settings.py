@@ -32,7 +32,7 @@ from ddm_lightning.use.saved import manifest_with_about
 # Sections that may be overridden for a saved ensemble.
 _FREE = ("island", "sample", "evaluate")
 # Those that a call takes by other names, or not at all.
-_NOT_OF_CALLS = ("member", "num_per_prompt", "prompts", "resident_experts")
+_NOT_OF_CALLS = ("member", "num_per_prompt", "prompts", "resident_experts", "size")
 KEYS = [field.name for field in fields(SampleConfig) if field.name not in _NOT_OF_CALLS]
 """Keys of the section ``sample`` that a call takes besides its own arguments."""
 # Arguments of diffusers whose names do not resemble ours.

@@ -30,24 +30,27 @@ def loaded(depths):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "experts", "more"),
+    ("strategy", "experts", "more", "other"),
     [
-        ("top-1", 1, {"guidance_scale": 2.0}),
-        ("full", 3, {"guidance_scale": 2.0, "guidance": "mixture", "guidance_interval": [0.4, 0.6]}),
-        ("top-k", 2, {}),
-        ("bayes", None, {"solver": "ancestral"}),
+        ("top-1", 1, {"guidance_scale": 2.0}, SHAPE),
+        ("full", 3, {"guidance_scale": 2.0, "guidance": "mixture", "guidance_interval": [0.4, 0.6]}, (3, 16, 12)),
+        ("top-k", 2, {}, (3, 4, 16)),
+        ("bayes", None, {"solver": "ancestral"}, SHAPE),
     ],
 )
-def test_cost_is_what_the_counter_sees(strategy, experts, more, monkeypatch):
-    """Experts of different sizes; the second call adds images and rows. Rows that only pad products do not count."""
+def test_cost_is_what_the_counter_sees(strategy, experts, more, other, monkeypatch):
+    """Experts of different sizes; the second call adds images and rows, of a shape like the first or another.
+
+    Rows that only pad products do not count.
+    """
     monkeypatch.setattr(velocity, "IndependentRows", nullcontext)
     ensemble = loaded([1, 2, 3])
     settings = SampleConfig(strategy=strategy, num_steps=4, **more)
     # The counter does not know the fused attention of CPUs.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        for num in (3, 2):
-            sample(ensemble, Condition.of(torch.arange(num)), num, SHAPE, settings, batch_size=2)
+        for num, shape in ((3, SHAPE), (2, other)):
+            sample(ensemble, Condition.of(torch.arange(num)), num, shape, settings, batch_size=2)
 
-    cost = ensemble.cost(SHAPE, SPEC)
+    cost = ensemble.cost(SPEC)
     assert cost.gflop == pytest.approx(counter.get_total_flops() / 5 / 1e9, rel=1e-6)
     assert experts is None or cost.experts == experts

@@ -26,12 +26,14 @@ from tiny_runs import ROOT, copy_run, settings, start
 from ddm_lightning import DecentralizedEnsemble
 from ddm_lightning.cli.parser import main
 from ddm_lightning.core import registry
+from ddm_lightning.core.buckets import Bucket
 from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.prepare.prepared import example_captions
 
 pytestmark = pytest.mark.slow
 expect.set_options(timeout=60_000)
 STEPS = 3
+SHAPES = "Height x width"
 
 
 @contextlib.contextmanager
@@ -251,6 +253,17 @@ def test_one_unconditional_expert_has_neither_a_prompt_nor_switches(tmp_path):
         assert sorted(cleared) == [3, 6], "side B after its own error, both sides after one of A"
         images, cost, weights = client.predict("full", 1, 2, 0, api_name="/generate")
         assert len(images) == 1 and "1.00 active experts" in cost and len(opened(weights)) < 200
+
+
+def test_an_ensemble_of_several_shapes_offers_them(tmp_path):
+    folder = saved(tmp_path, (100,), buckets=[Bucket(h, w, (3, h, w)) for h, w in ((2, 8), (4, 4), (8, 2))])
+    command = [sys.executable, "-m", "ddm_lightning", "demo", "-c", str(folder), "--port", "0"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with served(subprocess.Popen(command, cwd=ROOT, **pipes)) as address, connected(address) as client:
+        (shape,) = [part["props"] for part in client.config["components"] if part["props"].get("label") == SHAPES]
+        assert (shape["value"], [name for name, _ in shape["choices"]]) == ("4x4", ["2x8", "4x4", "8x2"])
+        images, _, _ = client.predict("cat", "full", 2, 2, 1.0, 0, "8x2", api_name="/generate")
+        assert [opened(one["image"]).shape[:2] for one in images] == [(192, 48)] * 2
 
 
 def test_what_demo_refuses(finished_run, tmp_path, capsys, monkeypatch):
