@@ -193,7 +193,7 @@ class ClusterDataModule(L.LightningDataModule):
             num_ranks = self.trainer.world_size
 
         shards = self._open(names, training)
-        wanted = [columns_in(self.columns, bucket) for bucket in self.buckets] or [self.columns]
+        wanted = [columns_in(self.columns, bucket) for bucket in self.buckets] or [dict(self.columns)]
         for shard in shards.shards:
             found = dict(zip(shard.entry.column_names, shard.entry.column_encodings, strict=True))
             if not any(columns.items() <= found.items() for columns in wanted):

@@ -14,13 +14,19 @@ from safetensors.torch import load_file
 from sample_log import LOGS_SAMPLES
 from shards.mds import WARNINGS
 from tiny_runs import TINY, bucket_settings, read_status
+from torch.utils.data import DataLoader
 from training.members import Recorder, batch, expert, fitted
 from training.short_fits import events, fit, groups, member
+from training.two_processes import in_two_processes, trainer_of
 
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.buckets import Bucket
+from ddm_lightning.core.devices import local
+from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.members.run import Run
+from ddm_lightning.networks.dit import DiT
 from ddm_lightning.training.fit import build_data
+from ddm_lightning.training.module import MemberModule
 from ddm_lightning.training.objective import Position, build_objective
 from ddm_lightning.training.optimizer import build_optimizer
 
@@ -123,6 +129,7 @@ def test_buckets_that_fill_no_batch_are_named(finished, bucket_prepared, tmp_pat
     assert expected and len(lines) == 1 and lines[0].startswith(f"expert-0: {', '.join(expected)}: a share of 3 steps")
 
 
+SMALL = {"x_shape": (3, 4, 4), "condition": ConditionSpec("text", 6), "width": 16, "depth": 2, "num_heads": 2}
 LARGE = (Bucket(4, 4, (3, 4, 4)), Bucket(6, 8, (3, 6, 8)))
 
 
@@ -134,6 +141,23 @@ def test_the_largest_shape_is_tried_once_the_optimizer_has_its_state():
 
     assert calls == [(4, 4), (6, 8), (4, 4), (4, 4)]
     assert torch.equal(module.network.gain, alone.network.gain)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_trying_the_largest_shape_changes_no_weight_on_several_ranks(strategy):
+    def task(rank):
+        found = []
+        for buckets in ((), LARGE):
+            torch.manual_seed(0)
+            module = MemberModule(expert(DiT(**SMALL, patch_size=2), buckets=buckets))
+            batches = [batch(seed=2 * step + rank) for step in range(3)]
+            trainer = trainer_of(rank, strategy, max_steps=3, limit_val_batches=0)
+            trainer.fit(module, DataLoader(batches, batch_size=None))
+            found.append([local(weight).detach().clone() for weight in module.network.parameters()])
+
+        return all(map(torch.equal, *found))
+
+    assert in_two_processes(task) == {0: True, 1: True}
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
