@@ -24,6 +24,7 @@ import torch
 from hypothesis import settings
 from jaxtyping import config, install_import_hook
 from tiny_runs import RANK_VARIABLES
+from tiny_runs import bucket_finished as bucket_finished
 from tiny_runs import bucket_prepared as bucket_prepared
 from tiny_runs import bucket_run as bucket_run
 from tiny_runs import finished_run as finished_run

@@ -16,6 +16,9 @@ from PIL import Image
 from sample_log import LOGS_SAMPLES, python_path
 
 from ddm_lightning.cli.parser import main
+from ddm_lightning.config.load import load_experiment
+from ddm_lightning.ensemble.manifest import assemble
+from ddm_lightning.members.run import Run
 
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "experiments" / "tiny_2x.yaml"
@@ -210,6 +213,25 @@ def _prepare_buckets(run):
 def bucket_prepared(tmp_path_factory):
     """The folder ``prepared`` of the tiny experiment in three buckets. Not to be changed: copy it."""
     return made_once(tmp_path_factory, "buckets", _prepare_buckets) / "prepared"
+
+
+def bucket_experiment(run):
+    """What follows a command's name to address a run of ``bucket_finished``, whose members train for a few steps."""
+    steps = ["expert.train.max_steps=12", "router.train.max_steps=8"]
+    return [*settings(run), *bucket_settings(run / "images"), *steps]
+
+
+@pytest.fixture(scope="session")
+def bucket_finished(bucket_prepared, tmp_path_factory):
+    """A finished run on images of three shapes. Not to be changed: copy it."""
+
+    def make(run):
+        shutil.copytree(bucket_prepared.parent, run)
+        for member in MEMBERS:
+            assert main(["fit", *bucket_experiment(run), f"member={member}"]) == 0
+        assert assemble(Run(load_experiment(TINY, bucket_experiment(run)[2:])))
+
+    return made_once(tmp_path_factory, "buckets-fit", make)
 
 
 @pytest.fixture

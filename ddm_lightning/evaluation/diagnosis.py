@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -15,13 +15,14 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ddm_lightning.core.buckets import Bucket
 from ddm_lightning.core.devices import device_of
 from ddm_lightning.core.files import atomic_write_json
 from ddm_lightning.core.formatting import Bars
 from ddm_lightning.ensemble.routing import choose, strategy_of
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.evaluation.diagnosis_report import draw_charts
-from ddm_lightning.evaluation.image_sets import open_side
+from ddm_lightning.evaluation.image_sets import open_side, sections
 from ddm_lightning.evaluation.shares import ClusterShares, total_variation
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.path import interpolate
@@ -51,7 +52,7 @@ Figures = dict[str, Any]
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """Samples of all clusters, in memory."""
+    """Samples of all clusters and one shape, in memory."""
 
     x_0: Float[Tensor, "n c h w"]
     clusters: Int[Tensor, " n"]
@@ -110,15 +111,16 @@ def diagnose(
         if strategies or ensemble.num_clusters == 1 or not lacks_router:
             chosen[name] = own
 
-    train = _read(run, TRAIN, MAX_TRAIN, device)
-    held_out = _read(run, HELD_OUT, MAX_HELD_OUT, device)
-    num_held_out = len(held_out.x_0)
-    num_draws = min(MAX_DRAWS, math.ceil(MIN_ROWS / num_held_out))  # of noise for each sample
-    noisy = held_out.rows(torch.arange(num_held_out).repeat(num_draws), device)
+    train = [*_read(run, TRAIN, MAX_TRAIN, device).values()]
+    by_bucket = _read(run, HELD_OUT, MAX_HELD_OUT, device)
+    held_out = [*by_bucket.values()]
+    sample_ids = _cat(held_out, "sample_ids")
+    num_draws = min(MAX_DRAWS, math.ceil(MIN_ROWS / len(sample_ids)))  # of noise for each sample
+    noisy = [like.rows(torch.arange(len(like.x_0)).repeat(num_draws), device) for like in held_out]
     times = stratified_timesteps().tolist()
     figures: Figures = {
-        "num_held_out": num_held_out,
-        "num_judged": int((~is_fitted(held_out.sample_ids)).sum()),
+        "num_held_out": len(sample_ids),
+        "num_judged": int((~is_fitted(sample_ids)).sum()),
         "num_train": sum(cluster.train for cluster in run.manifest.clusters),
         "num_images": num,
         "seed": experiment.seed,
@@ -126,11 +128,16 @@ def diagnose(
         "priors": ensemble.priors.tolist(),
         "times": times,
     }
+    for bucket, like in by_bucket.items():
+        if bucket is not None:
+            counts = like.clusters.bincount(minlength=ensemble.num_clusters)
+            figures.setdefault("buckets", {})[bucket.name] = counts.tolist()
+
     with Bars(show=show_progress) as bars:
         task = bars.add_task("experts", total=len(times))
         figures["experts"] = expert_figures(ensemble, noisy, experiment.seed, lambda: bars.advance(task))
         figures["router"] = router_figures(ensemble, noisy, experiment.seed)
-        figures["shares"] = _share_figures(whole, chosen, train, held_out, num, bars)
+        figures["shares"] = _share_figures(whole, chosen, train, by_bucket, num, bars)
 
     folder = run.folder.root / "diagnosis"
     folder.mkdir(exist_ok=True)
@@ -142,35 +149,55 @@ def diagnose(
 def _share_figures(
     whole: DecentralizedEnsemble,
     chosen: Mapping[str, DecentralizedEnsemble],
-    train: Samples,
-    held_out: Samples,
+    train: Sequence[Samples],
+    by_bucket: Mapping[Bucket | None, Samples],
     num: int,
     bars: Bars,
 ) -> Figures:
-    """Measure the clusters' shares among ``num`` samples of each strategy."""
+    """Measure the clusters' shares among ``num`` samples of each strategy, as many of each shape as are held out."""
     num_clusters = whole.field.num_clusters
+    held_out = [*by_bucket.values()]
+    _, height, width = whole.meta.x_shape
+    size = min(height, CLASSIFIER_SIDE), min(width, CLASSIFIER_SIDE)
+
+    def pixels(images: Sequence[Tensor]) -> Float[Tensor, "n d"]:
+        return torch.cat([F.adaptive_avg_pool2d(x_0.float(), size).flatten(1) for x_0 in images])
+
     classifier = ClusterShares(
-        _pixels(train.x_0), train.clusters, _pixels(held_out.x_0), held_out.clusters, num_clusters
+        pixels([like.x_0 for like in train]),
+        _cat(train, "clusters"),
+        pixels([like.x_0 for like in held_out]),
+        _cat(held_out, "clusters"),
+        num_clusters,
     )
-    given = held_out.rows(torch.arange(num) * len(held_out.x_0) // num)
-    clusters = None
+    given = {}
+    for bucket, span in sections({bucket: len(like.x_0) for bucket, like in by_bucket.items()}, num).items():
+        like = by_bucket[bucket]
+        given[span] = like.rows(torch.arange(len(span)) * len(like.x_0) // len(span))
+
+    is_conditional = held_out[0].condition is not None
     expected = whole.field.priors
-    if given.condition is not None:
+    if is_conditional:
         # Conditions are those of held-out samples, whose shares differ a little from the priors.
-        clusters = given.clusters
-        expected = clusters.bincount(minlength=num_clusters) / num
+        expected = _cat([*given.values()], "clusters").bincount(minlength=num_clusters) / num
 
     found = {}
     for name, own in chosen.items():
         task = bars.add_task(name, total=num)
-        x_0 = own.latents(
-            given.condition,
-            num,
-            batch_size=BATCH_SIZE,
-            progress=lambda done, task=task: bars.update(task, completed=done),
-            clusters=clusters,
-        )
-        shares = classifier.shares(_pixels(x_0))
+        images = []
+        for span, like in given.items():
+            x_0 = own.latents(
+                like.condition,
+                len(span),
+                (*like.x_0.shape[1:],),
+                batch_size=BATCH_SIZE,
+                keys=[(row,) for row in span],
+                progress=lambda done, task=task, first=span.start: bars.update(task, completed=first + done),
+                clusters=like.clusters if is_conditional else None,
+            )
+            images.append(x_0)
+
+        shares = classifier.shares(pixels(images))
         found[name] = {
             "solver": own.about.sample.solver,
             "shares": shares.tolist(),
@@ -189,46 +216,61 @@ def _share_figures(
 
 @torch.no_grad()
 def expert_figures(
-    ensemble: Ensemble, held_out: Samples, seed: int, advance: Callable[[], object] = lambda: None
+    ensemble: Ensemble, held_out: Sequence[Samples], seed: int, advance: Callable[[], object] = lambda: None
 ) -> Figures:
     """Measure each cluster's experts on each cluster at 8 fixed times, with the same noise for all.
+
+    Args:
+        ensemble: the experts.
+        held_out: samples of each shape.
+        seed: of the noise.
+        advance: called after each time.
 
     Returns:
         ``names`` of each cluster's experts; their ``loss_by_time`` [t][experts][cluster] and its mean ``loss``;
         ``in_cluster`` and ``out_of_cluster`` loss; ``disagreement`` [t], the velocities' variance under the
-        router's weights, relative to the square of their mean (empty without a router).
+        router's weights, relative to the square of their mean (empty without a router). With several shapes also
+        ``in_cluster_by_bucket`` [shape][cluster].
     """
     num_clusters = ensemble.num_clusters
     times = stratified_timesteps()
-    counts = held_out.clusters.bincount(minlength=num_clusters).clamp(min=1)
-    losses = torch.zeros(len(times), num_clusters, num_clusters, device=held_out.x_0.device)
+    nums = torch.stack([samples.clusters.bincount(minlength=num_clusters) for samples in held_out])
+    sums = torch.zeros(len(held_out), len(times), num_clusters, num_clusters, device=nums.device)
     disagreement = []
-    for index, (x_t, t) in enumerate(_noisy(held_out.x_0, seed)):
+    for index in range(len(times)):
         variance = square = 0.0
-        for part in torch.arange(len(x_t), device=x_t.device).split(BATCH_SIZE):
-            own = held_out.rows(part)
-            noisy = x_t[part]
-            time = t[part]
-            every = torch.ones(len(part), num_clusters, dtype=torch.bool, device=x_t.device)
-            found = ensemble.expert_velocities(noisy, time, own.condition, every)
-            found = found.transpose(0, 1).flatten(2)  # [experts, rows, values]
-            target = (noisy - own.x_0) / times[index]  # noise - x_0
-            errors = (found - target.flatten(1)).square().mean(2)
-            losses[index].index_add_(1, own.clusters, errors)
-            if ensemble.router is not None:
-                weights = ensemble.probabilities(noisy, time, own.condition).T[..., None]
-                mean = (weights * found).sum(0)
-                scatter = weights * (found - mean).square()
-                variance += float(scatter.sum())
-                square += float(mean.square().sum())
+        for samples, of_shape in zip(held_out, sums, strict=True):
+            x_t, t = _noisy(samples.x_0, seed, index)
+            for part in torch.arange(len(x_t), device=x_t.device).split(BATCH_SIZE):
+                own = samples.rows(part)
+                noisy = x_t[part]
+                time = t[part]
+                every = torch.ones(len(part), num_clusters, dtype=torch.bool, device=x_t.device)
+                found = ensemble.expert_velocities(noisy, time, own.condition, every)
+                found = found.transpose(0, 1).flatten(2)  # [experts, rows, values]
+                target = (noisy - own.x_0) / times[index]  # noise - x_0
+                errors = (found - target.flatten(1)).square().mean(2)
+                of_shape[index].index_add_(1, own.clusters, errors)
+                if ensemble.router is not None:
+                    weights = ensemble.probabilities(noisy, time, own.condition).T[..., None]
+                    mean = (weights * found).sum(0)
+                    scatter = weights * (found - mean).square()
+                    variance += float(scatter.sum())
+                    square += float(mean.square().sum())
 
         if square:
             disagreement.append(variance / square)
 
         advance()
 
-    losses = (losses / counts).cpu()
+    counts = nums.sum(0).clamp(min=1)
+    losses = (sums.sum(0) / counts).cpu()
     loss = losses.mean(0)
+    more = {}
+    if len(held_out) > 1:
+        own_loss = sums.mean(1).diagonal(dim1=1, dim2=2) / nums.clamp(min=1)
+        more["in_cluster_by_bucket"] = own_loss.tolist()
+
     others = counts.cpu() * (1 - torch.eye(num_clusters))
     out_of_cluster = (loss * others).sum(1) / others.sum(1).clamp(min=1)
     return {
@@ -238,40 +280,50 @@ def expert_figures(
         "in_cluster": loss.diagonal().tolist(),
         "out_of_cluster": out_of_cluster.tolist(),
         "disagreement": disagreement,
+        **more,
     }
 
 
 @torch.no_grad()
-def router_figures(ensemble: Ensemble, held_out: Samples, seed: int) -> Figures:
+def router_figures(ensemble: Ensemble, held_out: Sequence[Samples], seed: int) -> Figures:
     """Score the router at 8 fixed times, ``unconditional`` and ``conditional``.
+
+    Args:
+        ensemble: has the router.
+        held_out: samples of each shape.
+        seed: of the noise.
 
     Returns:
         For each branch and time: ``accuracy``; ``nll`` and ``calibration_error`` (ECE), as trained and ``_calibrated``,
         of the samples that the temperatures were not fitted on; ``nll_of_priors``, the NLL of a router that always
         answers the priors; ``calibration_error_by_chance``, the ECE of a perfectly calibrated router on as many
-        samples, which is large on few. Empty without a router.
+        samples, which is large on few; with several shapes, ``accuracy_by_bucket`` of each. Empty without a router.
     """
     if ensemble.router is None:
         return {}
 
     plain = copy(ensemble)
     plain.temperatures = ((), ())
-    branches: dict[str, Condition | None] = {"unconditional": None}
-    if ensemble.router_conditional and held_out.condition is not None:
-        branches["conditional"] = held_out.condition
+    branches = ["unconditional"]
+    if ensemble.router_conditional and held_out[0].condition is not None:
+        branches.append("conditional")
 
-    judged = ~is_fitted(held_out.sample_ids)
-    clusters = held_out.clusters[judged]
+    truth = _cat(held_out, "clusters")
+    sample_ids = _cat(held_out, "sample_ids")
+    judged = ~is_fitted(sample_ids)
+    clusters = truth[judged]
     log_priors = ensemble.priors.to(clusters.device).log()
-    _, sample_number = held_out.sample_ids.unique(return_inverse=True)
-    figures: dict[str, dict[str, list[float]]] = {branch: defaultdict(list) for branch in branches}
-    for index, (x_t, t) in enumerate(_noisy(held_out.x_0, seed)):
+    _, sample_number = sample_ids.unique(return_inverse=True)
+    figures: dict[str, dict[str, list[Any]]] = {branch: defaultdict(list) for branch in branches}
+    for index in range(len(stratified_timesteps())):
         # One number for all draws of a sample, because they are not independent.
-        uniform = torch.rand(len(x_t), generator=keyed_generator(seed, "chance", index)).to(x_t.device)
-        for branch, condition in branches.items():
+        uniform = torch.rand(len(truth), generator=keyed_generator(seed, "chance", index)).to(truth.device)
+        noisy = [_noisy(samples.x_0, seed, index) for samples in held_out]
+        for branch in branches:
             own = figures[branch]
-            as_trained = _log_probabilities(plain, x_t, t, condition)
-            calibrated = _log_probabilities(ensemble, x_t, t, condition)
+            conditions = [samples.condition if branch == "conditional" else None for samples in held_out]
+            as_trained = _log_probabilities(plain, noisy, conditions)
+            calibrated = _log_probabilities(ensemble, noisy, conditions)
             for suffix, found in (("", as_trained), ("_calibrated", calibrated)):
                 logs = found[judged].double()
                 of_truth = logs.gather(1, clusters[:, None])
@@ -279,8 +331,12 @@ def router_figures(ensemble: Ensemble, held_out: Samples, seed: int) -> Figures:
                 own[f"calibration_error{suffix}"].append(float(calibration_error(reliability(logs, clusters))))
 
             own["nll_of_priors"].append(-float(log_priors[clusters].mean()))
-            is_right = as_trained.argmax(1) == held_out.clusters
-            own["accuracy"].append(float(is_right.double().mean()))
+            is_right = (as_trained.argmax(1) == truth).double()
+            own["accuracy"].append(float(is_right.mean()))
+            if len(held_out) > 1:
+                of_shapes = is_right.split([len(samples.x_0) for samples in held_out])
+                own["accuracy_by_bucket"].append([float(one.mean()) for one in of_shapes])
+
             perfect = calibrated[judged]
             sums = reliability(perfect.double(), choose(perfect.exp(), uniform[sample_number][judged]))
             own["calibration_error_by_chance"].append(float(calibration_error(sums)))
@@ -288,52 +344,57 @@ def router_figures(ensemble: Ensemble, held_out: Samples, seed: int) -> Figures:
     return {branch: dict(own) for branch, own in figures.items()}
 
 
-def _log_probabilities(ensemble: Ensemble, x_t: Tensor, t: Tensor, condition: Condition | None) -> Tensor:
+def _log_probabilities(
+    ensemble: Ensemble, noisy: Sequence[tuple[Tensor, Tensor]], conditions: Sequence[Condition | None]
+) -> Tensor:
     found = []
-    for rows in torch.arange(len(x_t), device=x_t.device).split(BATCH_SIZE):
-        own = condition and condition.rows(rows)
-        found.append(ensemble.probabilities(x_t[rows], t[rows], own))
+    for (x_t, t), condition in zip(noisy, conditions, strict=True):
+        for rows in torch.arange(len(x_t), device=x_t.device).split(BATCH_SIZE):
+            own = condition and condition.rows(rows)
+            found.append(ensemble.probabilities(x_t[rows], t[rows], own))
 
     return torch.cat(found).clamp_min(1e-30).log()
 
 
-def _pixels(x_0: Float[Tensor, "n c h w"]) -> Float[Tensor, "n d"]:
-    size = min(x_0.shape[2], CLASSIFIER_SIDE), min(x_0.shape[3], CLASSIFIER_SIDE)
-    return F.adaptive_avg_pool2d(x_0.float(), size).flatten(1)
+def _cat(samples: Sequence[Samples], name: str) -> Int[Tensor, " n"]:
+    return torch.cat([getattr(own, name) for own in samples])
 
 
-def _noisy(x_0: Float[Tensor, "n c h w"], seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield ``x_t`` and ``t`` at each of the fixed times."""
-    for index, time in enumerate(stratified_timesteps().to(x_0.device)):
-        t = time.expand(len(x_0))
-        noise = torch.randn(x_0.shape, generator=keyed_generator(seed, "diagnosis", index))
-        yield interpolate(x_0, noise.to(x_0.device), t), t
+def _noisy(x_0: Float[Tensor, "n c h w"], seed: int, index: int) -> tuple[Tensor, Tensor]:
+    """Return ``x_t`` and ``t`` at one of the fixed times."""
+    t = stratified_timesteps().to(x_0.device)[index].expand(len(x_0))
+    noise = torch.randn(x_0.shape, generator=keyed_generator(seed, "diagnosis", index))
+    return interpolate(x_0, noise.to(x_0.device), t), t
 
 
-def _read(run: Run, side: str, max_num: int, device: torch.device) -> Samples:
-    """Read at most ``max_num`` samples of all clusters, evenly spaced; training samples without conditions.
+def _read(run: Run, side: str, max_num: int, device: torch.device) -> dict[Bucket | None, Samples]:
+    """Read at most ``max_num`` samples of all clusters, evenly spaced, by bucket; training samples without conditions.
 
     Captions are encoded on ``device``; the samples are on the CPU.
 
     Raises:
         UserError: there are none, or shards are damaged.
     """
-    shards, _ = open_side(run.folder.shards, run.manifest, side)
+    shards, counts, _ = open_side(run.folder.shards, run.manifest, side)
     num = min(len(shards), max_num)
     names = None
     if side == TRAIN:
         names = ("x_0", "cluster", "sample_id")
 
-    batch = shards.take(np.arange(num) * len(shards) // num, names)
     objective = build_objective(run.member(MONOLITH), run, nn.Identity())
-    condition = None
-    if side != TRAIN and objective.member.condition.kind != "none":
-        parts = []
-        for rows in torch.arange(num).split(BATCH_SIZE):
-            own = objective.condition({name: values[rows].to(device) for name, values in batch.items()})
-            assert own is not None, "the member has a condition"
-            parts.append(own)
+    found = {}
+    for bucket, chosen in sections(counts, num).items():
+        batch = shards.take(np.array(chosen) * len(shards) // num, names)
+        condition = None
+        if side != TRAIN and objective.member.condition.kind != "none":
+            parts = []
+            for rows in torch.arange(len(chosen)).split(BATCH_SIZE):
+                own = objective.condition({name: values[rows].to(device) for name, values in batch.items()})
+                assert own is not None, "the member has a condition"
+                parts.append(own)
 
-        condition = Condition.cat(parts).to("cpu")
+            condition = Condition.cat(parts).to("cpu")
 
-    return Samples(objective.x_0(batch), batch["cluster"], batch["sample_id"], condition)
+        found[bucket] = Samples(objective.x_0(batch), batch["cluster"], batch["sample_id"], condition)
+
+    return found

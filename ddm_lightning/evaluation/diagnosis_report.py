@@ -23,7 +23,10 @@ HIGHEST_BLIND = 0.85
 
 
 def diagnosis_table(figures: Mapping[str, Any]) -> Table:
-    """Loss of each expert on each cluster; the last columns average inside and outside of its own."""
+    """Loss of each expert on each cluster; the last columns average inside and outside of its own.
+
+    With buckets, also the loss of each cluster's own expert on the images of each bucket.
+    """
     experts = figures["experts"]
     num = len(experts["loss"])
     rows = []
@@ -31,6 +34,12 @@ def diagnosis_table(figures: Mapping[str, Any]) -> Table:
         row = [f"{loss:.4f}" for loss in losses]
         others = f"{experts['out_of_cluster'][k]:.4f}" if num > 1 else "–"
         rows.append([experts["names"][k], *row, f"{experts['in_cluster'][k]:.4f}", others])
+
+    for (bucket, counts), losses in zip(
+        figures.get("buckets", {}).items(), experts.get("in_cluster_by_bucket", []), strict=False
+    ):
+        row = [f"{loss:.4f}" if count else "–" for loss, count in zip(losses, counts, strict=True)]
+        rows.append([f"{bucket}, own experts", *row, f"{np.average(losses, weights=counts):.4f}", ""])
 
     return table(["", *map(str, range(num)), "own", "others"], rows, "held-out loss by cluster")
 
@@ -45,6 +54,11 @@ def diagnosis_lines(figures: Mapping[str, Any]) -> list[str]:
             f"calibrated {max(scores['calibration_error_calibrated']):.3f}, "
             f"by chance {max(scores['calibration_error_by_chance']):.3f}"
         )
+        if "accuracy_by_bucket" in scores:
+            means = np.mean(scores["accuracy_by_bucket"], 0)
+            each = [f"{bucket} {mean:.3f}" for bucket, mean in zip(figures["buckets"], means, strict=True)]
+            lines.append(f"router, {branch}, accuracy by bucket: {', '.join(each)}")
+
         blind = []
         for t, nll, nll_of_priors in zip(
             figures["times"], scores["nll_calibrated"], scores["nll_of_priors"], strict=True

@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, UInt8
 from rich.table import Table
 from torch import Tensor, distributed
 
 from ddm_lightning.config.load import leaves
+from ddm_lightning.core.buckets import Bucket
 from ddm_lightning.core.devices import device_of
 from ddm_lightning.core.environment import Ranks
 from ddm_lightning.core.errors import UserError
@@ -26,7 +27,6 @@ from ddm_lightning.core.files import atomic_write, atomic_write_json, read_json,
 from ddm_lightning.core.formatting import Bars, Shown, table
 from ddm_lightning.core.grids import labelled_grid, save_png, scale_of
 from ddm_lightning.core.registry import METRICS
-from ddm_lightning.evaluation import image_sets
 from ddm_lightning.evaluation.image_sets import FileImages, Generated, ImageSet, ShardImages, parts
 from ddm_lightning.evaluation.metrics.features import FeatureMetric, Score, nearest
 from ddm_lightning.members.run import Run
@@ -48,9 +48,11 @@ class Results(Shown, dict[str, Any]):
 
     def __rich__(self) -> Table:
         rows = []
+        buckets = self.get("buckets", {})
         for name, score in self["scores"].items():
-            interval = "" if score["low"] is None else f"{score['low']:.4g} to {score['high']:.4g}"
-            rows.append((name, f"{score['value']:.4g}", interval))
+            rows.append((name, *_cells(score)))
+            for bucket, own in buckets.items():
+                rows.append((f"{name}, {bucket}", *_cells(own["scores"].get(name))))
 
         memorised = self["memorisation"]
         if memorised is not None:
@@ -60,6 +62,15 @@ class Results(Shown, dict[str, Any]):
         real = self["reference"]
         title = f"{self['num_generated']:,} images against {real['num']:,} of {real['images']}"
         return table(("score", "value", "95 % interval"), rows, title, ["score"])
+
+
+def _cells(score: dict[str, float | None] | None) -> tuple[str, str]:
+    """Value and interval of a score, if there are enough images for it."""
+    if score is None:
+        return "–", "too few images"
+
+    interval = "" if score["low"] is None else f"{score['low']:.4g} to {score['high']:.4g}"
+    return f"{score['value']:.4g}", interval
 
 
 class Evaluation:
@@ -89,11 +100,20 @@ class Evaluation:
         def of_shards(side: str, max_num: int | None = None) -> ShardImages:
             return ShardImages(run.folder.shards, manifest, side, max_num)
 
-        self.generated: ImageSet = FileImages(Path(images)) if images else Generated(run, manifest)
+        buckets = manifest.buckets if manifest else ()
+        self.generated: ImageSet
+        if images:
+            self.generated = FileImages(Path(images), buckets)
+        else:
+            self.generated = Generated(run, manifest)
+            buckets = self.generated.buckets
+
         wanted = self.settings.reference
         is_side = wanted in (HELD_OUT, TRAIN)
-        self.reference: ImageSet = of_shards(wanted) if is_side else FileImages(Path(wanted).expanduser())
-        if self.generated.shape != self.reference.shape:
+        self.reference: ImageSet = of_shards(wanted) if is_side else FileImages(Path(wanted).expanduser(), buckets)
+        if isinstance(self.generated, Generated):
+            self.generated.divide_as(self.reference)
+        if not buckets and self.generated.shape != self.reference.shape:
             raise UserError(
                 f"key 'evaluate.reference' = {wanted!r}: its images have {self.reference.shape[:2]} pixels, the "
                 f"generated ones {self.generated.shape[:2]}; give a reference of the generated images' size"
@@ -113,7 +133,7 @@ class Evaluation:
         has_held_out = manifest is not None and any(cluster.held_out for cluster in manifest.clusters)
         if self.by_features and self.settings.max_train_images and has_held_out:
             known = [of_shards(TRAIN, self.settings.max_train_images), of_shards(HELD_OUT)]
-            if self.generated.shape == known[0].shape:
+            if buckets or self.generated.shape == known[0].shape:
                 self.known = known
 
         self.folder = self._open(out)
@@ -166,9 +186,11 @@ class Evaluation:
 
         return np.load(path, allow_pickle=False)
 
-    def all_features(self, metric: FeatureMetric, images: ImageSet) -> Float[Tensor, "n d"]:
-        """Return the features of all images."""
-        found = [self.features(metric, images, rows) for rows in parts(images)]
+    def all_features(
+        self, metric: FeatureMetric, images: ImageSet, bucket: Bucket | None = None
+    ) -> Float[Tensor, "n d"]:
+        """Return the features of all images, or of those of one bucket."""
+        found = [self.features(metric, images, rows) for rows in parts(images, bucket)]
         return torch.from_numpy(np.concatenate(found))
 
     def compute_parts(self, rank: int, world: int, show_progress: bool) -> None:
@@ -185,18 +207,29 @@ class Evaluation:
                     for metric in metrics:
                         self.features(metric, images, rows)
 
-    def scores(self) -> dict[str, Score]:
-        """Compute all metrics from the finished parts; if two have one name, the second one's params follow it."""
+    def scores(self, bucket: Bucket | None = None) -> dict[str, Score]:
+        """Compute all metrics from the finished parts; if two have one name, the second one's params follow it.
+
+        Args:
+            bucket: takes the images of this bucket alone, and leaves metrics out that need more; None takes all.
+        """
+        sets = (self.generated, self.reference)
         found: dict[str, Score] = {}
         for plugin, metric in self.metrics:
             values: Any
+            nums = [len(images.sections.get(bucket, ())) for images in sets]
+            if bucket and min(nums) < getattr(metric, "min_images", 1):
+                continue
+
             if isinstance(metric, FeatureMetric):
-                generated = self.all_features(metric, self.generated).to(metric.device)
-                real = self.all_features(metric, self.reference).to(metric.device)
+                generated, real = (self.all_features(metric, images, bucket).to(metric.device) for images in sets)
                 values = metric.scores(generated, real)
             else:
-                self._update(metric, self.reference, real=True)
-                self._update(metric, self.generated, real=False)
+                if bucket:
+                    metric.reset()
+
+                self._update(metric, self.reference, bucket, real=True)
+                self._update(metric, self.generated, bucket, real=False)
                 values = metric.scores() if hasattr(metric, "scores") else metric.compute()
 
             if not isinstance(values, dict):
@@ -210,8 +243,8 @@ class Evaluation:
 
         return found
 
-    def _update(self, metric: Any, images: ImageSet, *, real: bool) -> None:
-        for rows in parts(images):
+    def _update(self, metric: Any, images: ImageSet, bucket: Bucket | None, *, real: bool) -> None:
+        for rows in parts(images, bucket):
             more = {}
             if hasattr(metric, "captioned") and isinstance(images, Generated):
                 more["captions"] = images.given(rows, "caption")
@@ -279,6 +312,14 @@ class Evaluation:
                 "device": f"{platform.processor() or platform.machine()}, torch {torch.__version__}",
             }
         )
+        for bucket, rows in generated.sections.items():
+            if bucket is not None:
+                document.setdefault("buckets", {})[bucket.name] = {
+                    "num_generated": len(rows),
+                    "num_reference": len(real.sections.get(bucket, ())),
+                    "scores": {name: score._asdict() for name, score in self.scores(bucket).items()},
+                }
+
         path = self.folder / RESULT_FILE
         if path.exists():  # of the same images; other metrics or another reference get a file of their own
             before = read_json(path, "earlier scores", "delete it")
@@ -291,8 +332,8 @@ class Evaluation:
         return document
 
 
-def _image(images: ImageSet, row: int) -> image_sets.Images:
-    rows = parts(images)[row // image_sets.PART_SIZE]
+def _image(images: ImageSet, row: int) -> UInt8[np.ndarray, "h w 3"]:
+    (rows,) = (rows for rows in parts(images) if row in rows)
     return images.images(rows)[row - rows.start]
 
 

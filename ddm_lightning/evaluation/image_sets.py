@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -16,6 +17,7 @@ from jaxtyping import Int, UInt8
 from PIL import Image
 
 from ddm_lightning.config.experiment import PluginConfig
+from ddm_lightning.core.buckets import Bucket, nearest
 from ddm_lightning.core.devices import resolve_precision
 from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.files import atomic_write, sha256_file, sha256_json
@@ -25,6 +27,7 @@ from ddm_lightning.encoders.interfaces import ImageEncoder, StoredForm
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.members.run import Run
+from ddm_lightning.prepare.reading import cropped
 from ddm_lightning.prepare.records import BrokenSample
 from ddm_lightning.prepare.sources import decode
 from ddm_lightning.prepare.sources.urls import Files
@@ -38,9 +41,38 @@ PART_SIZE = 256
 Images = UInt8[np.ndarray, "n h w 3"]
 
 
-def parts(images: ImageSet) -> list[range]:
-    """Positions of the images in parts of ``PART_SIZE``."""
-    return [range(first, min(first + PART_SIZE, images.num)) for first in range(0, images.num, PART_SIZE)]
+Sections: TypeAlias = dict[Bucket | None, range]
+"""Positions of the images in each bucket; of all images, under None, without buckets."""
+
+
+def sections(counts: Mapping[Bucket | None, int], num: int) -> Sections:
+    """Divide ``num`` images by shares, as evenly spaced ones of sorted images are divided; those without are left out.
+
+    Args:
+        counts: images that stand for each bucket's share.
+        num: number of images.
+    """
+    found: Sections = {}
+    first = before = 0
+    for name, count in counts.items():
+        before += count
+        end = -(-before * num // sum(counts.values()))
+        if first < end:
+            found[name] = range(first, end)
+
+        first = end
+
+    return found
+
+
+def parts(images: ImageSet, bucket: Bucket | None = None) -> list[range]:
+    """Positions of the images, or of those of one bucket, in parts of at most ``PART_SIZE`` images of one shape."""
+    found = []
+    for own, rows in images.sections.items():
+        if bucket in (None, own):
+            found += [rows[first : first + PART_SIZE] for first in range(0, len(rows), PART_SIZE)]
+
+    return found
 
 
 class ShardImages:
@@ -57,12 +89,13 @@ class ShardImages:
     """
 
     def __init__(self, shards: Path, manifest: Manifest | None, side: str, max_num: int | None = None) -> None:
-        self._shards, hashes = open_side(shards, manifest, side)
+        self._shards, counts, hashes = open_side(shards, manifest, side)
         assert manifest is not None, "``open_side`` refuses that"
         self.name = side
         self._encoder: ImageEncoder = built_encoder(IMAGE_ENCODERS, PluginConfig(**manifest.image_encoder))
         self._stored = StoredForm(manifest.stores, manifest.normalisation)
         self.num = min(len(self._shards), max_num or len(self._shards))
+        self.sections = sections(counts, self.num)
         self.shape = self._encoder.decode(torch.zeros(1, *manifest.x_shape)).shape[1:]
         made_by = [manifest.image_encoder, manifest.provenance.get("image_encoder")]
         self.sha256 = sha256_json([hashes, made_by, self.num])
@@ -85,19 +118,24 @@ class ShardImages:
         return np.asarray(rows, np.int64) * len(self._shards) // self.num
 
 
-def open_side(shards: Path, manifest: Manifest | None, side: str) -> tuple[Shards, list[str]]:
-    """Open the training or held-out shards of all clusters; return them with the hashes of their indices.
+def open_side(shards: Path, manifest: Manifest | None, side: str) -> tuple[Shards, dict[Bucket | None, int], list[str]]:
+    """Open the training or held-out shards of all clusters, those of one bucket after the other.
+
+    Returns:
+        The shards, the number of samples of each bucket, and the hashes of the shards' indices.
 
     Raises:
         UserError: a shard is missing or damaged, or this side has no samples.
     """
     folders = []
     hashes = []
-    if manifest is not None:
-        for k, cluster in enumerate(manifest.clusters):
+    counts = Counter[Bucket | None]()
+    for bucket, clusters in manifest.by_bucket.items() if manifest else ():
+        for k, cluster in enumerate(clusters):
             num_samples = cluster.held_out if side == HELD_OUT else cluster.train
-            if num_samples:
-                name = shard_name(k, side)
+            counts[bucket] += num_samples
+            if manifest and num_samples:
+                name = shard_name(k, side, bucket.name if bucket else None)
                 folders.append(shards / name)
                 hashes.append(manifest.index_sha256[name])
 
@@ -110,29 +148,32 @@ def open_side(shards: Path, manifest: Manifest | None, side: str) -> tuple[Shard
     for folder, index_sha256 in zip(folders, hashes, strict=True):
         verify_shards(folder, hashes=side == HELD_OUT, index_sha256=index_sha256)
 
-    return open_shards(folders), hashes
+    return open_shards(folders), counts, hashes
 
 
 class FileImages:
     """Images of one size from a folder, sorted by name, or from an ``.npz`` file (uint8 [n, h, w, 3]).
 
-    A folder is read as the source ``imagefolder`` reads it.
+    A folder is read as the source ``imagefolder`` reads it. With buckets, images are sorted by them, resized and
+    cropped as ``prepare`` does.
 
     Args:
         path: the folder, searched recursively, or the file.
+        buckets: of the images to compare with.
 
     Raises:
         UserError: there are none, or the file holds something else.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, buckets: Sequence[Bucket] = ()) -> None:
         self.name = str(path)
         self._path = path
+        self._buckets = buckets
         self._files = None
         if path.is_dir():
             self._files = Files(str(path), "images", follow_links=True)
 
-        self._source: Sequence[str] | Images = self._files.images if self._files else _read_npz(path)
+        self._source: Any = self._files.images if self._files else _read_npz(path)
         self.num = len(self._source)
         if not self.num:
             raise UserError(f"{path}: holds no images; give a folder or an .npz file with some")
@@ -145,7 +186,19 @@ class FileImages:
             # With the decoder's hash, because features are kept under this name.
             self.sha256 = sha256_json([sha256_file(Path(decode.__file__)), hashes])
 
+        self.sections = sections({None: 1}, self.num)
+        if buckets:
+            self._sort_by_bucket()
+
         self.shape = self.images(range(1)).shape[1:]
+
+    def _sort_by_bucket(self) -> None:
+        sizes = [bucket.size for bucket in self._buckets]
+        numbers = [nearest(sizes, *image.shape[:2]) for image in self._read(self._source)]
+        order = np.argsort(numbers, kind="stable")
+        self._source = [self._source[row] for row in order]
+        self.sections = sections(Counter(self._buckets[numbers[row]] for row in order), self.num)
+        self.sha256 = sha256_json([self.sha256, sizes])
 
     def _contents(self, names: Sequence[str]) -> Iterator[tuple[str, bytes]]:
         assert self._files is not None
@@ -159,28 +212,38 @@ class FileImages:
         """Read one part.
 
         Raises:
-            UserError: a file is no image, or has another size than the first one.
+            UserError: a file is no image, or without buckets has another size than the first one.
         """
         chosen = self._source[rows.start : rows.stop]
-        if isinstance(chosen, np.ndarray):
-            return chosen
-
+        bucket, _ = section_of(self, rows.start)
         images = list[UInt8[np.ndarray, "h w 3"]]()
-        for name, data in self._contents(chosen):
-            image = decode.decode(data, name)
-            if isinstance(image, BrokenSample):
-                raise UserError(f"{self._path / name}: {image.cause} ({image.detail}); remove or replace it")
+        for image, name in zip(self._read(chosen), chosen, strict=True):
+            if bucket is not None:
+                images.append(cropped(image, bucket.size))
+                continue
 
             first = getattr(self, "shape", (images or [image])[0].shape)
             if image.shape != first:
                 raise UserError(
-                    f"{self._path / name}: has {image.shape[0]} × {image.shape[1]} pixels, and the first image has "
-                    f"{first[0]} × {first[1]}; resize them to one size"
+                    f"{self._path / str(name)}: has {image.shape[0]} × {image.shape[1]} pixels, and the first image "
+                    f"has {first[0]} × {first[1]}; resize them to one size"
                 )
 
             images.append(image)
 
         return np.stack(images)
+
+    def _read(self, chosen: Sequence[Any]) -> Iterator[UInt8[np.ndarray, "h w 3"]]:
+        if self._files is None:
+            yield from chosen
+            return
+
+        for name, data in self._contents(chosen):
+            image = decode.decode(data, name)
+            if isinstance(image, BrokenSample):
+                raise UserError(f"{self._path / name}: {image.cause} ({image.detail}); remove or replace it")
+
+            yield image
 
 
 def _read_npz(path: Path) -> Images:
@@ -205,7 +268,7 @@ class Generated:
 
     Conditions are those of the held-out samples (of training samples if none are held out), repeated in
     shuffled order; without shards, ``sample.prompts`` or all classes in turn. All randomness of an image is keyed by
-    its number, so neither parts nor ranks matter.
+    its number, so neither parts nor ranks matter. With buckets, conditions are those of samples of the image's own.
 
     Args:
         run: its experiment's seed and sections ``sample`` and ``evaluate`` are used.
@@ -227,6 +290,8 @@ class Generated:
         self._kind = meta.condition.kind
         self.num = experiment.evaluate.num_images
         self.shape = self._ensemble.decode(torch.zeros(1, *meta.x_shape)).shape[1:]
+        self.buckets = meta.buckets
+        self.sections: Sections = {None: range(self.num)}
         self._given: ShardImages | None = None
         self._own: Sequence[Any] = experiment.sample.prompts
         if self._kind == "class":
@@ -258,14 +323,23 @@ class Generated:
             "conditions": conditions,
         }
 
+    def divide_as(self, other: ImageSet) -> None:
+        """Give each bucket the share of the images that it has of others."""
+        self.sections = sections({bucket: len(rows) for bucket, rows in other.sections.items()}, self.num)
+        for bucket, rows in self.sections.items():
+            if bucket is not None:
+                self.settings[f"num_{bucket.name}"] = len(rows)
+
     def given(self, rows: range, column: str) -> list[Any]:
         """Return a column, such as ``caption``, of the samples whose conditions are used."""
         if self._given is None:
             return [self._own[row % len(self._own)] for row in rows]
 
+        bucket, own = section_of(self, rows.start)
+        given = self._given.sections.get(bucket, range(self._given.num))
         generator = keyed_generator(self._ensemble.about.seed, "conditions")
-        order = torch.randperm(self._given.num, generator=generator)
-        chosen = order[torch.tensor(rows) % len(order)]
+        order = torch.randperm(len(given), generator=generator)
+        chosen = given.start + order[(torch.tensor(rows) - own.start) % len(order)]
         return self._given.column(chosen.tolist(), column)
 
     def _condition(self, rows: range) -> Condition | None:
@@ -286,9 +360,11 @@ class Generated:
             if self._given is not None and self._ensemble.about.sample.member is None:
                 clusters = torch.tensor(self.given(rows, "cluster"))
 
+            bucket, _ = section_of(self, rows.start)
             x_0 = self._ensemble.latents(
                 self._condition(rows),
                 len(rows),
+                bucket.x_shape if bucket else None,
                 batch_size=settings.batch_size,
                 keys=[("evaluate", row) for row in rows],
                 clusters=clusters,
@@ -304,4 +380,10 @@ class Generated:
 
 
 ImageSet: TypeAlias = ShardImages | FileImages | Generated
-"""Images in a fixed order: their ``name``, ``sha256``, ``num`` and ``shape``, and ``images`` of one of ``parts``."""
+"""Images in a fixed order: their ``name``, ``sha256``, ``num``, ``sections`` and ``shape`` (with buckets, of some of
+them), and ``images`` of one of ``parts``."""
+
+
+def section_of(images: ImageSet, row: int) -> tuple[Bucket | None, range]:
+    """Return the bucket of an image, and the positions of all that are in it."""
+    return next((bucket, rows) for bucket, rows in images.sections.items() if row in rows)

@@ -34,7 +34,9 @@ class Data:
     def __str__(self) -> str:
         total = "unknown" if self.total is None else f"{self.total:,}"
         shapes = ""
-        if self.sizes.buckets:
+        if isinstance(self.sizes, Manifest) and self.sizes.buckets:
+            shapes = f" ({self.sizes.bucket_line} pixels)"
+        elif self.sizes.buckets:
             shapes = f" of {', '.join(bucket.name for bucket in self.sizes.buckets)} pixels"
 
         return (

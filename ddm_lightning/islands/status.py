@@ -21,6 +21,7 @@ from ddm_lightning.islands import lease
 from ddm_lightning.members.member import all_members, batch_size_of
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.status import MemberStatus, loss_of
+from ddm_lightning.shards.manifest import manifest_path
 
 NOTES = {
     "silent": f"no heartbeat for {lease.STALE_SECONDS:g} s",
@@ -65,6 +66,8 @@ class Status(Shown, list[Seen]):
         super().__init__(members)
         self.title = redacted(run.url or str(run.folder.root))
         self.caption = preparing_line(run)
+        if self.caption is None and manifest_path(run.folder.root).exists():
+            self.caption = run.manifest.bucket_line
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
         """Table without the columns on the right that do not fit."""

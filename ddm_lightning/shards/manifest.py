@@ -118,6 +118,20 @@ class Manifest:
         """K."""
         return len(self.clusters)
 
+    @property
+    def by_bucket(self) -> dict[Bucket | None, tuple[ClusterSamples, ...]]:
+        """Samples of each bucket in each cluster; of all, under None, without buckets."""
+        return dict(zip(self.buckets, self.bucket_samples, strict=True)) or {None: self.clusters}
+
+    @property
+    def bucket_line(self) -> str:
+        """Images of each bucket, ``20 of 4x16, 50 of 8x8``; empty without buckets."""
+        words = []
+        for bucket, clusters in zip(self.buckets, self.bucket_samples, strict=True):
+            words.append(f"{sum(one.train + one.held_out for one in clusters):,} of {bucket.name}")
+
+        return ", ".join(words)
+
     def __post_init__(self) -> None:
         """Refuse values that contradict each other.
 

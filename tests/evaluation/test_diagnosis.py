@@ -72,7 +72,7 @@ def repeated(points):
 
 def test_exact_experts_are_best_on_their_own_clusters():
     points = samples()
-    found = expert_figures(ensemble(points), repeated(points), seed=0)
+    found = expert_figures(ensemble(points), [repeated(points)], seed=0)
     loss = torch.tensor(found["loss"])
     assert loss.argmin(0).tolist() == [0, 1, 2]
     assert found["in_cluster"] == loss.diagonal().tolist()
@@ -89,7 +89,7 @@ def test_disagreement_is_that_of_experts_weighted_under_the_condition():
     points = samples().rows(torch.arange(90))
     given = Samples(points.x_0, points.clusters, points.sample_ids, Condition.of(torch.zeros(90, dtype=torch.int64)))
     made = Ensemble([Constant(1.0), Constant(3.0)], Sure(), [1 / 3, 2 / 3])
-    assert expert_figures(made, given, seed=0)["disagreement"] == pytest.approx([0.75 / 2.5**2] * 8)
+    assert expert_figures(made, [given], seed=0)["disagreement"] == pytest.approx([0.75 / 2.5**2] * 8)
 
 
 class Constant(nn.Module):
@@ -116,7 +116,7 @@ def test_draws_of_one_sample_share_the_number_that_judges_chance(monkeypatch):
     choose = diagnosis.choose
     monkeypatch.setattr(diagnosis, "choose", lambda weights, uniform: seen.append(uniform) or choose(weights, uniform))
     points = samples()
-    router_figures(ensemble(points), points.rows(torch.arange(180).repeat(8)), seed=0)
+    router_figures(ensemble(points), [points.rows(torch.arange(180).repeat(8))], seed=0)
     for uniform in seen:
         assert torch.equal(uniform, uniform.reshape(8, -1)[0].repeat(8)) and len(uniform.unique()) > 60
 
@@ -141,18 +141,18 @@ def test_losses_and_likelihoods_are_those_by_hand():
     oracle = FiniteSetOracle(points.x_0, points.clusters, 3)
     squares = [(oracle.velocity(x_t, t, k) - target).square().flatten(1).mean(1) for k in range(3)]
     expected = [[float(loss[points.clusters == cluster].mean()) for cluster in range(3)] for loss in squares]
-    found = expert_figures(ensemble(points), points, seed=0)["loss_by_time"][3]
+    found = expert_figures(ensemble(points), [points], seed=0)["loss_by_time"][3]
     assert [row == pytest.approx(other, rel=1e-4) for row, other in zip(found, expected, strict=True)] == [True] * 3
     judged = is_judged(points.sample_ids)
     own = oracle.cluster_posterior(x_t, t)[torch.arange(180), points.clusters]
-    found = router_figures(ensemble(points), points, seed=0)["unconditional"]["nll"][3]
+    found = router_figures(ensemble(points), [points], seed=0)["unconditional"]["nll"][3]
     assert found == pytest.approx(-float(own[judged].log().mean()), rel=1e-4)
 
 
 def test_calibration_is_judged_before_and_after():
     points = samples()
-    exact = router_figures(ensemble(points), repeated(points), seed=0)["unconditional"]
-    sharp = router_figures(ensemble(points, sharpened=True), repeated(points), seed=0)["unconditional"]
+    exact = router_figures(ensemble(points), [repeated(points)], seed=0)["unconditional"]
+    sharp = router_figures(ensemble(points, sharpened=True), [repeated(points)], seed=0)["unconditional"]
     assert exact["accuracy"] == sharp["accuracy"] and len(exact["accuracy"]) == 8
     assert exact["nll"] == exact["nll_calibrated"] == pytest.approx(sharp["nll_calibrated"], abs=2e-3)
     assert sum(sharp["nll"]) > sum(sharp["nll_calibrated"])
@@ -165,7 +165,7 @@ def test_calibration_is_judged_before_and_after():
 @pytest.mark.parametrize(("above", "times"), [(0.5, "0.56, 0.69, 0.81, 0.94"), (0.8, "0.81, 0.94"), (0.9, ""), (1, "")])
 def test_a_router_that_answers_the_priors_at_high_noise_is_named(above, times):
     points = samples()
-    scores = router_figures(ensemble(points, blind_above=above), repeated(points), seed=0)
+    scores = router_figures(ensemble(points, blind_above=above), [repeated(points)], seed=0)
     judged = points.clusters[is_judged(points.sample_ids)]
     expected = -np.log(np.array(PRIORS)[judged]).mean()
     assert scores["unconditional"]["nll_of_priors"] == pytest.approx([expected] * 8)
