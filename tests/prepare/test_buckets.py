@@ -120,7 +120,9 @@ def samples_of_shapes(names, num, prefix=""):
 
 
 def shards_of(run):
-    return hashes(run / "prepared" / "shards")
+    """Each file by content, and all folders."""
+    folder = run / "prepared" / "shards"
+    return hashes(folder), {path.relative_to(folder) for path in folder.rglob("*")}
 
 
 def test_a_list_of_one_square_changes_no_byte_and_no_key(tmp_path, tiny_prepared):
