@@ -15,7 +15,7 @@ from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.shards.manifest import DataSizes, Manifest, manifest_path
 
 if TYPE_CHECKING:
-    from ddm_lightning.prepare.reading import Plugins
+    from ddm_lightning.prepare.plugins import Plugins
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def data_of(experiment: Experiment, num_samples: int | None = None, plugins: Plu
 
         return Data(manifest, sample_bytes, manifest.num_samples, samples, "counted in the manifest")
 
-    from ddm_lightning.prepare.reading import Plugins
+    from ddm_lightning.prepare.plugins import Plugins
     from ddm_lightning.prepare.records import count_samples
 
     prepare = experiment.prepare

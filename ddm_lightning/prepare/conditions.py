@@ -7,7 +7,7 @@ from typing import Any
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.members.preflight import missing_condition
-from ddm_lightning.prepare.reading import Plugins
+from ddm_lightning.prepare.plugins import Plugins
 from ddm_lightning.prepare.records import Record, count_samples
 
 _SPLIT = re.compile("train(ing)?|val(id|idation)?|dev|test(ing)?", re.IGNORECASE)

@@ -27,16 +27,8 @@ from ddm_lightning.encoders.interfaces import Images, numbered
 from ddm_lightning.partition.columns import GrowingArray, PackedStrings, RowNumbers, packed_strings
 from ddm_lightning.prepare.ledger import Entries, Job, OnProgress
 from ddm_lightning.prepare.near_duplicates import codes_of
-from ddm_lightning.prepare.reading import (
-    ENOUGH,
-    Chunk,
-    Plugins,
-    Reading,
-    inputs_of_images,
-    num_captions,
-    one_ahead,
-    to_square,
-)
+from ddm_lightning.prepare.plugins import ENOUGH, Plugins, inputs_of_images, num_captions
+from ddm_lightning.prepare.reading import Chunk, Reading, one_ahead, to_square
 from ddm_lightning.prepare.records import Part, Pixels, Record
 
 RECORDS = "records"

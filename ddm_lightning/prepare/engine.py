@@ -31,7 +31,7 @@ from ddm_lightning.core.formatting import Bars
 from ddm_lightning.core.processes import num_cores, on_orphaned
 from ddm_lightning.prepare import ledger
 from ddm_lightning.prepare.ledger import Entries, OnProgress
-from ddm_lightning.prepare.reading import Plugins
+from ddm_lightning.prepare.plugins import Plugins
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")

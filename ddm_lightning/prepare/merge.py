@@ -16,8 +16,8 @@ from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core.files import sha256_file
 from ddm_lightning.partition.build import check_balance
 from ddm_lightning.partition.partition import Partition
+from ddm_lightning.prepare.plugins import Plugins, inputs_of_images
 from ddm_lightning.prepare.prepared import Prepared
-from ddm_lightning.prepare.reading import Plugins, inputs_of_images
 from ddm_lightning.prepare.write_shards import Moments
 from ddm_lightning.shards.manifest import FORMAT_VERSION, HELD_OUT, TRAIN, ClusterSamples, Manifest, shard_name
 from ddm_lightning.shards.mosaic import merge_index

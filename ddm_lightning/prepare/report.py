@@ -24,8 +24,9 @@ from ddm_lightning.core.grids import labelled_grid, save_png
 from ddm_lightning.partition.build import displaced_fractions
 from ddm_lightning.partition.columns import RowNumbers, Rows
 from ddm_lightning.partition.partition import Partition
+from ddm_lightning.prepare.plugins import Plugins
 from ddm_lightning.prepare.prepared import Prepared, Thumbnails
-from ddm_lightning.prepare.reading import Plugins, count_buckets
+from ddm_lightning.prepare.reading import count_buckets
 from ddm_lightning.shards.manifest import Manifest
 
 # Silhouettes need the square of this many distances: 128 MB.

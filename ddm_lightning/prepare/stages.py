@@ -51,8 +51,8 @@ from ddm_lightning.prepare.encode import (
 from ddm_lightning.prepare.engine import Reporter, run_jobs
 from ddm_lightning.prepare.ledger import Job, Ledger, Store, hash_of_files
 from ddm_lightning.prepare.merge import buckets_in_words, merge_groups
+from ddm_lightning.prepare.plugins import Plugins, inputs_of_images
 from ddm_lightning.prepare.prepared import Prepared, Thumbnails, write_index
-from ddm_lightning.prepare.reading import Plugins, inputs_of_images
 from ddm_lightning.prepare.records import Part, count_samples
 from ddm_lightning.prepare.report import report_partition
 from ddm_lightning.prepare.share import Share, agree_on_parts, take_over

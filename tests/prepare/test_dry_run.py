@@ -11,8 +11,9 @@ from ddm_lightning.config.experiment import PluginConfig, PrepareConfig
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import SOURCES
 from ddm_lightning.prepare.dry_run import DryRun, dry_run, dry_run_table
+from ddm_lightning.prepare.plugins import Plugins
 from ddm_lightning.prepare.prepared import Prepared
-from ddm_lightning.prepare.reading import Plugins, Reading
+from ddm_lightning.prepare.reading import Reading
 from ddm_lightning.prepare.records import BrokenSample
 from ddm_lightning.prepare.stages import prepare
 
