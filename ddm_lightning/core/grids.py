@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Sequence
 from itertools import accumulate
@@ -17,7 +18,7 @@ from PIL.PngImagePlugin import PngInfo
 
 from ddm_lightning.core.files import atomic_write
 
-# Height in pixels to which small images are enlarged.
+# Height and width in pixels to which small squares are enlarged.
 CELL_SIZE = 72
 _GAP = 4
 _MARGIN = 12
@@ -52,7 +53,7 @@ def labelled_grid(
     """
     sizes = [image.shape[:2] for _, images in rows for image in images]
     cell_height, cell_width = (scale * max(sides) for sides in zip(*sizes, strict=True))
-    heights = [scale * max(map(len, images)) if images else cell_height for _, images in rows]
+    heights = [max((scale * len(image) for image in images), default=cell_height) for _, images in rows]
     # Matplotlib's own font makes a grid look the same on every machine, and has accents, Greek and Cyrillic.
     path = f"{get_data_path()}/fonts/ttf/DejaVuSans.ttf"
     font = ImageFont.truetype(path, _FONT_SIZE)
@@ -109,8 +110,9 @@ def labelled_grid(
 
 
 def scale_of(image: UInt8[np.ndarray, "h w 3"]) -> int:
-    """Factor that enlarges small images to a height of about ``CELL_SIZE`` pixels."""
-    return max(1, CELL_SIZE // image.shape[0])
+    """Factor that enlarges small images to the area of a square of about ``CELL_SIZE`` pixels."""
+    height, width, _ = image.shape
+    return max(1, CELL_SIZE // math.isqrt(height * width))
 
 
 def heat_map(axis: Axes, values: np.ndarray, numbers: np.ndarray, form: str, **options: Any) -> None:

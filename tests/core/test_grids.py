@@ -2,7 +2,7 @@ import time
 
 import numpy as np
 
-from ddm_lightning.core.grids import labelled_grid
+from ddm_lightning.core.grids import labelled_grid, scale_of
 
 
 def picture(colour, size=4):
@@ -75,3 +75,8 @@ def test_a_label_of_any_length_is_shortened_in_linear_time():
 
     assert long.width < 2 * labelled_grid([("x" * 25, row)], 3).width
     assert time.process_time() - start < 10, "a quadratic search takes minutes"
+
+
+def test_shapes_of_equal_area_are_enlarged_alike():
+    shapes = ((8, 8), (4, 16), (16, 4), (200, 100))
+    assert [scale_of(np.zeros((*shape, 3), np.uint8)) for shape in shapes] == [9, 9, 9, 1]
