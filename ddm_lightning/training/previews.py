@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from threading import get_ident
@@ -275,16 +276,21 @@ def sample_like(
     x_0 = objective.x_0(batch)  # its shape; a stored posterior has twice the channels
     condition = objective.condition(batch)
     scale = sample.guidance_scale
+    member = objective.member
+    shape = (x_0.shape[1], x_0.shape[2], x_0.shape[3])
     if rows:
-        noise, condition = noise_of_rows(rows, objective.member.seed, x_0.shape[1:])
+        if shape != member.x_shape:
+            rows = replace(rows, x_shape=shape)
+
+        noise, condition = noise_of_rows(rows, member.seed, shape)
         noise = x_0 = noise.to(x_0)
         condition = condition and condition.to(x_0.device)
     else:
-        generator = keyed_generator(objective.member.seed, "images", device=x_0.device)
+        generator = keyed_generator(member.seed, "images", device=x_0.device)
         noise = torch.randn(x_0.shape, generator=generator, device=x_0.device)
 
     def predicted(x_t: Tensor, t: Tensor, condition: Condition | None) -> Tensor:
-        return velocity_of(network, x_t, t, condition, objective.prediction, objective.member.path)
+        return velocity_of(network, x_t, t, condition, objective.prediction, member.path)
 
     def velocity(x_t: Tensor, t: Tensor) -> Tensor:
         found = predicted(x_t, t, condition)
@@ -293,8 +299,8 @@ def sample_like(
 
         return guided(found, predicted(x_t, t, condition.null()), scale)
 
-    low, high = objective.member.interval
-    times = sampling_times(sample.num_steps, objective.member.timesteps.shift).clamp(low, high).unique().flip(0)
+    low, high = member.interval
+    times = sampling_times(sample.num_steps, member.shift_for(shape)).clamp(low, high).unique().flip(0)
     x_t = Euler().solve(velocity, interpolate(x_0, noise, time_rows(high, noise)), times)
     end = time_rows(low, noise)
     if low > 0:

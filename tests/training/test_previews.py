@@ -24,6 +24,7 @@ from ddm_lightning.training import previews
 from ddm_lightning.training.callbacks import RollingCheckpoints, StopOnRequest
 from ddm_lightning.training.module import MemberModule
 from ddm_lightning.training.previews import SampleLogger, build_loggers, routing_heat_map, sample_like
+from ddm_lightning.use.rows import Rows
 
 pytestmark = WARNINGS
 
@@ -35,6 +36,16 @@ def test_samples_from_a_stored_posterior_have_the_channels_of_an_image():
 
     assert found.shape == objective.x_0(given).shape == (6, 4, 4, 4)
     assert all(x_t.shape == found.shape for x_t, *_ in objective.network.calls)
+
+
+def test_rows_of_another_shape_have_its_noise_of_the_command():
+    objective = expert()
+    given = {**batch(), "x_0": torch.zeros(6, 3, 2, 8)}
+    sample_like(objective, objective.network, given, SampleConfig(), Rows(["no condition"], ["no condition"]))
+
+    generator = keyed_generator(MEMBER.seed, "x_1", "no condition", 0, 3, 2, 8)
+    (x_t, *_), *_ = objective.network.calls
+    assert torch.equal(x_t[0], torch.randn(3, 2, 8, generator=generator))
 
 
 def test_all_starts_of_a_member_are_one_run_of_weights_and_biases(tmp_path, monkeypatch):
