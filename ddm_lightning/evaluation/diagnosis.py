@@ -362,7 +362,7 @@ def _cat(samples: Sequence[Samples], name: str) -> Int[Tensor, " n"]:
 
 def _noisy(x_0: Float[Tensor, "n c h w"], seed: int, index: int) -> tuple[Tensor, Tensor]:
     """Return ``x_t`` and ``t`` at one of the fixed times."""
-    t = stratified_timesteps().to(x_0.device)[index].expand(len(x_0))
+    t = x_0.new_full((len(x_0),), float(stratified_timesteps()[index]))
     noise = torch.randn(x_0.shape, generator=keyed_generator(seed, "diagnosis", index))
     return interpolate(x_0, noise.to(x_0.device), t), t
 

@@ -15,7 +15,7 @@ from islands.watching import refused, wait_for, weights
 from prepare.listed import hashes
 from shards import servers
 from shards.mds import WARNINGS
-from tiny_runs import MEMBERS, STEPS, TINY, finish, prepared, settings, start
+from tiny_runs import MEMBERS, STEPS, TINY, bucket_experiment, finish, prepared, settings, start
 
 from ddm_lightning.cli.parser import main
 from ddm_lightning.config.load import load_experiment
@@ -97,6 +97,16 @@ def test_several_members_of_one_machine_publish_each_for_itself(store, finished_
     assert main(["fit", *settings(tmp_path / "again"), f"remote={url}"]) == 0
     for member in MEMBERS:
         assert weights(tmp_path / "again", member) == weights(finished_run, member)
+
+
+def test_shards_of_several_shapes_are_published_and_trained_from(bucket_run, bucket_finished, tmp_path, quick_prepare):
+    given = [*bucket_experiment(bucket_run), f"remote={tmp_path / 'store'}"]
+    assert main(["prepare", *given]) == 0
+    island = tmp_path / "island"
+    assert main(["fit", *given, f"run_dir={island}", "member=expert-0", *QUICK]) == 0
+
+    assert not (island / "prepared" / "shards").exists()
+    assert weights(island) == weights(bucket_finished)
 
 
 def test_a_store_that_is_down_costs_no_step(store, finished_run, tmp_path, monkeypatch):

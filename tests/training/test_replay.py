@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from shards.mds import WARNINGS
-from tiny_runs import TINY, copy_run
+from tiny_runs import TINY, bucket_settings, copy_run
 from torch.nn import functional
 from training.short_fits import SHORT, member
 
@@ -81,6 +81,20 @@ def test_each_sample_has_its_own_loss_and_gradient_at_the_nearest_weights(finish
         assert sample.t == float(one.t) and not sample.not_finite
         assert sample.loss == pytest.approx(float(loss.detach()), rel=1e-5)
         assert sample.gradient_norm == pytest.approx(float(norm), rel=1e-4)
+
+
+def test_steps_of_each_shape_are_replayed(bucket_run):
+    """With 40 to 50 samples in three shapes, these four steps are in the fourth and fifth epoch."""
+    shapes = set()
+    for step in range(18, 22):
+        opened, batch = left_out(bucket_run, step, "expert-0", *bucket_settings(bucket_run / "images"))
+        _, _, samples = replay_step("expert-0", opened, step, 0)
+
+        assert [sample.sample_id for sample in samples] == batch["sample_id"].tolist()
+
+        shapes.add(batch["x_0"].shape[2:])
+
+    assert len(shapes) > 1
 
 
 def test_a_member_in_training_is_left_alone(finished, tiny_run):

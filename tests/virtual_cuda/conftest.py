@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from tiny_runs import TINY
+from tiny_runs import TINY, bucket_settings, write_shapes
 from virtual_cuda.runs import Command, run
 
 from ddm_lightning.core.registry import SOLVERS, STRATEGIES
@@ -43,6 +43,9 @@ def commands(run_dir):
     def command(name: str, *more: str, **numbers: int) -> Command:
         return Command([name, *more], ["-c", str(TINY), f"run_dir={run_dir}", *SETTINGS], **numbers)
 
+    shapes = run_dir.with_name("shapes")
+    write_shapes(shapes / "images")
+    in_buckets = (f"run_dir={shapes}", *bucket_settings(shapes / "images"))
     guided = "sample.guidance_scale=2"
     exact = ("sample.precision=32-true", "--seed", "1")
     return [
@@ -67,6 +70,9 @@ def commands(run_dir):
         command("replay", "member=monolith"),
         command("ema", "member=expert-0"),
         command("ema", "member=expert-0", "--use", "0.1"),
+        command("prepare", *in_buckets),
+        command("fit", *in_buckets, "member=expert-1"),
+        command("sample", *in_buckets, "sample.member=expert-1", "--size", "4x16", "--size", "16x4"),
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ pytestmark = pytest.mark.slow
 
 COLUMNS = ("upload", "shards.datamodule:transfer_batch_to_device")
 ROUTED = ("wait", "ensemble.velocity:rows_by_expert")
+POSITIONS = ("blocking upload", "networks.dit:table")
 
 
 def allow_list():
@@ -51,6 +53,13 @@ def test_every_entry_of_the_allow_list_still_matches(everything):
     assert not unseen, "\n".join(unseen)
 
 
+def test_the_positions_of_each_shape_go_to_the_device_once(everything):
+    """Those of two shapes; the square's go there with the weights."""
+    (ran,) = (ran for ran in everything if ran.name == "fit" and any("buckets" in word for word in ran.argv))
+
+    assert ran.counts[POSITIONS] == 2
+
+
 def test_between_log_steps_a_training_step_copies_its_batch_and_waits_for_nothing(everything):
     members = set()
     for ran in everything:
@@ -58,7 +67,8 @@ def test_between_log_steps_a_training_step_copies_its_batch_and_waits_for_nothin
         for step in (step for step in ran.steps[1:] if not step.due):
             # An expert of a student's teacher is called with its rows alone, whose number the host must know.
             student = {ROUTED: 1} if "member=student" in ran.argv else {}
-            assert step.counts == {COLUMNS: 5, **student}, f"step {step.number} of {ran}"
+            own = step.counts - Counter({POSITIONS: 2})
+            assert own == {COLUMNS: 5, **student}, f"step {step.number} of {ran}"
             members |= {word for word in ran.argv if word.startswith("member=")}
 
     names = ("expert-0", "expert-1", "expert-2", "router", "monolith", "student")
