@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -15,6 +16,7 @@ from saved_ensembles import kept as kept
 from saved_ensembles import load, saved
 from tiny_runs import TINY
 
+from ddm_lightning import DecentralizedEnsemble
 from ddm_lightning.cli.parser import main
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.buckets import Bucket
@@ -89,6 +91,13 @@ def test_the_square_is_the_default_and_has_the_bits_of_an_ensemble_without_bucke
 def test_without_a_square_the_default_is_the_bucket_nearest_to_it(tmp_path):
     buckets = (WIDE, Bucket(4, 6, (3, 4, 6)), TALL)
     assert load(saved(tmp_path, buckets=buckets))("cat", seed=1).images[0].size == (6, 4)
+
+
+def test_of_several_squares_the_default_is_that_of_the_networks(ensemble):
+    manifest = ensemble.manifest
+    metas = {name: replace(meta, buckets=(*BUCKETS, Bucket(8, 8, (3, 8, 8)))) for name, meta in manifest.metas.items()}
+    several = DecentralizedEnsemble(replace(manifest, metas=metas))
+    assert several.bucket_of() == SQUARE
 
 
 @pytest.mark.parametrize(("height", "width", "taken"), [(2, 6, "2x8"), (40, 44, "4x4"), (8, 1, "8x2"), (20, 80, "2x8")])
