@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None) -> None:
     options = parse(cli, arguments)
     options.overrides += [*QUICK, "run_dir=runs/shapes_quick"] if options.quick else []
     data = OpenRun(load(options))
-    squares = ("prepare.images.buckets=null", f"run_dir={data.experiment.run_dir}_square")
+    squares = ("prepare.images.buckets=null", "sample.size=null", f"run_dir={data.experiment.run_dir}_square")
     ensembles = {}
     for name, own in zip(WAYS, ((), squares), strict=True):
         call("fit", options, *own)

@@ -32,7 +32,7 @@ def main(run: str, out: str) -> None:
             own = images[8 * number : 8 * number + 8]
             rows.append((f"{prompt} ({height} x {width})", [np.asarray(image) for image in own]))
 
-    grid = labelled_grid(rows, 2, footer=ensemble.manifest.description.attribution)
+    grid = labelled_grid(rows, 2, footer=ensemble.credit_line)
     grid.quantize(256).save(out, optimize=True)
 
 
