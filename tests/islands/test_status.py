@@ -276,3 +276,12 @@ def test_the_progress_of_preparing_here(tmp_path):
         (tmp_path / "prepared" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "prepared" / name).write_text(json.dumps([1, 2]))
     assert status.preparing_line(run) == "prepare: 1 of 2 parts encoded, 1 of 1 groups of shards written"
+
+
+def test_buckets_are_named_below_the_table(bucket_prepared, tiny_prepared):
+    lines = []
+    for prepared in (bucket_prepared, tiny_prepared):
+        run = Run(load_experiment(TINY, [f"run_dir={prepared.parent}"]))
+        lines.append(status.Status(run, []).caption)
+
+    assert lines[0] == "20 of 4x16, 50 of 8x8, 30 of 16x4" and not lines[1]
