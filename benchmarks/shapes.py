@@ -35,7 +35,7 @@ QUICK = ("expert.train.max_steps=20", "router.train.max_steps=20", "sample.num_s
 def main(arguments: Sequence[str] | None) -> None:
     """Run the benchmark."""
     cli = parser(__doc__ or "", config="experiments/shapes_4x.yaml")
-    cli.add_argument("--num", type=int, default=256, help="images of each shape")
+    cli.add_argument("--num", type=int, default=128, help="images of each shape")
     options = parse(cli, arguments)
     options.overrides += [*QUICK, "run_dir=runs/shapes_quick"] if options.quick else []
     data = OpenRun(load(options))
