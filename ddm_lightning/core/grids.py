@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +50,18 @@ def labelled_grid(
         footer: small text below the grid, such as a credit.
         headings: text above each column, shortened to its width; none without them.
     """
-    sizes = [image.shape[:2] for _, images in rows for image in images]
-    cell_height, cell_width = (scale * max(sides) for sides in zip(*sizes, strict=True))
-    heights = [max((scale * len(image) for image in images), default=cell_height) for _, images in rows]
+    cell_height = 0
+    cell_width = 0
+    for _, images in rows:
+        for image in images:
+            cell_height = max(cell_height, scale * image.shape[0])
+            cell_width = max(cell_width, scale * image.shape[1])
+
+    heights = []
+    for _, images in rows:
+        highest = scale * max(map(len, images), default=0)
+        heights.append(highest or cell_height)
+
     # Matplotlib's own font makes a grid look the same on every machine, and has accents, Greek and Cyrillic.
     path = f"{get_data_path()}/fonts/ttf/DejaVuSans.ttf"
     font = ImageFont.truetype(path, _FONT_SIZE)
@@ -81,7 +89,10 @@ def labelled_grid(
         grid_top += _FONT_SIZE + _GAP
 
     footer_lines = _wrap(footer, footer_font, full_width - 2 * _MARGIN)
-    tops = list(accumulate((height + _GAP for height in heights), initial=grid_top))
+    tops = [grid_top]
+    for height in heights:
+        tops.append(tops[-1] + height + _GAP)
+
     footer_top = tops[-1] - _GAP + _MARGIN
     full_height = footer_top
     if footer_lines:

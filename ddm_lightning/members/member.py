@@ -354,7 +354,8 @@ class Member:
 def _bucket_shares(sizes: Manifest | DataSizes, clusters: Sequence[int]) -> tuple[float, ...]:
     nums = [1] * len(sizes.buckets)
     if isinstance(sizes, Manifest):
-        nums = [sum(of_clusters[cluster].train for cluster in clusters) for of_clusters in sizes.bucket_samples]
+        for number, of_clusters in enumerate(sizes.bucket_samples):
+            nums[number] = sum(of_clusters[cluster].train for cluster in clusters)
 
     total = max(1, sum(nums))  # too few samples are refused elsewhere
     return tuple(num / total for num in nums)

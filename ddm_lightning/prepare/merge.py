@@ -52,8 +52,12 @@ def merge_groups(
     def count(*names: str | None) -> tuple[ClusterSamples, ...]:
         clusters = []
         for k in range(partition.num_clusters):
-            train = sum(num_samples[shard_name(k, TRAIN, name)] for name in names)
-            held_out = sum(num_samples[shard_name(k, HELD_OUT, name)] for name in names)
+            train = 0
+            held_out = 0
+            for name in names:
+                train += num_samples[shard_name(k, TRAIN, name)]
+                held_out += num_samples[shard_name(k, HELD_OUT, name)]
+
             clusters.append(ClusterSamples(train, held_out))
 
         return tuple(clusters)
@@ -61,11 +65,13 @@ def merge_groups(
     encoder = plugins.image_encoder
     sizes = plugins.sizes_at(index["image_size"])
     columns = groups[0]["columns"]
-    buckets = []
+    by_bucket = {}
     for bucket in sizes.buckets:
-        if any(one.train + one.held_out for one in count(bucket.name)):
-            buckets.append(bucket)
+        counted = count(bucket.name)
+        if counted != count():
+            by_bucket[bucket] = counted
 
+    buckets = tuple(by_bucket)
     if buckets:
         columns = plugins.encodings(plugins.stored_shape(buckets[0].x_shape))
 
@@ -106,8 +112,8 @@ def merge_groups(
         versions=plugins.versions(),
         class_names=list(class_names) or None,
         class_counts=class_counts.tolist(),
-        buckets=tuple(buckets),
-        bucket_samples=tuple(count(bucket.name) for bucket in buckets),
+        buckets=buckets,
+        bucket_samples=tuple(by_bucket.values()),
     )
 
 

@@ -93,8 +93,14 @@ class ClusterDataModule(L.LightningDataModule):
         if not self.buckets:
             return [shard_name(k, split) for k in clusters]
 
-        names = [shard_name(k, split, bucket.name) for bucket in self.buckets for k in clusters]
-        return [name for name in names if name in self.index_sha256]
+        names = []
+        for bucket in self.buckets:
+            for k in clusters:
+                name = shard_name(k, split, bucket.name)
+                if name in self.index_sha256:
+                    names.append(name)
+
+        return names
 
     def prepare_data(self) -> None:
         """Check that every local shard is there with its size; hashes are compared when a shard is first needed.
