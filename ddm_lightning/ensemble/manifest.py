@@ -388,7 +388,7 @@ def _check_members(
         for key in shared:
             if getattr(meta, key) != getattr(metas[first], key):
                 raise UserError(
-                    f"{file}: was trained on another {key} than {folders[first] / MEMBER_FILE}; "
+                    f"{file}: has another value of {key} than {folders[first] / MEMBER_FILE}; "
                     "take members of one run, or fit one of the two again"
                 )
 

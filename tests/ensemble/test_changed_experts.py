@@ -251,7 +251,7 @@ def test_damage_is_refused_in_one_line(three, tmp_path, capsys, damage, words):
         ("add THREE THREE/expert-0 --images 0", "--images 0: must be at least 1"),
         (
             "add THREE SMALL --images 5",
-            "SMALL/member.json: was trained on another timestep_shift than THREE/expert-0/member.json",
+            "SMALL/member.json: has another value of timestep_shift than THREE/expert-0/member.json",
         ),
         ("add THREE UNKNOWN --images 5", "unknown expert 'pixel-net'; known: "),
         ("replace THREE expert-1 UNKNOWN", "install the package that registers it"),
@@ -284,7 +284,7 @@ def test_a_manifest_may_not_mix_partitions_unless_it_says_so(three, tmp_path):
     stranger = put_member(tmp_path / "stranger", "expert-0", 5, partition_sha256="cd" * 32)
     assert change("replace", three, "expert-0", stranger, "--out", tmp_path / "out") == 0
     edit(tmp_path / "out" / "ensemble.json", changed=False)
-    refused(lambda: load(tmp_path / "out"), "was trained on another partition_sha256")
+    refused(lambda: load(tmp_path / "out"), "has another value of partition_sha256")
     shutil.copytree(three / "router", tmp_path / "out" / "router")
     document = json.loads((three / "ensemble.json").read_text())
     mixed = json.loads((tmp_path / "out" / "ensemble.json").read_text())["members"]

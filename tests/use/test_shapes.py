@@ -268,4 +268,4 @@ def test_several_sizes_are_rows_of_a_grid_and_no_call(ensemble, tmp_path, monkey
 def test_members_of_other_buckets_are_no_ensemble(tmp_path, shaped, buckets):
     other = saved(tmp_path, buckets=buckets) / "expert-1"
     manifest = read_ensemble(shaped / "ensemble.json")
-    refused(lambda: added(manifest, other, 10), "member.json: was trained on another buckets than ")
+    refused(lambda: added(manifest, other, 10), "member.json: has another value of buckets than ")
