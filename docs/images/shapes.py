@@ -1,6 +1,6 @@
-"""Draw the grid of docs/data.md: prompts in their own shapes, by the ensemble of a run.
+"""Draw the grid of docs/sampling.md: prompts in their own shapes, by the ensemble of experiments/shapes_4x.yaml.
 
-python docs/images/shapes.py runs/shapes_4x docs/images/shapes.png
+python docs/images/shapes.py docs/images/shapes.png
 """
 
 from __future__ import annotations
@@ -9,22 +9,22 @@ import sys
 
 import numpy as np
 
-from ddm_lightning import DecentralizedEnsemble
+from ddm_lightning import Run
 from ddm_lightning.core.grids import labelled_grid
 
 PROMPTS = {
     (20, 40): ("emoji: flag: Japan", "satellite: hot desert", "satellite: coast, tundra"),
     (24, 32): ("relief: boreal forest", "photo: galaxies and stars"),
     (28, 28): ("emoji: grinning face", "emoji: red apple"),
-    (32, 24): ("emoji: women holding hands",),
+    (32, 24): ("emoji: pregnant woman",),
     (40, 20): ("emoji: man standing", "portrait: tabby cat"),
 }
 """Prompts by height and width."""
 
 
-def main(run: str, out: str) -> None:
+def main(out: str, *overrides: str) -> None:
     """Draw eight images of each prompt."""
-    ensemble = DecentralizedEnsemble.from_pretrained(run, "cpu")
+    ensemble = Run("experiments/shapes_4x.yaml", overrides).ensemble()
     rows = []
     for (height, width), prompts in PROMPTS.items():
         images = ensemble(prompts, num_images_per_prompt=8, seed=0, height=height, width=width).images
