@@ -35,6 +35,8 @@ MEMBER = "expert-0"
 """The member that benchmarks of a training step or of one training train."""
 LOGS_SAMPLES = "island.callbacks=[{name: sample-log}]"
 """Setting that writes each step's sample ids to the member's folder, by a plug-in of ``tests``."""
+GRIDS = ((8, 8), (6, 10), (10, 6), (4, 17), (17, 4), (7, 9), (9, 7), (5, 13), (13, 5))
+"""Rows and columns of the patches of nine shapes: as many together as of nine squares."""
 INTERRUPTED = 130
 T = TypeVar("T")
 

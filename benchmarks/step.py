@@ -1,23 +1,25 @@
 """Time of one optimizer step: our loop against a bare one and our network against diffusers'.
 
 The sides alternate in one process, a few steps each; ratios are medians over neighbouring groups of turns. On a GPU the
-networks are DiT-XL/2 in bfloat16 with compiled blocks.
+networks are DiT-XL/2 in bfloat16 with compiled blocks. ``--shapes`` compares steps of our network on nine shapes, a
+batch of each in turn, with those on one shape instead.
 
     python benchmarks/step.py --json benchmarks/results/step.json
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import tempfile
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import step_networks
 import torch
-from common import Report, call, device_of, load, parse, parser, run
+from common import GRIDS, Report, call, device_of, load, parse, parser, run
 from step_clock import Seconds, grouped, in_turn, median, ratio, ratios
 from step_loops import Trained, train
 from step_networks import XL2, Sizes
@@ -95,13 +97,22 @@ def main(arguments: Sequence[str] | None) -> None:
     # As ``fit`` does: exempt imported objects from garbage collection.
     processes.begin()
     processes.end_imports()
-    options = parse(parser(__doc__ or "", fixed=True, device=True), arguments)
+    cli = parser(__doc__ or "", fixed=True, device=True)
+    cli.add_argument("--shapes", action="store_true", help="compare nine shapes with one, and nothing else")
+    options = parse(cli, arguments)
     device = device_of(options)
     name = device.type
     torch.set_num_threads(1)
     # About 100 steps per epoch, or 20 with --quick; each new epoch costs time.
     num_groups, num_batches, num_rounds = (3, 40, 3) if options.quick else (16, 200, 30)
     report = Report(f"One optimizer step on {name}, one thread", HEADINGS)
+    if options.shapes:
+        for kind in NETWORKS[name]:
+            add_shapes(report, kind, device, num_rounds // 3)
+
+        report.finish(options.json)
+        return
+
     with tempfile.TemporaryDirectory(prefix="step-") as folder:
         for loop in (LOOPS[name], DEMO):
             run_dir = Path(folder) / f"run{loop.end}"
@@ -177,6 +188,27 @@ def add_networks(report: Report, kind: Networks, device: torch.device, num_round
             millions = f"{sides['ours'].num_parameters / 1e6:.2f} M and {side.num_parameters / 1e6:.2f} M parameters"
             title = f"DiT, {kinds}, against {side.title}: {millions}, {kind.sizes}"
             add_ratio(report, f"ours_over_{name}{kind.end}", title, found["ours"], found[name])
+
+
+def add_shapes(report: Report, kind: Networks, device: torch.device, num_rounds: int) -> None:
+    """Add the row and the figures of our network on nine shapes against one; each turn takes a step of each shape."""
+    sizes = kind.sizes
+    step = step_networks.Step(step_networks.our_side(sizes), sizes, device, half=kind.fast, compiled=kind.fast)
+
+    def steps(grids: Sequence[tuple[int, int]]) -> Callable[[], None]:
+        scale = sizes.edge // 8
+        shapes = [(sizes.channels, scale * rows, scale * columns) for rows, columns in grids]
+        batches = itertools.cycle([step_networks.random_batch(sizes.batch_size, one, device) for one in shapes])
+
+        def take() -> None:
+            step.x_t, step.target, step.t = next(batches)
+            step.take()
+
+        return take
+
+    found = in_turn({"shapes": steps(GRIDS), "one": steps(GRIDS[:1])}, device, num_rounds, len(GRIDS))
+    title = f"DiT{kind.end.replace('_', ', ')}, nine shapes (ours) or one (other): {sizes}"
+    add_ratio(report, f"shapes_over_one{kind.end}", title, found["shapes"], found["one"])
 
 
 def add_ratio(report: Report, name: str, title: str, ours: Sequence[Seconds], others: Sequence[Seconds]) -> None:
