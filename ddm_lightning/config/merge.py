@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from ddm_lightning.config.experiment import (
     Experiment,
@@ -22,14 +22,14 @@ _Section = TypeVar("_Section")
 def merge(base: Any, change: Any) -> Any:
     """Merge two configurations, which are of no use afterwards.
 
-    A plug-in with another ``name`` keeps none of the previous params.
+    A plug-in with another ``name`` keeps none of the previous params. A list replaces a mapping, and a mapping a list.
     """
-    _forget_params(base, change)
+    _forget_replaced(base, change)
     return OmegaConf.unsafe_merge(base, change)
 
 
-def _forget_params(merged: DictConfig, change: DictConfig) -> None:
-    """Empty the params of each plug-in whose name ``change`` replaces."""
+def _forget_replaced(merged: DictConfig, change: DictConfig) -> None:
+    """Empty the params of each plug-in whose name ``change`` replaces, and mappings that become lists or vice versa."""
     for key in map(str, change):
         # References cannot be followed before everything is merged.
         if OmegaConf.is_interpolation(change, key) or OmegaConf.is_interpolation(merged, key):
@@ -37,11 +37,13 @@ def _forget_params(merged: DictConfig, change: DictConfig) -> None:
 
         node = merged.get(key)
         given = change.get(key)
+        if {type(node), type(given)} == {DictConfig, ListConfig}:
+            merged[key] = None
         if not (isinstance(node, DictConfig) and isinstance(given, DictConfig)):
             continue
 
         if not issubclass(OmegaConf.get_type(node) or dict, PluginConfig):
-            _forget_params(node, given)
+            _forget_replaced(node, given)
         elif "name" in given and not OmegaConf.is_missing(node, "name") and given["name"] != node["name"]:
             node["params"] = {}
 

@@ -400,6 +400,14 @@ def test_a_plug_in_of_another_name_takes_none_of_the_files_params(overrides):
     assert same.prepare.source.params == {"path": "x", "labels": False}
 
 
+def test_a_list_replaces_a_mapping_and_a_mapping_a_list():
+    rule = {"max_aspect": 2.0, "step": 4}
+    sizes = "prepare.images.buckets=[[28, 28], [20, 40]]"
+    for overrides, expected in (([sizes], [[28, 28], [20, 40]]), ([sizes, f"prepare.images.buckets={rule}"], rule)):
+        loaded = load_experiment(ROOT / "experiments" / "shapes_4x.yaml", overrides)
+        assert loaded.prepare.images.buckets == expected
+
+
 def test_a_batch_that_does_not_divide_is_refused_with_one_that_does():
     with pytest.raises(UserError, match=r"= 64: must be divisible by .* = 3.*set expert\.train\.global_batch_size=66"):
         load_experiment(ROOT / "experiments" / "folder_4x.yaml", ["prepare.partition.num_clusters=3"])
