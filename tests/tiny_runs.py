@@ -195,11 +195,11 @@ def write_shapes(folder, num=100):
     (folder / "captions.jsonl").write_text("".join(captions))
 
 
-def bucket_settings(folder):
+def bucket_settings(folder, images=BUCKETS):
     """What makes the tiny experiment one on the images of ``write_shapes`` in three buckets."""
     return [
         f"prepare.source={{name: imagefolder, params: {{path: {folder}}}}}",
-        f"prepare.images={BUCKETS}",
+        f"prepare.images={images}",
         "prepare.partition.max_largest_over_mean=1.5",
     ]
 

@@ -1,8 +1,10 @@
+from dataclasses import replace
+
 import pytest
 import step
 import step_networks
 import torch
-from common import TINY, Report
+from common import GRIDS, TINY, Report
 from step_clock import Seconds, ratio
 from step_loops import Trained
 from step_networks import Sizes
@@ -87,6 +89,20 @@ def test_networks_are_compared_in_float32_and_in_bfloat16_compiled(monkeypatch):
     for end in ("", "_bf16_compiled"):
         names = {f"seconds_ours{end}", f"ours_over_diffusers{end}", f"ours_over_diffusers_nearest{end}"}
         assert names <= report.figures.keys()
+
+
+def test_turns_of_nine_shapes_and_of_one_have_as_many_steps_and_tokens(monkeypatch):
+    seen = []
+    monkeypatch.setattr(step_networks.Step, "take", lambda self: seen.append(tuple(self.x_t.shape[2:])))
+    report = Report("", step.HEADINGS)
+
+    step.add_shapes(report, step.Networks("", replace(SIZES, edge=16), fast=False), CPU, num_rounds=1)
+
+    mixed = [(2 * rows, 2 * columns) for rows, columns in GRIDS]
+    square = 9 * [(16, 16)]
+    assert seen == [*mixed, *mixed, *square, *square, *mixed, *square]  # the first 36 warm up
+    assert len({*mixed}) == 9 and sum(height * width for height, width in mixed) == 9 * 16 * 16
+    assert report.figures.keys() == {"shapes_over_one", "shapes_over_one_cpu_seconds"}
 
 
 @pytest.mark.parametrize("half", [False, True])

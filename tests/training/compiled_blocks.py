@@ -5,6 +5,8 @@ Prints a line of JSON a network: whether its gradients are those of no compiler,
 
 import json
 import sys
+from contextlib import redirect_stdout
+from functools import partial
 from types import ModuleType
 
 import torch
@@ -13,12 +15,15 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
 
+from ddm_lightning.cli.parser import main
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.networks.attention import attention, set_attention
 from ddm_lightning.networks.blocks import checkpoint_blocks, compile_blocks
 from ddm_lightning.networks.dit import DiT, RouterDiT
 from ddm_lightning.networks.mmdit import MMDiT
+from ddm_lightning.training import parallel
+from ddm_lightning.training.module import MemberModule
 
 SMALL = {"x_shape": (3, 8, 8), "width": 32, "depth": 2, "num_heads": 2, "patch_size": 2}
 TEXT = ConditionSpec("text", 6)
@@ -190,6 +195,24 @@ def shapes():
     return {"is_close": is_close, "graphs": graphs, "breaks": len(torch._dynamo.utils.counters["graph_break"])}
 
 
+def training(*settings):
+    """Shape of each step of ``fit`` and graphs after it; graphs in the end, with validations and images."""
+    parallel.compile_blocks = partial(compile_blocks, backend="eager")
+    parallel.check_compiler = lambda *_: None
+    end_of_step = MemberModule.on_train_batch_end
+    steps = []
+
+    def counted(module, outputs, batch, *words):
+        end_of_step(module, outputs, batch, *words)
+        steps.append(["x".join(map(str, batch["x_0"].shape[2:])), num_graphs()])
+
+    MemberModule.on_train_batch_end = counted
+    with redirect_stdout(sys.stderr):
+        code = main(["fit", *settings])
+
+    return {"code": code, "steps": steps, "graphs": num_graphs()}
+
+
 def ends_at_the_limit():
     """Whether the third shape is an error where torch may make two graphs."""
     afresh()
@@ -250,13 +273,15 @@ def refuses_a_break():
 
 if __name__ == "__main__":
     quick = ("dit with every option", True)
-    if sys.argv[1:] == ["quick"]:
+    if sys.argv[1:2] == ["quick"]:
         print(json.dumps([*quick, compare(*quick)]))
         print(json.dumps(["break", False, {"refused": refuses_a_break()}]))
         print(json.dumps(["samples", False, samples()]))
         print(json.dumps(["shapes", False, shapes()]))
         print(json.dumps(["limit", False, {"is_error": ends_at_the_limit()}]))
         print(json.dumps(["samples of shapes", False, samples_of_shapes()]))
+        afresh()
+        print(json.dumps(["training", False, training(*sys.argv[2:])]))
         sys.exit()
     for name in NETWORKS:
         for is_checkpointed in (False, True):

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tiny_runs import TINY, bucket_settings, prepared
 
 NETWORKS = ("dit", "dit with every option", "router", "mmdit")
 
@@ -29,8 +30,14 @@ def is_one_graph_and_close(what):
 
 
 @pytest.fixture(scope="module")
-def quick():
-    return run("quick")
+def quick(bucket_prepared, tmp_path_factory):
+    """Some networks, and a training on 12, 4 and 8 tokens."""
+    folder = tmp_path_factory.mktemp("compiled")
+    images = "{size: 8, buckets: [[8, 24], [8, 8], [16, 8]]}"
+    settings = bucket_settings(bucket_prepared.parent / "images", images)
+    prepared(folder, *settings)
+    more = ("member=expert-0", "expert.train.max_steps=20", "island.validate_every_n_steps=10", "island.compile=true")
+    return run("quick", "-c", str(TINY), f"run_dir={folder}", *settings, *more)
 
 
 @pytest.mark.slow
@@ -50,6 +57,17 @@ def test_each_number_of_tokens_is_one_graph_that_later_epochs_use(quick):
     assert shapes["is_close"] and shapes["breaks"] == 0
     assert shapes["graphs"] == [11, 11, 11]
     assert quick["limit", False]["is_error"]
+
+
+@pytest.mark.slow
+def test_a_training_on_three_shapes_makes_no_graph_after_its_first_validation(quick):
+    found = quick["training", False]
+
+    shapes, graphs = zip(*found["steps"], strict=True)
+    assert found["code"] == 0
+    assert len(shapes) == 20 and {*shapes[:10]} == {*shapes[10:]} == {"8x24", "8x8", "16x8"}
+    assert graphs[9] == 3  # before the first validation, which has graphs of its own
+    assert {*graphs[10:], found["graphs"]} == {graphs[10]}
 
 
 @pytest.mark.slow
