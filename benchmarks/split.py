@@ -44,7 +44,7 @@ def read_split(run: Run, side: str) -> Split:
     Raises:
         UserError: a shard is missing or damaged, or this side has no samples.
     """
-    shards, _ = open_side(run.folder.shards, run.manifest, side)
+    shards, *_ = open_side(run.folder.shards, run.manifest, side)
     samples = shards.take(np.arange(len(shards)))
     order = samples["sample_id"].argsort()
     samples = {name: column[order] for name, column in samples.items()}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from ddm_lightning.core.formatting import Bars
 from ddm_lightning.ensemble.routing import choose, strategy_of
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.evaluation.diagnosis_report import draw_charts
-from ddm_lightning.evaluation.image_sets import open_side, sections
+from ddm_lightning.evaluation.image_sets import lengths, open_side, sections
 from ddm_lightning.evaluation.shares import ClusterShares, total_variation
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.path import interpolate
@@ -59,6 +59,9 @@ class Samples:
     sample_ids: Int[Tensor, " n"]
     condition: Condition | None
 
+    def __len__(self) -> int:
+        return len(self.x_0)
+
     def rows(self, rows: Int[Tensor, " m"], device: torch.device | None = None) -> Samples:
         """The chosen samples, moved to ``device`` if one is given."""
         condition = self.condition and self.condition.rows(rows)
@@ -71,6 +74,10 @@ class Samples:
             sample_ids=self.sample_ids[rows].to(device),
             condition=condition,
         )
+
+
+Noisy: TypeAlias = tuple[Samples, Tensor, Tensor]
+"""Samples of one batch, with their ``x_t`` and ``t``."""
 
 
 def diagnose(
@@ -116,7 +123,11 @@ def diagnose(
     held_out = [*by_bucket.values()]
     sample_ids = _cat(held_out, "sample_ids")
     num_draws = min(MAX_DRAWS, math.ceil(MIN_ROWS / len(sample_ids)))  # of noise for each sample
-    noisy = [like.rows(torch.arange(len(like.x_0)).repeat(num_draws), device) for like in held_out]
+    noisy = []
+    for like in held_out:
+        rows = torch.arange(len(like)).repeat(num_draws)
+        noisy.append(like.rows(rows, device))
+
     times = stratified_timesteps().tolist()
     figures: Figures = {
         "num_held_out": len(sample_ids),
@@ -171,9 +182,9 @@ def _share_figures(
         num_clusters,
     )
     given = {}
-    for bucket, span in sections({bucket: len(like.x_0) for bucket, like in by_bucket.items()}, num).items():
+    for bucket, span in sections(lengths(by_bucket), num).items():
         like = by_bucket[bucket]
-        given[span] = like.rows(torch.arange(len(span)) * len(like.x_0) // len(span))
+        given[span] = like.rows(torch.arange(len(span)) * len(like) // len(span))
 
     is_conditional = held_out[0].condition is not None
     expected = whole.field.priors
@@ -240,19 +251,15 @@ def expert_figures(
     for index in range(len(times)):
         variance = square = 0.0
         for samples, of_shape in zip(held_out, sums, strict=True):
-            x_t, t = _noisy(samples.x_0, seed, index)
-            for part in torch.arange(len(x_t), device=x_t.device).split(BATCH_SIZE):
-                own = samples.rows(part)
-                noisy = x_t[part]
-                time = t[part]
-                every = torch.ones(len(part), num_clusters, dtype=torch.bool, device=x_t.device)
-                found = ensemble.expert_velocities(noisy, time, own.condition, every)
+            for own, x_t, t in _noisy(samples, seed, index):
+                every = torch.ones(len(own), num_clusters, dtype=torch.bool, device=x_t.device)
+                found = ensemble.expert_velocities(x_t, t, own.condition, every)
                 found = found.transpose(0, 1).flatten(2)  # [experts, rows, values]
-                target = (noisy - own.x_0) / times[index]  # noise - x_0
+                target = (x_t - own.x_0) / times[index]  # noise - x_0
                 errors = (found - target.flatten(1)).square().mean(2)
                 of_shape[index].index_add_(1, own.clusters, errors)
                 if ensemble.router is not None:
-                    weights = ensemble.probabilities(noisy, time, own.condition).T[..., None]
+                    weights = ensemble.probabilities(x_t, t, own.condition).T[..., None]
                     mean = (weights * found).sum(0)
                     scatter = weights * (found - mean).square()
                     variance += float(scatter.sum())
@@ -314,16 +321,18 @@ def router_figures(ensemble: Ensemble, held_out: Sequence[Samples], seed: int) -
     clusters = truth[judged]
     log_priors = ensemble.priors.to(clusters.device).log()
     _, sample_number = sample_ids.unique(return_inverse=True)
-    figures: dict[str, dict[str, list[Any]]] = {branch: defaultdict(list) for branch in branches}
+    figures: Figures = defaultdict(lambda: defaultdict(list))
     for index in range(len(stratified_timesteps())):
         # One number for all draws of a sample, because they are not independent.
         uniform = torch.rand(len(truth), generator=keyed_generator(seed, "chance", index)).to(truth.device)
-        noisy = [_noisy(samples.x_0, seed, index) for samples in held_out]
+        noisy: list[Noisy] = []
+        for samples in held_out:
+            noisy += _noisy(samples, seed, index)
+
         for branch in branches:
             own = figures[branch]
-            conditions = [samples.condition if branch == "conditional" else None for samples in held_out]
-            as_trained = _log_probabilities(plain, noisy, conditions)
-            calibrated = _log_probabilities(ensemble, noisy, conditions)
+            as_trained = _log_probabilities(plain, noisy, branch)
+            calibrated = _log_probabilities(ensemble, noisy, branch)
             for suffix, found in (("", as_trained), ("_calibrated", calibrated)):
                 logs = found[judged].double()
                 of_truth = logs.gather(1, clusters[:, None])
@@ -334,24 +343,24 @@ def router_figures(ensemble: Ensemble, held_out: Sequence[Samples], seed: int) -
             is_right = (as_trained.argmax(1) == truth).double()
             own["accuracy"].append(float(is_right.mean()))
             if len(held_out) > 1:
-                of_shapes = is_right.split([len(samples.x_0) for samples in held_out])
-                own["accuracy_by_bucket"].append([float(one.mean()) for one in of_shapes])
+                means = []
+                for of_shape in is_right.split([*map(len, held_out)]):
+                    means.append(float(of_shape.mean()))
+
+                own["accuracy_by_bucket"].append(means)
 
             perfect = calibrated[judged]
             sums = reliability(perfect.double(), choose(perfect.exp(), uniform[sample_number][judged]))
             own["calibration_error_by_chance"].append(float(calibration_error(sums)))
 
-    return {branch: dict(own) for branch, own in figures.items()}
+    return figures
 
 
-def _log_probabilities(
-    ensemble: Ensemble, noisy: Sequence[tuple[Tensor, Tensor]], conditions: Sequence[Condition | None]
-) -> Tensor:
+def _log_probabilities(ensemble: Ensemble, noisy: Sequence[Noisy], branch: str) -> Tensor:
     found = []
-    for (x_t, t), condition in zip(noisy, conditions, strict=True):
-        for rows in torch.arange(len(x_t), device=x_t.device).split(BATCH_SIZE):
-            own = condition and condition.rows(rows)
-            found.append(ensemble.probabilities(x_t[rows], t[rows], own))
+    for own, x_t, t in noisy:
+        condition = own.condition if branch == "conditional" else None
+        found.append(ensemble.probabilities(x_t, t, condition))
 
     return torch.cat(found).clamp_min(1e-30).log()
 
@@ -360,11 +369,14 @@ def _cat(samples: Sequence[Samples], name: str) -> Int[Tensor, " n"]:
     return torch.cat([getattr(own, name) for own in samples])
 
 
-def _noisy(x_0: Float[Tensor, "n c h w"], seed: int, index: int) -> tuple[Tensor, Tensor]:
-    """Return ``x_t`` and ``t`` at one of the fixed times."""
+def _noisy(samples: Samples, seed: int, index: int) -> Iterator[Noisy]:
+    """Yield the samples in batches, each with its ``x_t`` and ``t`` at one of the fixed times."""
+    x_0 = samples.x_0
     t = x_0.new_full((len(x_0),), float(stratified_timesteps()[index]))
     noise = torch.randn(x_0.shape, generator=keyed_generator(seed, "diagnosis", index))
-    return interpolate(x_0, noise.to(x_0.device), t), t
+    x_t = interpolate(x_0, noise.to(x_0.device), t)
+    for rows in torch.arange(len(x_0), device=x_0.device).split(BATCH_SIZE):
+        yield samples.rows(rows), x_t[rows], t[rows]
 
 
 def _read(run: Run, side: str, max_num: int, device: torch.device) -> dict[Bucket | None, Samples]:

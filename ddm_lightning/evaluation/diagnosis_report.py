@@ -38,7 +38,10 @@ def diagnosis_table(figures: Mapping[str, Any]) -> Table:
     for (bucket, counts), losses in zip(
         figures.get("buckets", {}).items(), experts.get("in_cluster_by_bucket", []), strict=False
     ):
-        row = [f"{loss:.4f}" if count else "–" for loss, count in zip(losses, counts, strict=True)]
+        row = []
+        for loss, count in zip(losses, counts, strict=True):
+            row.append(f"{loss:.4f}" if count else "–")
+
         rows.append([f"{bucket}, own experts", *row, f"{np.average(losses, weights=counts):.4f}", ""])
 
     return table(["", *map(str, range(num)), "own", "others"], rows, "held-out loss by cluster")
@@ -56,7 +59,10 @@ def diagnosis_lines(figures: Mapping[str, Any]) -> list[str]:
         )
         if "accuracy_by_bucket" in scores:
             means = np.mean(scores["accuracy_by_bucket"], 0)
-            each = [f"{bucket} {mean:.3f}" for bucket, mean in zip(figures["buckets"], means, strict=True)]
+            each = []
+            for bucket, mean in zip(figures["buckets"], means, strict=True):
+                each.append(f"{bucket} {mean:.3f}")
+
             lines.append(f"router, {branch}, accuracy by bucket: {', '.join(each)}")
 
         blind = []

@@ -207,23 +207,23 @@ class Evaluation:
                     for metric in metrics:
                         self.features(metric, images, rows)
 
-    def scores(self, bucket: Bucket | None = None) -> dict[str, Score]:
+    def scores(self, bucket: Bucket | None = None) -> dict[str, dict[str, Any]]:
         """Compute all metrics from the finished parts; if two have one name, the second one's params follow it.
 
         Args:
             bucket: takes the images of this bucket alone, and leaves metrics out that need more; None takes all.
         """
-        sets = (self.generated, self.reference)
-        found: dict[str, Score] = {}
+        found: dict[str, dict[str, Any]] = {}
+        num = min(len(self.generated.sections.get(bucket, ())), len(self.reference.sections.get(bucket, ())))
         for plugin, metric in self.metrics:
             values: Any
-            nums = [len(images.sections.get(bucket, ())) for images in sets]
-            if bucket and min(nums) < getattr(metric, "min_images", 1):
+            if bucket and num < getattr(metric, "min_images", 1):
                 continue
 
             if isinstance(metric, FeatureMetric):
-                generated, real = (self.all_features(metric, images, bucket).to(metric.device) for images in sets)
-                values = metric.scores(generated, real)
+                generated = self.all_features(metric, self.generated, bucket)
+                real = self.all_features(metric, self.reference, bucket)
+                values = metric.scores(generated.to(metric.device), real.to(metric.device))
             else:
                 if bucket:
                     metric.reset()
@@ -239,7 +239,10 @@ class Evaluation:
                 if key in found:
                     key = f"{key} {json.dumps(plugin.params)}"
 
-                found[key] = value if isinstance(value, Score) else Score(float(value))
+                if not isinstance(value, Score):
+                    value = Score(float(value))
+
+                found[key] = value._asdict()
 
         return found
 
@@ -307,7 +310,7 @@ class Evaluation:
                 "reference": {"images": real.name, "num": real.num, "sha256": real.sha256},
                 "metrics": [asdict(plugin) for plugin in self.settings.metrics],
                 "features": [metric.provenance for metric in self.by_features],
-                "scores": {name: score._asdict() for name, score in scores.items()},
+                "scores": scores,
                 "memorisation": memorised,
                 "device": f"{platform.processor() or platform.machine()}, torch {torch.__version__}",
             }
@@ -317,7 +320,7 @@ class Evaluation:
                 document.setdefault("buckets", {})[bucket.name] = {
                     "num_generated": len(rows),
                     "num_reference": len(real.sections.get(bucket, ())),
-                    "scores": {name: score._asdict() for name, score in self.scores(bucket).items()},
+                    "scores": self.scores(bucket),
                 }
 
         path = self.folder / RESULT_FILE
@@ -333,8 +336,11 @@ class Evaluation:
 
 
 def _image(images: ImageSet, row: int) -> UInt8[np.ndarray, "h w 3"]:
-    (rows,) = (rows for rows in parts(images) if row in rows)
-    return images.images(rows)[row - rows.start]
+    for rows in parts(images):
+        if row in rows:
+            return images.images(rows)[row - rows.start]
+
+    raise IndexError(row)
 
 
 def _commit() -> str:

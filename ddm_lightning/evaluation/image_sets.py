@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
 from zipfile import BadZipFile
@@ -65,12 +66,18 @@ def sections(counts: Mapping[Bucket | None, int], num: int) -> Sections:
     return found
 
 
+def lengths(groups: Mapping[Bucket | None, Sized]) -> dict[Bucket | None, int]:
+    """Number of images in each bucket."""
+    return dict(zip(groups, map(len, groups.values()), strict=True))
+
+
 def parts(images: ImageSet, bucket: Bucket | None = None) -> list[range]:
     """Positions of the images, or of those of one bucket, in parts of at most ``PART_SIZE`` images of one shape."""
     found = []
     for own, rows in images.sections.items():
         if bucket in (None, own):
-            found += [rows[first : first + PART_SIZE] for first in range(0, len(rows), PART_SIZE)]
+            for first in range(0, len(rows), PART_SIZE):
+                found.append(rows[first : first + PART_SIZE])
 
     return found
 
@@ -193,11 +200,18 @@ class FileImages:
         self.shape = self.images(range(1)).shape[1:]
 
     def _sort_by_bucket(self) -> None:
-        sizes = [bucket.size for bucket in self._buckets]
-        numbers = [nearest(sizes, *image.shape[:2]) for image in self._read(self._source)]
-        order = np.argsort(numbers, kind="stable")
-        self._source = [self._source[row] for row in order]
-        self.sections = sections(Counter(self._buckets[numbers[row]] for row in order), self.num)
+        sizes = []
+        groups: dict[Bucket | None, list[Any]] = {}
+        for bucket in self._buckets:
+            sizes.append(bucket.size)
+            groups[bucket] = []
+
+        for name, image in zip(self._source, self._read(self._source), strict=True):
+            bucket = self._buckets[nearest(sizes, *image.shape[:2])]
+            groups[bucket].append(name)
+
+        self._source = [*chain(*groups.values())]
+        self.sections = sections(lengths(groups), self.num)
         self.sha256 = sha256_json([self.sha256, sizes])
 
     def _contents(self, names: Sequence[str]) -> Iterator[tuple[str, bytes]]:
@@ -325,7 +339,7 @@ class Generated:
 
     def divide_as(self, other: ImageSet) -> None:
         """Give each bucket the share of the images that it has of others."""
-        self.sections = sections({bucket: len(rows) for bucket, rows in other.sections.items()}, self.num)
+        self.sections = sections(lengths(other.sections), self.num)
         for bucket, rows in self.sections.items():
             if bucket is not None:
                 self.settings[f"num_{bucket.name}"] = len(rows)
@@ -386,4 +400,8 @@ them), and ``images`` of one of ``parts``."""
 
 def section_of(images: ImageSet, row: int) -> tuple[Bucket | None, range]:
     """Return the bucket of an image, and the positions of all that are in it."""
-    return next((bucket, rows) for bucket, rows in images.sections.items() if row in rows)
+    for bucket, rows in images.sections.items():
+        if row in rows:
+            return bucket, rows
+
+    raise IndexError(row)

@@ -31,7 +31,7 @@ def test_a_trained_ensemble_is_close_to_the_exact_velocity(tmp_path):
     assert main(["fit", "-c", str(DIGITS), *settings]) == 0
     run = Run(load_experiment(DIGITS, settings))
     ensemble = load_ensemble(read_ensemble(run.folder.ensemble))
-    shards, _ = open_side(run.folder.shards, run.manifest, TRAIN)
+    shards, *_ = open_side(run.folder.shards, run.manifest, TRAIN)
     samples = shards.take(np.arange(len(shards)))
     x_0 = StoredForm(run.manifest.stores, run.manifest.normalisation).mean(samples["x_0"].float())
     oracle = FiniteSetOracle(x_0, samples["cluster"], 2)

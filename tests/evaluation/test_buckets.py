@@ -130,7 +130,7 @@ def test_no_batch_mixes_shapes_and_captions_are_those_of_the_bucket(run, monkeyp
     monkeypatch.setitem(METRICS._registered, "recorder", Recorder)
     settings = [*bucket_experiment(run)[2:], *SMALL, "evaluate.metrics=[{name: recorder}]"]
     made = evaluation.Evaluation(Run(load_experiment(TINY, settings)), None, None)
-    every = made.scores()["recorder"].value
+    every = made.scores()["recorder"]["value"]
     ((_, metric),) = made.metrics
     captions = {name: Counter() for name in SIZES}
     for size, texts, real in metric.given:
@@ -141,7 +141,7 @@ def test_no_batch_mixes_shapes_and_captions_are_those_of_the_bucket(run, monkeyp
     for name, (_, texts) in stored(run, "held-out").items():
         assert captions[name].keys() == {*texts}
 
-    assert every == sum(made.scores(bucket)["recorder"].value for bucket in BUCKETS)
+    assert every == sum(made.scores(bucket)["recorder"]["value"] for bucket in BUCKETS)
     assert {size for size, *_ in metric.given} == {SIZES["16x4"]}, "after a reset"
 
 

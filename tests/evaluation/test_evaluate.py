@@ -151,7 +151,7 @@ def test_a_metric_gets_every_part_with_its_captions_and_is_told_which_are_real(r
     monkeypatch.setitem(METRICS._registered, "captioned", Captioned)
     experiment = load_experiment(TINY, [f"run_dir={run}", *SMALL, "evaluate.metrics=[{name: captioned}]"])
     made = evaluation.Evaluation(Run(experiment), None, None)
-    assert made.scores()["captioned"].value == 6
+    assert made.scores()["captioned"]["value"] == 6
     ((_, metric),) = made.metrics
     captions = generated(run).given(range(20), "caption")
     assert [given for given in metric.given if not given[2]] == [
