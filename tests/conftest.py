@@ -23,6 +23,12 @@ import pytest
 import torch
 from hypothesis import settings
 from jaxtyping import config, install_import_hook
+
+# Before anything imports them, so that every annotation in them is checked at each call.
+install_import_hook(
+    ["ddm_lightning.flow", "ddm_lightning.networks", "ddm_lightning.ensemble"], "runtime_types.check_types"
+)
+
 from tiny_runs import RANK_VARIABLES
 from tiny_runs import bucket_finished as bucket_finished
 from tiny_runs import bucket_prepared as bucket_prepared
@@ -43,11 +49,6 @@ for ignored, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SI
     if signal.getsignal(ignored) is signal.SIG_IGN:
         # So shells start what runs in their background or by nohup, and all programs started here would be deaf, too.
         signal.signal(ignored, handler)
-
-# Before any test module imports them, so that every annotation in them is checked at each call.
-install_import_hook(
-    ["ddm_lightning.flow", "ddm_lightning.networks", "ddm_lightning.ensemble"], "runtime_types.check_types"
-)
 
 
 def pytest_configure(config):

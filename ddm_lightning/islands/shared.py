@@ -104,8 +104,10 @@ def publish_prepared(run: Run, tick: Callable[[int, int], None]) -> None:
         if signature_of(manifest).exists():
             remote.put(signature_of(manifest), f"{target}.sig")
 
+        sent = remote.files(f"{run.url}/prompts")
         for path in folder.root.glob("prompts/[!.]*"):
-            remote.put(path, f"{run.url}/prompts/{path.name}")
+            if path.name not in sent:
+                remote.put(path, f"{run.url}/prompts/{path.name}")
 
         if not is_there:
             # The weights that members start from, then the records by which they are found.

@@ -79,7 +79,7 @@ def read_folders(run_dir):
 )
 def test_ensemble_of_members_that_differ(run_dir, member, changes, word):
     folder = put(run_dir / "members" / member / "artifact", member, **changes)
-    words = (folder, f"another {word}", member, "take members of one run, or fit one of the two again")
+    words = (folder, f"another value of {word}", member, "take members of one run, or fit one of the two again")
     refused(lambda: write_ensemble(run_dir, read_folders(run_dir), [0.25, 0.75]), *words)
 
     # As a stranger would hand it over: with a manifest whose hashes agree.
