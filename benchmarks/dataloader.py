@@ -20,7 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -159,7 +159,7 @@ def _streaming(place: str, cache: Path, num_workers: int) -> Iterable[Any]:
     return DataLoader(dataset, BATCH_SIZE, num_workers=num_workers, persistent_workers=num_workers > 0)
 
 
-SIDES = {"ours": _ours, "streaming": _streaming}
+SIDES: dict[str, Callable[[str, Path, int], Iterable[Any]]] = {"ours": _ours, "streaming": _streaming}
 """Build a loader of the data in a folder or at a URL, with a folder for a cache and a number of threads or workers."""
 
 

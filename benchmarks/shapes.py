@@ -61,8 +61,8 @@ def main(arguments: Sequence[str] | None) -> None:
         sets = {"floor": train}
         for name, ensemble in ensembles.items():
             prompts = [captions[row * len(captions) // options.num] for row in range(options.num)]
-            size = {"height": bucket.height, "width": bucket.width, "exact": True}
-            drawn = ensemble(prompts, seed=0, output_type="np", **size).images
+            made = ensemble(prompts, seed=0, output_type="np", height=bucket.height, width=bucket.width, exact=True)
+            drawn = made.images
             sets[name] = (255 * drawn).round().astype(np.uint8)
 
         features = features_of(real, network, kept)
