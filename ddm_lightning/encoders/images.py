@@ -14,7 +14,7 @@ from torch import Tensor
 from ddm_lightning.core import checks
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import IMAGE_ENCODERS
-from ddm_lightning.encoders.interfaces import Images, Provenance
+from ddm_lightning.encoders.interfaces import Images, Provenance, shape_of
 from ddm_lightning.encoders.pretrained import Pretrained, encode_in_batches
 
 _SCALE = 1 / 127.5
@@ -149,8 +149,7 @@ class DiffusersVAE(Pretrained):
         """
         device = self._found_device()
         height, width = images.shape[1:3]
-        channels, rows, _ = self.x_shape(height)
-        sides = (rows, self.x_shape(width)[2])
+        channels, *sides = shape_of(self, height, width)
         if self.stores == "posterior":
             channels *= 2
 

@@ -66,6 +66,16 @@ class ImageEncoder(Provenance, Protocol):
         """Decode ``x_0`` to images."""
 
 
+def shape_of(encoder: ImageEncoder, height: int, width: int) -> tuple[int, int, int]:
+    """Return channels, height and width of ``x_0`` for images of ``height`` x ``width`` pixels.
+
+    Raises:
+        UserError: the encoder takes no such images.
+    """
+    channels, rows, _ = encoder.x_shape(height)
+    return channels, rows, encoder.x_shape(width)[2]
+
+
 class StoredForm:
     """How ``x_0`` is stored: as itself or as a Gaussian to sample from, and in which units.
 

@@ -30,6 +30,7 @@ from ddm_lightning.prepare.near_duplicates import codes_of
 from ddm_lightning.prepare.plugins import ENOUGH, Plugins, inputs_of_images, num_captions
 from ddm_lightning.prepare.reading import Chunk, Reading, one_ahead, to_square
 from ddm_lightning.prepare.records import Part, Pixels, Record
+from ddm_lightning.shards.manifest import IMAGE_COLUMNS
 
 RECORDS = "records"
 LATENTS = "latents"
@@ -37,7 +38,6 @@ CAPTIONS = "captions"
 FEATURES = "features"
 SAMPLE = "sample"
 CODES = "codes"
-IMAGE_COLUMNS = ("x_0", "x_0_flipped")
 LEDGER = "part.json"
 ROWS_FILE = "rows.npz"
 TEXTS_FILE = "texts.npz"
@@ -335,7 +335,7 @@ class _Records:
 
     def __init__(self, num_parts: int, plugins: Plugins) -> None:
         self._config = plugins.config
-        self._sides = [side for bucket in plugins.buckets for side in (bucket.height, bucket.width)]
+        self._sides = [side for bucket in plugins.buckets for side in bucket.size]
         self._records: list[Record] = []
         """Without images."""
         self._max_thumbnails = max(1, MAX_THUMBNAILS // num_parts)

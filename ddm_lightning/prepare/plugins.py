@@ -22,6 +22,7 @@ from ddm_lightning.encoders.interfaces import (
     array_encoding,
     bytes_per_sample,
     numbered,
+    shape_of,
 )
 from ddm_lightning.prepare.filters import (
     PROPERTIES,
@@ -150,13 +151,12 @@ class Plugins:
         buckets = []
         for height, width in bucket_sizes(images.buckets, images.size or 0):
             try:
-                channels, rows, _ = encoder.x_shape(height)
-                columns = encoder.x_shape(width)[2]
+                shape = shape_of(encoder, height, width)
             except UserError as error:
                 problem = str(error).partition(";")[0]
                 raise UserError(f"key 'prepare.images.buckets': {height} x {width}: {problem}; change it") from None
 
-            buckets.append(Bucket(height, width, (channels, rows, columns)))
+            buckets.append(Bucket(height, width, shape))
 
         if len({bucket.x_shape for bucket in buckets}) < len(buckets):
             raise UserError(

@@ -76,7 +76,7 @@ class Reading:
         self.found = found
         self.plugins = plugins
         self.config = plugins.config
-        self.sizes = [(bucket.height, bucket.width) for bucket in plugins.buckets]
+        self.sizes = [bucket.size for bucket in plugins.buckets]
         """Sizes of the buckets."""
         self.num_read = 0
         """Samples read so far, with those that are broken or taken out by filters."""

@@ -18,11 +18,11 @@ from ddm_lightning.core.files import atomic_files, read_json, sha256_file
 from ddm_lightning.encoders.interfaces import StoredForm, numbered, parse_encoding
 from ddm_lightning.partition.columns import RowNumbers, Rows, packed_strings
 from ddm_lightning.partition.partition import Partition, Samples
-from ddm_lightning.prepare.encode import FEATURES, IMAGE_COLUMNS, Hashes, Mask
+from ddm_lightning.prepare.encode import FEATURES, Hashes, Mask
 from ddm_lightning.prepare.ledger import Entries, Job, OnProgress
 from ddm_lightning.prepare.plugins import Plugins, num_captions
 from ddm_lightning.prepare.prepared import Prepared
-from ddm_lightning.shards.manifest import HELD_OUT, TRAIN, shard_name
+from ddm_lightning.shards.manifest import HELD_OUT, IMAGE_COLUMNS, TRAIN, shard_name
 from ddm_lightning.shards.mosaic import open_writer
 
 GROUP = "group"

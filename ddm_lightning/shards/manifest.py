@@ -16,7 +16,7 @@ from ddm_lightning.core.files import atomic_write_json, read_json
 FORMAT_VERSION = 3
 TRAIN = "train"
 HELD_OUT = "held-out"
-IMAGE_COLUMNS = {"x_0", "x_0_flipped"}
+IMAGE_COLUMNS = ("x_0", "x_0_flipped")
 _REMEDY = "run prepare first, with the same FILE and settings, or copy it from where that was done"
 
 
@@ -183,7 +183,7 @@ class Manifest:
 def columns_in(columns: Mapping[str, str], bucket: Bucket) -> dict[str, str]:
     """Return the encodings of columns, whatever shape they are in, with images in the shape of a bucket."""
     found = dict(columns)
-    for name in IMAGE_COLUMNS & columns.keys():
+    for name in columns.keys() & IMAGE_COLUMNS:
         height, width = bucket.x_shape[1:]
         found[name] = f"{columns[name].rsplit(',', 2)[0]},{height},{width}"
 

@@ -63,7 +63,7 @@ def _columns(entry: Entry) -> list[Column]:
 def _kind(entry: Entry) -> tuple[str, ...]:
     """Names and encodings of the columns, without the shapes of images."""
     columns = dict(zip(entry.column_names, entry.column_encodings, strict=False))  # ``_columns`` compares the lengths
-    for name in IMAGE_COLUMNS & columns.keys():
+    for name in columns.keys() & IMAGE_COLUMNS:
         columns[name] = columns[name].rpartition(":")[0]
 
     return (*entry.column_names, *columns.values())

@@ -142,7 +142,7 @@ class MemberModule(L.LightningModule):
         random numbers are keyed.
         """
         zeros = dict(batch)
-        for name in IMAGE_COLUMNS & batch.keys():
+        for name in batch.keys() & IMAGE_COLUMNS:
             zeros[name] = batch[name].new_zeros(*batch[name].shape[:2], *bucket.x_shape[1:])
 
         rows = self._micro_batches(len(batch["sample_id"]))[0]

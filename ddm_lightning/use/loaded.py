@@ -20,7 +20,7 @@ from ddm_lightning.core.buckets import Bucket, Size, nearest
 from ddm_lightning.core.devices import DTYPES, configure_cuda, own_defaults, resolve_precision
 from ddm_lightning.core.errors import UserError, note
 from ddm_lightning.core.registry import IMAGE_ENCODERS
-from ddm_lightning.encoders.interfaces import StoredForm
+from ddm_lightning.encoders.interfaces import StoredForm, shape_of
 from ddm_lightning.ensemble.load import load_ensemble
 from ddm_lightning.ensemble.manifest import About, EnsembleManifest
 from ddm_lightning.ensemble.sampler import sample
@@ -238,8 +238,7 @@ class LoadedEnsemble:
     def _exactly(self, height: int, width: int) -> Bucket:
         encoder = built_encoder(IMAGE_ENCODERS, self.meta.image_encoder)
         try:
-            channels, rows, _ = encoder.x_shape(height)
-            bucket = Bucket(height, width, (channels, rows, encoder.x_shape(width)[2]))
+            bucket = Bucket(height, width, shape_of(encoder, height, width))
             decoded = self._decoded_size(bucket.x_shape)
             if decoded != (height, width):
                 raise ValueError(f"the image encoder makes images of {decoded}")
