@@ -95,7 +95,7 @@ class Point:
         return cls(**own, scores=scores)
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class Interval:
     """An estimate with its 95 % interval."""
 
@@ -259,7 +259,6 @@ def figures_of(points: Sequence[Point], network: str) -> dict[str, float]:
     shares = shares_of(groups)
     largest = shares[-1]
     figures: dict[str, float] = {"num_seeds": len(groups["main", largest, BEST]), "num_budgets": len(shares)}
-    branched = []
     for (variant, share, method), ours in groups.items():
         is_main = variant == "main" and share == largest
         if is_main:
@@ -281,18 +280,10 @@ def figures_of(points: Sequence[Point], network: str) -> dict[str, float]:
             if is_main:
                 figures |= found.figures(f"{prefix}{method}_over_monolith")
 
-        scratch = None
         if ours[0].branch_at:
             scratch = over(ours, groups.get(("main", share, method), []), network)
-
-        if scratch is not None:
-            figures |= scratch.figures(f"{variant}_{share:g}_{method}_over_scratch")
-            if method == BEST:
-                branched.append((-len(ours), scratch))
-
-    if branched:
-        # The lowest ratio among those of most seeds.
-        figures |= min(branched)[1].figures("branched_over_scratch")
+            if scratch is not None:
+                figures |= scratch.figures(f"{variant}_{share:g}_{method}_over_scratch")
 
     flops = []
     kids = []
@@ -301,10 +292,7 @@ def figures_of(points: Sequence[Point], network: str) -> dict[str, float]:
         flops.append(rows[0].train_tflop)
         kids.append(mean_kid(rows, network))
 
-    figures["best_over_monolith"] = figures[f"{BEST}_over_monolith"]
-    figures["best_over_monolith_other_features"] = figures[f"other_features_{BEST}_over_monolith"]
     figures["flops_for_equal_score"] = equal_score_share(flops, kids, figures[f"kid_{BASELINE}"])
-    figures["shares_tv_best"] = figures[f"shares_tv_{BEST}"]
     return figures
 
 

@@ -82,6 +82,17 @@ def test_the_evidence_names_tests_that_exist():
             assert word in text, row
 
 
+def test_benchmarks_of_the_evidence_exist_and_have_its_options():
+    """Those at an earlier commit need not."""
+    common = (ROOT / "benchmarks" / "common.py").read_text(encoding="utf-8")
+    commands = re.findall(r"`(\w+\.py)([^`]*)`(?!,? [^|`]*at [0-9a-f]{7})", EVIDENCE)
+    assert len(commands) > 10
+    for script, words in commands:
+        text = (ROOT / "benchmarks" / script).read_text(encoding="utf-8")
+        for option in re.findall(r"--[a-z-]+", words):
+            assert f'"{option}"' in text + common, (script, option)
+
+
 def test_the_evidence_has_the_figures_of_its_results():
     rows = re.findall(r"\| ([^|]*) \| [^|]* \| \[[^|]*results/(\w+)\.md\) \|$", EVIDENCE, re.MULTILINE)
     assert len(rows) == EVIDENCE.count("results/")
