@@ -42,8 +42,8 @@ test-slurm: $(TEST) ## the tests on SLURM, which root starts from packages; says
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slurm
 
 smoke-gpu: export PYTHONPATH := $(CURDIR):$(PYTHONPATH)
-smoke-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(TEST)) ## the first day on a GPU: ten steps, expected against found; a virtual GPU if there is none
-	$(GPU_PYTHON) benchmarks/smoke_gpu.py --json benchmarks/results/smoke_gpu.json
+smoke-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(TEST)) ## the first day on a GPU: ten steps, expected against found
+	$(GPU_PYTHON) benchmarks/smoke_gpu.py --device cuda --json benchmarks/results/smoke_gpu.json
 
 bench-gpu: export PYTHONPATH := $(CURDIR):$(PYTHONPATH)
 bench-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(TEST)) ## steps and MFU on a GPU, to benchmarks/results

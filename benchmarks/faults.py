@@ -103,12 +103,13 @@ class Trials:
         self.folder = folder
         self.home = folder / "undisturbed"
         self.size = QUICK if options.quick else SIZE
+        num_steps = self.size.max_steps
         options.overrides = [
-            f"expert.train.max_steps={self.size.max_steps}",
-            f"router.train.max_steps={self.size.max_steps}",
+            f"expert.train.max_steps={num_steps}",
+            f"router.train.max_steps={num_steps}",
             "island.accelerator=cpu",
             "island.log_every_n_steps=50",
-            f"island.validate_every_n_steps={self.size.max_steps // 3}",
+            f"island.validate_every_n_steps={num_steps // 3}",
             "island.checkpoint_every_n_steps=2",
             "island.publish_every_n_minutes=0.03",
         ]

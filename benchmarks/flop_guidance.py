@@ -11,8 +11,8 @@ scale that it chose. The held-out images are the same for all seeds.
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -72,8 +72,8 @@ def compare(points: Mapping[float, Sequence[Point]], network: str, other: str) -
     report = Report(f"KID ({network}) by guidance scale, and tuned", [*headings, f"over the better ({other})"])
     for (variant, method), rows in tables.items():
         best = tuned([rows], network)
-        kids = [f"{mean_kid(row, network):.3f}" for row in (*rows.values(), best.points)]
-        report.figures[f"kid_{variant}_{method}"] = mean_kid(best.points, network)
+        kid = mean_kid(best.points, network)
+        report.figures[f"kid_{variant}_{method}"] = kid
         ratios = []
         if method not in MONOLITHS:
             own = variant if variant in monoliths else "main"
@@ -93,7 +93,9 @@ def compare(points: Mapping[float, Sequence[Point]], network: str, other: str) -
         if variant != "main":
             label += f", {label_of(variant)}"
 
-        report.row(label, *kids, " ".join(map("{:g}".format, best.scales)), *(ratios or [""] * 3))
+        kids = [f"{mean_kid(row, network):.3f}" for row in rows.values()]
+        chosen = " ".join(map("{:g}".format, best.scales))
+        report.row(label, *kids, f"{kid:.3f}", chosen, *(ratios or [""] * 3))
 
     better_kid = mean_kid(tuned(monoliths["main"], network).points, network)
     report.figures["kid_better_monolith"] = better_kid
@@ -113,17 +115,20 @@ def comparable(points: Mapping[float, Sequence[Point]]) -> dict[tuple[str, str],
     first = next(iter(groups.values()))
     largest = shares_of(first)[-1]
     tables: dict[tuple[str, str], Rows] = {}
-    for variant, share, method in first:
-        seeds = set(map(attrgetter("seed"), first[variant, share, method]))
+    for key in first:
+        variant, share, method = key
+        if share != largest:
+            continue
+
+        everywhere = Counter[int]()
+        for group in groups.values():
+            everywhere.update(point.seed for point in group.get(key, []))
+
         rows = {}
         for scale, group in groups.items():
-            rows[scale] = group.get((variant, share, method), [])
-            seeds &= set(map(attrgetter("seed"), rows[scale]))
+            rows[scale] = [point for point in group.get(key, []) if everywhere[point.seed] == len(groups)]
 
-        if share == largest and len(seeds) > 1:
-            for scale, row in rows.items():
-                rows[scale] = [point for point in row if point.seed in seeds]
-
+        if len(next(iter(rows.values()))) > 1:
             tables[variant, method] = rows
 
     return tables

@@ -136,17 +136,13 @@ def score(study: Study, options: Namespace, settings: str, before: dict[str, Any
         merged[point.key] = point
 
     points = list(merged.values())
-    budget = study.budget(1.0)
     features = experiment.prepare.features.name
     figures = figures_of(points, features) | judge.floors()
     figures["num_images"] = manifest.num_samples
     figures["num_clusters"] = manifest.num_clusters
     figures["num_held_out"] = len(judge.held_out_images)
     figures["num_generated"] = options.num
-    figures["num_sampling_steps"] = experiment.sample.num_steps
     figures["guidance_scale"] = options.guidance
-    figures["router_share"] = study.router_flops / budget
-    figures["partition_share"] = study.costs.partition / budget
     origin = origin_of_results()
     commits = dict.fromkeys([*before["commit"].split(), origin["commit"]])
     origin["commit"] = " ".join(commits)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from operator import attrgetter
 from pathlib import Path
@@ -38,7 +38,6 @@ NUM_CLASSIFIED = 8000
 NUM_RESAMPLES = 2000
 INTERVAL = (2.5, 97.5)
 """Percentiles of the bootstrap."""
-_OWN = ("variant", "seed", "share", "branch_at", "train_tflop", "method", "kid")
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,16 +82,13 @@ class Point:
             halves = found.get("halves", "").split()
             kid[name] = KernelDistance(found["value"], torch.tensor(list(map(float, halves))))
 
-        own: dict[str, Any] = {}
-        scores = {}
-        for key, value in stored.items():
-            if key in _OWN:
-                own[key] = value
-            else:
-                scores[key] = value
+        scores = dict(stored)
+        own = {}
+        for one in fields(cls):
+            if one.name in scores:
+                own[one.name] = scores.pop(one.name)
 
-        own["kid"] = kid
-        return cls(**own, scores=scores)
+        return cls(**{**own, "kid": kid, "scores": scores})
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,6 @@ from ddm_lightning.islands.plan_data import data_of
 STEPS = 3
 DIT = "expert.network={{name: dit, params: {{width: {}, depth: {}, num_heads: 4, patch_size: 2{}}}}}"
 EXPERT = DIT.format(256, 6, "")
-ROUTER = "router.network={name: router-dit, params: {width: 192, depth: 6, num_heads: 4, patch_size: 2}}"
 SETTINGS = (
     "prepare.source.params={num_samples: 96, image_size: 16}",
     f"expert.train.max_steps={STEPS + 1}",
@@ -40,16 +39,16 @@ SETTINGS = (
     "island.loggers=[]",
 )
 """Of ``tiny_2x.yaml``: images of 16 x 16 pixels, and no validation before the last step."""
-CASES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "expert": (MEMBER, (EXPERT,)),
-    "checkpointing": (MEMBER, (EXPERT, "island.activation_checkpointing=true")),
-    "bfloat16": (MEMBER, (DIT.format(256, 6, ", qk_norm: true, mlp: swiglu"), "island.precision=bf16-mixed")),
-    "widths": (MEMBER, (EXPERT, "island.micro_batch_size=4", "expert.train.ema_widths=[0.05, 0.1]")),
-    "muon": (MEMBER, (DIT.format(384, 8, ""), "expert.train.optimizer=muon", "expert.train.global_batch_size=4")),
-    "compiled": (MEMBER, (EXPERT, "island.compile=true", "island.precision=bf16-mixed")),
-    "router": ("router", (ROUTER,)),
+CASES = {
+    "expert": (EXPERT,),
+    "checkpointing": (EXPERT, "island.activation_checkpointing=true"),
+    "bfloat16": (DIT.format(256, 6, ", qk_norm: true, mlp: swiglu"), "island.precision=bf16-mixed"),
+    "widths": (EXPERT, "island.micro_batch_size=4", "expert.train.ema_widths=[0.05, 0.1]"),
+    "muon": (DIT.format(384, 8, ""), "expert.train.optimizer=muon", "expert.train.global_batch_size=4"),
+    "compiled": (EXPERT, "island.compile=true", "island.precision=bf16-mixed"),
+    "router": ("router.network={name: router-dit, params: {width: 192, depth: 6, num_heads: 4, patch_size: 2}}",),
 }
-"""Member and settings by name."""
+"""Settings by name; all but ``router`` train an expert."""
 QUICK = ("checkpointing", "router")
 
 
@@ -65,25 +64,25 @@ def main(arguments: Sequence[str] | None) -> None:
             errors.append(abs(add(report, options, settings, name) - 1))
 
     report.figures["largest_error"] = max(errors)
-
     report.finish(options.json)
 
 
 def add(report: Report, options: Namespace, settings: Sequence[str], name: str) -> float:
     """Add the row and the figures of one case; return what is held over what is planned."""
-    member, own = CASES[name]
-    experiment = load(options, *settings, *own)
+    member = "router" if name == "router" else MEMBER
+    own = CASES[name]
+    settings = [*settings, *own]
+    experiment = load(options, *settings)
     planner = Planner(experiment, [member], data_of(experiment), rates_of(None, ()))
     planned = planner.on(None).members[0].memory.peak
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        held = pool.submit(held_in_training, options, (*settings, *own), member).result()
+        held = pool.submit(held_in_training, options, settings, member).result()
 
-    found = {"planned_mb": planned / 1e6, "held_mb": held / 1e6, "held_over_planned": held / planned}
-    for figure, value in found.items():
-        report.figures[f"{figure}_{name}"] = value
-
-    report.row(f"{name}: {member}, {', '.join(own)}", *map("{:.3f}".format, found.values()))
-    return held / planned
+    ratio = held / planned
+    report.figures[f"held_over_planned_{name}"] = ratio
+    title = f"{name}: {member}, {', '.join(own)}"
+    report.row(title, f"{planned / 1e6:.3f}", f"{held / 1e6:.3f}", f"{ratio:.3f}")
+    return ratio
 
 
 def held_in_training(options: Namespace, settings: Sequence[str], member: str) -> int:

@@ -155,7 +155,6 @@ def report_of(times: Mapping[str, list[Seconds]], experiment: Experiment) -> Rep
 
             report.figures[figure] = value
 
-    report.figures |= {"batch_size": BATCH_SIZE, "num_clusters": num_clusters}
     return report
 
 

@@ -22,8 +22,6 @@ from ddm_lightning.evaluation.metrics.features import KernelDistance, kernel_dis
 from ddm_lightning.members.run import Run as OpenRun
 from ddm_lightning.shards.manifest import HELD_OUT, TRAIN
 
-WAYS = ("buckets", "squares")
-"""Ensembles that are compared."""
 QUICK = ("expert.train.max_steps=20", "router.train.max_steps=20", "sample.num_steps=2")
 
 
@@ -36,9 +34,10 @@ def main(arguments: Sequence[str] | None) -> None:
         options.overrides += [*QUICK, "run_dir=runs/shapes_quick"]
 
     data = OpenRun(load(options))
-    squares = ("prepare.images.buckets=null", "sample.size=null", f"run_dir={data.experiment.run_dir}_square")
+    folder = f"run_dir={data.experiment.run_dir}_square"
+    ways = {"buckets": (), "squares": ("prepare.images.buckets=null", "sample.size=null", folder)}
     ensembles = {}
-    for name, own in zip(WAYS, ((), squares), strict=True):
+    for name, own in ways.items():
         call("fit", options, *own)
         ensembles[name] = Run(options.config, [*options.overrides, *own]).ensemble()
 

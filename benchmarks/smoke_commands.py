@@ -257,23 +257,23 @@ def images(place: Place) -> Iterator[Check]:
     here = DecentralizedEnsemble.from_pretrained(run, device)
     few = DecentralizedEnsemble.from_pretrained(run, device, resident_experts=2)
     full = {"strategy": "full"}
-    ways: list[tuple[DecentralizedEnsemble, dict[str, Any]]] = [
-        (here, {"guidance_scale": 3.0, "guidance": "expert"}),
-        (here, {"guidance_scale": 3.0, "guidance": "mixture"}),
-        (here, full | {"compile": place.compiles}),
-        (here, full | {"precision": "auto"}),
-        (few, full),
-    ]
+    yield _compared(few, on_cpu, full)
+    yield _compared(here, on_cpu, full | {"compile": place.compiles})
+    yield _compared(here, on_cpu, full | {"precision": "auto"})
+    for way in ("expert", "mixture"):
+        yield _compared(here, on_cpu, {"guidance_scale": 3.0, "guidance": way})
+
     for name in STRATEGIES.names():
         if name != "oracle":
-            ways.append((here, {"strategy": name}))
+            yield _compared(here, on_cpu, {"strategy": name})
 
-    for sampled, settings in ways:
-        difference = abs(_pixels(sampled, settings) - _pixels(on_cpu, settings)).mean(axis=1)
-        limit = 0.03 if "precision" in settings else 0.01
-        what = f"{settings}, {sampled.about.sample.resident_experts or 'all'} experts resident"
-        # Rounding may flip the choice of an expert for a few of them.
-        yield at_most(f"{what}: median difference of images", float(np.median(difference)), limit)
+
+def _compared(ensemble: DecentralizedEnsemble, reference: DecentralizedEnsemble, settings: dict[str, Any]) -> Check:
+    difference = abs(_pixels(ensemble, settings) - _pixels(reference, settings)).mean(axis=1)
+    limit = 0.03 if "precision" in settings else 0.01
+    what = f"{settings}, {ensemble.about.sample.resident_experts or 'all'} experts resident"
+    # Rounding may flip the choice of an expert for a few of them.
+    return at_most(f"{what}: median difference of images", float(np.median(difference)), limit)
 
 
 def _pixels(ensemble: DecentralizedEnsemble, settings: Mapping[str, Any]) -> np.ndarray:

@@ -3,13 +3,11 @@
     make smoke-gpu
     python benchmarks/smoke_gpu.py --steps 1 2 4 --json smoke.json
 
-Without a GPU it runs what the virtual CUDA device of the tests can; ``--device cpu`` runs the steps in small sizes.
+Without a GPU it runs the steps in small sizes.
 """
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import tempfile
 import time
 import traceback
@@ -19,7 +17,7 @@ from pathlib import Path
 import smoke_commands
 import smoke_networks
 import torch
-from common import REPOSITORY, Child, Report, device_of, parse, parser, run
+from common import Child, Report, device_of, parse, parser, run
 from smoke_commands import Check, Place
 
 from ddm_lightning.core import processes
@@ -55,15 +53,6 @@ def main(arguments: Sequence[str] | None) -> None:
     cli = parser(__doc__ or "", fixed=True, device=True)
     cli.add_argument("--steps", type=int, nargs="+", choices=STEPS, help="default: all; 11 needs two GPUs")
     options = parse(cli, arguments)
-    if options.device is None and not torch.cuda.is_available():
-        print("torch sees no CUDA device here: running the tests on a virtual one (--device cpu: the steps, small)")
-        words = [sys.executable, "-m", "pytest", "-q", "-m", "not gpu", str(REPOSITORY / "tests" / "virtual_cuda")]
-        code = subprocess.run(words, cwd=REPOSITORY, check=False).returncode
-        if code != 0:
-            raise UserError(f"pytest tests/virtual_cuda: ended with code {code}; see above")
-
-        return
-
     device = device_of(options)
     configure_torch("gpu" if device.type == "cuda" else "cpu", torch.get_num_threads())  # as commands do
     numbers = options.steps or list(STEPS)

@@ -81,7 +81,8 @@ def kernels(place: Place) -> Iterator[Check]:
         error = 0.0
         for x, exact in zip(call(), wanted, strict=True):
             finite = 0 if x.isfinite().all() else float("inf")
-            error = max(error, finite, ((x[:4] - exact).norm() / exact.norm()).item())
+            relative = (x[:4] - exact).norm() / exact.norm()
+            error = max(error, finite, relative.item())
 
         what = f"{name}, batch {batch}, {num_keys} keys, logits from {lowest}"
         limit = float("inf") if name == "cudnn" else TOLERANCE  # off by default

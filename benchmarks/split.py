@@ -12,6 +12,7 @@ from ddm_lightning.core.registry import IMAGE_ENCODERS
 from ddm_lightning.encoders.interfaces import ImageEncoder, StoredForm
 from ddm_lightning.evaluation.image_sets import open_side
 from ddm_lightning.members.run import Run
+from ddm_lightning.use.rows import built_encoder
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,9 +34,7 @@ class Split:
 
 def encoder_of(run: Run) -> ImageEncoder:
     """The run's image encoder."""
-    plugin = run.experiment.prepare.image_encoder
-    encoder: ImageEncoder = IMAGE_ENCODERS.build(plugin.name, plugin.params)
-    return encoder
+    return built_encoder(IMAGE_ENCODERS, run.experiment.prepare.image_encoder)
 
 
 def read_split(run: Run, side: str) -> Split:

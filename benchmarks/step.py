@@ -152,8 +152,6 @@ def add_loop(report: Report, loop: Loop, trained: Trained) -> None:
     name = f"trainer_over_bare_loop{loop.end}"
     add_ratio(report, name, f"Trainer against a bare loop{loop.end.replace('_', ', ')}: {sizes}", ours, bare)
     is_same = same(trained)
-    report.figures[f"seconds_trainer{loop.end}"] = median(ours)
-    report.figures[f"seconds_bare_loop{loop.end}"] = median(bare)
     report.figures[f"same_weights{loop.end}"] = float(is_same)
     equal = "bit-identical" if is_same else "not identical"
     num_steps = len(trained.ours) * STEPS_PER_TURN
@@ -181,13 +179,11 @@ def add_networks(report: Report, kind: Networks, device: torch.device, num_round
 
     found = in_turn(steps, device, num_rounds, STEPS_PER_TURN)
     kinds = "compiled, bfloat16" if kind.fast else "32 bits"
+    ours = sides.pop("ours")
     for name, side in sides.items():
-        report.figures[f"seconds_{name}{kind.end}"] = median(found[name])
-        report.figures[f"parameters_{name}"] = side.num_parameters
-        if name != "ours":
-            millions = f"{sides['ours'].num_parameters / 1e6:.2f} M and {side.num_parameters / 1e6:.2f} M parameters"
-            title = f"DiT, {kinds}, against {side.title}: {millions}, {kind.sizes}"
-            add_ratio(report, f"ours_over_{name}{kind.end}", title, found["ours"], found[name])
+        millions = f"{ours.num_parameters / 1e6:.2f} M and {side.num_parameters / 1e6:.2f} M parameters"
+        title = f"DiT, {kinds}, against {side.title}: {millions}, {kind.sizes}"
+        add_ratio(report, f"ours_over_{name}{kind.end}", title, found["ours"], found[name])
 
 
 def add_shapes(report: Report, kind: Networks, device: torch.device, num_rounds: int) -> None:

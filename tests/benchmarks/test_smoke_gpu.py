@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 from argparse import Namespace
-from contextlib import nullcontext
 
 import pytest
 import smoke_gpu
@@ -85,19 +84,6 @@ def test_the_first_that_differs_is_the_last(step, words, place, monkeypatch, cap
     out = capsys.readouterr().out
     assert "DIFFERS" in out
     assert not any(word in out for word in ("later", "Sums"))
-
-
-@pytest.mark.parametrize(("code", "ends"), [(0, nullcontext()), (1, pytest.raises(UserError, match="code 1"))])
-def test_without_a_gpu_the_virtual_one_is_tried(code, ends, monkeypatch, capsys):
-    called = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(subprocess, "run", lambda words, **_: called.append(words) or Namespace(returncode=code))
-
-    with ends:
-        smoke_gpu.main([])
-
-    assert called[0][-1].endswith("tests/virtual_cuda")
-    assert "torch sees no CUDA device here" in capsys.readouterr().out
 
 
 def test_a_gpu_that_is_asked_for_must_be_there(monkeypatch):
