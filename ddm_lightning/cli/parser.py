@@ -378,7 +378,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     strays = [text for text in rest if is_fixed or text.startswith("-") or "=" not in text]
     if strays:
         parser.error(
-            f"unrecognized arguments: {' '.join(strays)}; settings are given as key=value, to commands with -c"
+            f"unrecognized arguments: {' '.join(strays)}; settings are given as key=value, to commands with -c; "
+            f"`{options.command} --help` lists options"
         )
 
     options.overrides = [*getattr(options, "overrides", ()), *rest]

@@ -61,10 +61,10 @@ def bucket_sizes(rule: Any, size: int) -> list[Size]:
     return sorted(sizes, key=lambda one: one[0] / one[1])
 
 
-def is_size(pair: Any) -> bool:
-    """Whether this is a height and a width of images."""
+def is_size(pair: Any, low: int = 1) -> bool:
+    """Whether this is a height and a width of images, of at least ``low`` pixels."""
     is_pair = isinstance(pair, (list, tuple)) and len(pair) == 2
-    return is_pair and all(checks.is_int(side, 1) and side <= _MAX_SIDE for side in pair)
+    return is_pair and all(checks.is_int(side, low) and side <= _MAX_SIDE for side in pair)
 
 
 def sizes_of(given: Any) -> list[Size | None]:
@@ -87,15 +87,12 @@ def _checked_rule(rule: dict[str, Any]) -> dict[str, Any]:
 
 
 def _checked_list(rule: Any) -> list[Size]:
-    sizes = []
-    for pair in rule if isinstance(rule, list) else [None]:
-        if not isinstance(pair, list) or len(pair) != 2 or not all(checks.is_int(side, 8) for side in pair):
-            raise ValueError(f"must be {_FORM}, of at least 8 pixels")
+    if not isinstance(rule, list) or not all(is_size(pair, 8) for pair in rule):
+        raise ValueError(f"must be {_FORM}, of 8 to {_MAX_SIDE} pixels a side")
 
-        sizes.append((pair[0], pair[1]))
-
-    if not sizes or len({*sizes}) < len(sizes) or max(map(max, sizes)) > _MAX_SIDE:
-        raise ValueError(f"must hold at least one size, each once and of at most {_MAX_SIDE} pixels a side")
+    sizes = [(height, width) for height, width in rule]
+    if not sizes or len({*sizes}) < len(sizes):
+        raise ValueError("must hold at least one size, each once")
 
     return sizes
 
@@ -109,6 +106,9 @@ def _table(size: int, max_aspect: float, step: int) -> list[Size]:
         width = step * round(size**2 / (height * step))
         if width <= max_aspect * height and width <= _MAX_SIDE:
             sizes |= {(height, width), (width, height)}
+
+    if len(sizes) == 1 and max_aspect > 1:
+        raise ValueError(f"step = {step} leaves only the square; take a smaller step or a larger max_aspect")
 
     return list(sizes)
 

@@ -88,7 +88,9 @@ def sample(
     if not isinstance(seed, int) and len(seed) != num:
         raise UserError(f"{len(seed)} seeds for {num} images: give one, or one per image")
     if x_1 is not None and x_1.shape != (num, *x_shape):
-        raise UserError(f"latents has shape {list(x_1.shape)}; give {[num, *x_shape]}, one per image")
+        raise UserError(
+            f"latents has shape {list(x_1.shape)}; give {[num, *x_shape]}, one per image; height and width change it"
+        )
     if x_1 is not None and not x_1.isfinite().all():
         raise UserError("latents has numbers that are not finite; give finite ones")
 

@@ -35,7 +35,7 @@ class Data:
         total = "unknown" if self.total is None else f"{self.total:,}"
         shapes = ""
         if isinstance(self.sizes, Manifest) and self.sizes.buckets:
-            shapes = f" ({self.sizes.bucket_line} pixels)"
+            shapes = f" ({self.sizes.bucket_line})"
         elif self.sizes.buckets:
             shapes = f" of {', '.join(bucket.name for bucket in self.sizes.buckets)} pixels"
 

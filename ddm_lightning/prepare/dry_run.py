@@ -87,8 +87,8 @@ def dry_run(experiment: Experiment, run_dir: Path, check: Callable[[DataSizes], 
     if first is None:
         causes = sorted({one.cause for one in reading.broken} | (+reading.filtered).keys())
         raise UserError(
-            f"source {plugins.config.source.name!r}: no sample can be read ({', '.join(causes)}); fix prepare.source "
-            "or prepare.filters"
+            f"source {plugins.config.source.name!r}: no sample can be read ({', '.join(causes)}); fix prepare.source, "
+            "or change prepare.filters or prepare.images"
         )
 
     num = len(first.records)

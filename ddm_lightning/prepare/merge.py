@@ -142,17 +142,12 @@ def _merge_folders(shards: Path, groups: Sequence[Mapping[str, Any]]) -> tuple[C
 
 def buckets_in_words(manifest: Manifest) -> str:
     """Return the samples of each bucket, and which have no held-out ones; empty without buckets."""
-    counts = []
     without = []
     for bucket, clusters in zip(manifest.buckets, manifest.bucket_samples, strict=True):
-        held_out = sum(cluster.held_out for cluster in clusters)
-        counts.append(f"{bucket.name}: {held_out + sum(cluster.train for cluster in clusters):,}")
-        if not held_out:
+        if not any(cluster.held_out for cluster in clusters):
             without.append(bucket.name)
 
-    line = ""
-    if counts:
-        line = f"shapes {', '.join(counts)}"
+    line = manifest.bucket_line
     if without:
         line += f"; without held-out samples: {', '.join(without)}"
 

@@ -125,12 +125,12 @@ class Manifest:
 
     @property
     def bucket_line(self) -> str:
-        """Images of each bucket, ``20 of 4x16, 50 of 8x8``; empty without buckets."""
+        """Samples of each bucket, ``shapes 4x16: 20, 8x8: 50``; empty without buckets."""
         words = []
         for bucket, clusters in zip(self.buckets, self.bucket_samples, strict=True):
-            words.append(f"{sum(one.train + one.held_out for one in clusters):,} of {bucket.name}")
+            words.append(f"{bucket.name}: {sum(one.train + one.held_out for one in clusters):,}")
 
-        return ", ".join(words)
+        return f"shapes {', '.join(words)}" if words else ""
 
     def __post_init__(self) -> None:
         """Refuse values that contradict each other.

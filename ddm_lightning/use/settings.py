@@ -36,7 +36,7 @@ _NOT_OF_CALLS = ("member", "num_per_prompt", "prompts", "resident_experts", "siz
 KEYS = [field.name for field in fields(SampleConfig) if field.name not in _NOT_OF_CALLS]
 """Keys of the section ``sample`` that a call takes besides its own arguments."""
 # Arguments of diffusers whose names do not resemble ours.
-_OF_DIFFUSERS = {"scheduler": "solver"}
+_OF_DIFFUSERS = {"scheduler": "solver", "size": "height", "use_resolution_binning": "exact"}
 
 
 def load_settings(place: str, overrides: Sequence[str], *, allow_paths: bool) -> Experiment:

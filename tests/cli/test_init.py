@@ -74,10 +74,8 @@ def test_what_cannot_be_written_is_refused_with_one_line(refuse, arguments, line
 def test_settings_belong_to_the_file(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["init", "tiny_2x", "seed=1"])
-    assert (
-        "unrecognized arguments: seed=1; settings are given as key=value, to commands with -c"
-        in capsys.readouterr().err
-    )
+    words = "unrecognized arguments: seed=1; settings are given as key=value, to commands with -c; `init --help` lists"
+    assert words in capsys.readouterr().err
     assert not [*Path().iterdir()]
 
 

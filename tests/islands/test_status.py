@@ -284,4 +284,4 @@ def test_buckets_are_named_below_the_table(bucket_prepared, tiny_prepared):
         run = Run(load_experiment(TINY, [f"run_dir={prepared.parent}"]))
         lines.append(status.Status(run, []).caption)
 
-    assert lines[0] == "20 of 4x16, 50 of 8x8, 30 of 16x4" and not lines[1]
+    assert lines[0] == "shapes 4x16: 20, 8x8: 50, 16x4: 30" and not lines[1]

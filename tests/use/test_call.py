@@ -367,7 +367,10 @@ CALLBACK = "callback_on_step_end: give a function; its only tensor inputs are ['
         ({"generator": 5}, "generator = 5: give a torch.Generator or one per image, or numbers as seed"),
         ({"generator": [np.random.default_rng(0)]}, "give a torch.Generator or one per image"),
         ({"generator": [seeded(1)] * 3}, "3 seeds for 1 images: give one, or one per image"),
-        ({"latents": NOISE}, "latents has shape [2, 3, 4, 4]; give [1, 3, 4, 4], one per image"),
+        (
+            {"latents": NOISE},
+            "latents has shape [2, 3, 4, 4]; give [1, 3, 4, 4], one per image; height and width change it",
+        ),
         ({"latents": "x"}, "latents = 'x': give a tensor [images c h w] of noise"),
         ({"image": 5}, IMAGE),
         ({"image": "cat.png"}, IMAGE),

@@ -112,6 +112,13 @@ def test_another_aspect_takes_the_nearest_bucket_and_says_so(ensemble, capsys, h
     )
 
 
+def test_the_model_card_names_the_sizes_height_first(shaped, kept):
+    words = "height x width in pixels: 2x8, 4x4, 8x2. Add, for example,\n`height=2, width=8`."
+
+    assert words in (shaped / "README.md").read_text(encoding="utf-8")
+    assert "pixels" not in (kept / "README.md").read_text(encoding="utf-8")
+
+
 def test_exact_takes_the_size_as_it_is(ensemble, kept, capsys):
     for one in (ensemble, load(kept)):
         found = one("cat", height=6, width=10, exact=True, **FULL).images
@@ -209,7 +216,8 @@ def test_an_image_to_start_from_has_the_bucket_of_its_aspect_or_the_size_asked_f
         ({"height": 0, "width": 0}, "key 'sample.size' = [0, 0]: must be [height, width] in pixels"),
         ({"height": 10_000}, "key 'sample.size' = [10000, 10000]: must be [height, width] in pixels"),
         ({"height": "2", "width": 8}, "key 'sample.size' = ['2', 8]: must be [height, width]"),
-        ({"size": [2, 8]}, "no setting 'size'"),
+        ({"size": [2, 8]}, "no setting 'size'; did you mean 'height'? known: "),
+        ({"use_resolution_binning": False}, "did you mean 'exact'? known: "),
         (
             {"height": 3, "width": 8, "exact": True},
             "3 x 8 pixels: patch_size = 2 must divide the 3x8 cells of a sample",
