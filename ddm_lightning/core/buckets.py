@@ -102,6 +102,7 @@ def _table(size: int, max_aspect: float, step: int) -> list[Size]:
         raise ValueError(f"step = {step} must divide prepare.images.size = {size}")
 
     sizes = {(size, size)}
+    # Wide ones, each with the tall one of its sides.
     for height in range(step, size, step):
         width = step * round(size**2 / (height * step))
         if width <= max_aspect * height and width <= _MAX_SIDE:

@@ -123,10 +123,10 @@ def diagnose(
     held_out = [*by_bucket.values()]
     sample_ids = _cat(held_out, "sample_ids")
     num_draws = min(MAX_DRAWS, math.ceil(MIN_ROWS / len(sample_ids)))  # of noise for each sample
-    noisy = []
-    for like in held_out:
-        rows = torch.arange(len(like)).repeat(num_draws)
-        noisy.append(like.rows(rows, device))
+    repeated = []
+    for samples in held_out:
+        rows = torch.arange(len(samples)).repeat(num_draws)
+        repeated.append(samples.rows(rows, device))
 
     times = stratified_timesteps().tolist()
     figures: Figures = {
@@ -139,15 +139,15 @@ def diagnose(
         "priors": ensemble.priors.tolist(),
         "times": times,
     }
-    for bucket, like in by_bucket.items():
+    for bucket, samples in by_bucket.items():
         if bucket is not None:
-            counts = like.clusters.bincount(minlength=ensemble.num_clusters)
+            counts = samples.clusters.bincount(minlength=ensemble.num_clusters)
             figures.setdefault("buckets", {})[bucket.name] = counts.tolist()
 
     with Bars(show=show_progress) as bars:
         task = bars.add_task("experts", total=len(times))
-        figures["experts"] = expert_figures(ensemble, noisy, experiment.seed, lambda: bars.advance(task))
-        figures["router"] = router_figures(ensemble, noisy, experiment.seed)
+        figures["experts"] = expert_figures(ensemble, repeated, experiment.seed, lambda: bars.advance(task))
+        figures["router"] = router_figures(ensemble, repeated, experiment.seed)
         figures["shares"] = _share_figures(whole, chosen, train, by_bucket, num, bars)
 
     folder = run.folder.root / "diagnosis"
@@ -175,16 +175,17 @@ def _share_figures(
         return torch.cat([F.adaptive_avg_pool2d(x_0.float(), size).flatten(1) for x_0 in images])
 
     classifier = ClusterShares(
-        pixels([like.x_0 for like in train]),
+        pixels([samples.x_0 for samples in train]),
         _cat(train, "clusters"),
-        pixels([like.x_0 for like in held_out]),
+        pixels([samples.x_0 for samples in held_out]),
         _cat(held_out, "clusters"),
         num_clusters,
     )
+    # For the numbers of the images of each shape, the held-out samples whose conditions they take.
     given = {}
-    for bucket, span in sections(lengths(by_bucket), num).items():
-        like = by_bucket[bucket]
-        given[span] = like.rows(torch.arange(len(span)) * len(like) // len(span))
+    for bucket, numbers in sections(lengths(by_bucket), num).items():
+        samples = by_bucket[bucket]
+        given[numbers] = samples.rows(torch.arange(len(numbers)) * len(samples) // len(numbers))
 
     is_conditional = held_out[0].condition is not None
     expected = whole.field.priors
@@ -196,15 +197,15 @@ def _share_figures(
     for name, own in chosen.items():
         task = bars.add_task(name, total=num)
         images = []
-        for span, like in given.items():
+        for numbers, samples in given.items():
             x_0 = own.latents(
-                like.condition,
-                len(span),
-                (*like.x_0.shape[1:],),
+                samples.condition,
+                len(numbers),
+                (*samples.x_0.shape[1:],),
                 batch_size=BATCH_SIZE,
-                keys=[(row,) for row in span],
-                progress=lambda done, task=task, first=span.start: bars.update(task, completed=first + done),
-                clusters=like.clusters if is_conditional else None,
+                keys=[(number,) for number in numbers],
+                progress=lambda done, task=task, first=numbers.start: bars.update(task, completed=first + done),
+                clusters=samples.clusters if is_conditional else None,
             )
             images.append(x_0)
 
@@ -246,22 +247,23 @@ def expert_figures(
     num_clusters = ensemble.num_clusters
     times = stratified_timesteps()
     nums = torch.stack([samples.clusters.bincount(minlength=num_clusters) for samples in held_out])
+    # Of the losses: [shape][t][experts][cluster].
     sums = torch.zeros(len(held_out), len(times), num_clusters, num_clusters, device=nums.device)
     disagreement = []
     for index in range(len(times)):
         variance = square = 0.0
-        for samples, of_shape in zip(held_out, sums, strict=True):
-            for own, x_t, t in _noisy(samples, seed, index):
-                every = torch.ones(len(own), num_clusters, dtype=torch.bool, device=x_t.device)
-                found = ensemble.expert_velocities(x_t, t, own.condition, every)
-                found = found.transpose(0, 1).flatten(2)  # [experts, rows, values]
-                target = (x_t - own.x_0) / times[index]  # noise - x_0
-                errors = (found - target.flatten(1)).square().mean(2)
-                of_shape[index].index_add_(1, own.clusters, errors)
+        for samples, shape_sums in zip(held_out, sums, strict=True):
+            for batch, x_t, t in _noisy(samples, seed, index):
+                every = torch.ones(len(batch), num_clusters, dtype=torch.bool, device=x_t.device)
+                velocities = ensemble.expert_velocities(x_t, t, batch.condition, every)
+                velocities = velocities.transpose(0, 1).flatten(2)  # [experts, rows, values]
+                target = (x_t - batch.x_0) / times[index]  # noise - x_0
+                errors = (velocities - target.flatten(1)).square().mean(2)
+                shape_sums[index].index_add_(1, batch.clusters, errors)
                 if ensemble.router is not None:
-                    weights = ensemble.probabilities(x_t, t, own.condition).T[..., None]
-                    mean = (weights * found).sum(0)
-                    scatter = weights * (found - mean).square()
+                    weights = ensemble.probabilities(x_t, t, batch.condition).T[..., None]
+                    mean = (weights * velocities).sum(0)
+                    scatter = weights * (velocities - mean).square()
                     variance += float(scatter.sum())
                     square += float(mean.square().sum())
 
@@ -275,6 +277,7 @@ def expert_figures(
     loss = losses.mean(0)
     more = {}
     if len(held_out) > 1:
+        # Experts on their own cluster, averaged over the times.
         own_loss = sums.mean(1).diagonal(dim1=1, dim2=2) / nums.clamp(min=1)
         more["in_cluster_by_bucket"] = own_loss.tolist()
 
@@ -330,43 +333,44 @@ def router_figures(ensemble: Ensemble, held_out: Sequence[Samples], seed: int) -
             noisy += _noisy(samples, seed, index)
 
         for branch in branches:
-            own = figures[branch]
+            curves = figures[branch]
             as_trained = _log_probabilities(plain, noisy, branch)
             calibrated = _log_probabilities(ensemble, noisy, branch)
             for suffix, found in (("", as_trained), ("_calibrated", calibrated)):
                 logs = found[judged].double()
                 of_truth = logs.gather(1, clusters[:, None])
-                own[f"nll{suffix}"].append(-float(of_truth.mean()))
-                own[f"calibration_error{suffix}"].append(float(calibration_error(reliability(logs, clusters))))
+                curves[f"nll{suffix}"].append(-float(of_truth.mean()))
+                curves[f"calibration_error{suffix}"].append(float(calibration_error(reliability(logs, clusters))))
 
-            own["nll_of_priors"].append(-float(log_priors[clusters].mean()))
+            curves["nll_of_priors"].append(-float(log_priors[clusters].mean()))
             is_right = (as_trained.argmax(1) == truth).double()
-            own["accuracy"].append(float(is_right.mean()))
+            curves["accuracy"].append(float(is_right.mean()))
             if len(held_out) > 1:
                 means = []
-                for of_shape in is_right.split([*map(len, held_out)]):
-                    means.append(float(of_shape.mean()))
+                for of_bucket in is_right.split([*map(len, held_out)]):
+                    means.append(float(of_bucket.mean()))
 
-                own["accuracy_by_bucket"].append(means)
+                curves["accuracy_by_bucket"].append(means)
 
+            # If the clusters were drawn from the router's own probabilities, it would be perfectly calibrated.
             perfect = calibrated[judged]
             sums = reliability(perfect.double(), choose(perfect.exp(), uniform[sample_number][judged]))
-            own["calibration_error_by_chance"].append(float(calibration_error(sums)))
+            curves["calibration_error_by_chance"].append(float(calibration_error(sums)))
 
     return figures
 
 
 def _log_probabilities(ensemble: Ensemble, noisy: Sequence[Noisy], branch: str) -> Tensor:
     found = []
-    for own, x_t, t in noisy:
-        condition = own.condition if branch == "conditional" else None
+    for samples, x_t, t in noisy:
+        condition = samples.condition if branch == "conditional" else None
         found.append(ensemble.probabilities(x_t, t, condition))
 
     return torch.cat(found).clamp_min(1e-30).log()
 
 
 def _cat(samples: Sequence[Samples], name: str) -> Int[Tensor, " n"]:
-    return torch.cat([getattr(own, name) for own in samples])
+    return torch.cat([getattr(of_shape, name) for of_shape in samples])
 
 
 def _noisy(samples: Samples, seed: int, index: int) -> Iterator[Noisy]:
@@ -396,17 +400,17 @@ def _read(run: Run, side: str, max_num: int, device: torch.device) -> dict[Bucke
     objective = build_objective(run.member(MONOLITH), run, nn.Identity())
     found = {}
     for bucket, chosen in sections(counts, num).items():
-        batch = shards.take(np.array(chosen) * len(shards) // num, names)
+        columns = shards.take(np.array(chosen) * len(shards) // num, names)
         condition = None
         if side != TRAIN and objective.member.condition.kind != "none":
             parts = []
             for rows in torch.arange(len(chosen)).split(BATCH_SIZE):
-                own = objective.condition({name: values[rows].to(device) for name, values in batch.items()})
-                assert own is not None, "the member has a condition"
-                parts.append(own)
+                part = objective.condition({name: values[rows].to(device) for name, values in columns.items()})
+                assert part is not None, "the member has a condition"
+                parts.append(part)
 
             condition = Condition.cat(parts).to("cpu")
 
-        found[bucket] = Samples(objective.x_0(batch), batch["cluster"], batch["sample_id"], condition)
+        found[bucket] = Samples(objective.x_0(columns), columns["cluster"], columns["sample_id"], condition)
 
     return found

@@ -33,25 +33,27 @@ def mixed_order(sizes: Sequence[Sequence[int]], batch_size: int, seed: int, firs
         stop: likewise.
     """
     num_samples = np.array([sum(part) for part in sizes])
-    starts = num_samples.cumsum() - num_samples
+    first_samples = num_samples.cumsum() - num_samples
     end = 0
-    for number in itertools.count():
+    for current in itertools.count():
         begin = end
         if begin >= stop:
             return
 
-        done = number * num_samples // batch_size
-        counts = (number + 1) * num_samples // batch_size - done
+        # Batches of each shape before this pass, and in it.
+        done = current * num_samples // batch_size
+        counts = (current + 1) * num_samples // batch_size - done
         end += counts.sum()
         if end <= first:
             continue
 
-        shapes = np.random.default_rng((seed, number)).permutation(np.arange(len(sizes)).repeat(counts))
-        order = np.empty((len(shapes), batch_size), np.int64)
+        shapes = np.random.default_rng((seed, current)).permutation(np.arange(len(sizes)).repeat(counts))
+        batches = np.empty((len(shapes), batch_size), np.int64)
         for shape in np.unique(shapes):
+            # The first of these samples may still be of an earlier pass.
             oldest, skipped = divmod(done[shape] * batch_size, num_samples[shape])
-            passes = [shuffled(sizes[shape], seed, one) for one in range(oldest, number + 1)]
+            passes = [shuffled(sizes[shape], seed, one) for one in range(oldest, current + 1)]
             stream = np.concatenate(passes)[skipped:][: counts[shape] * batch_size]
-            order[shapes == shape] = starts[shape] + stream.reshape(-1, batch_size)
+            batches[shapes == shape] = first_samples[shape] + stream.reshape(-1, batch_size)
 
-        yield order[max(0, first - begin) : stop - begin].ravel()
+        yield batches[max(0, first - begin) : stop - begin].ravel()
