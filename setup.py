@@ -59,6 +59,8 @@ HUB = ["huggingface-hub>=0.34,<1"]
 LATENTS = [*HUB, "transformers>=4.57,<5", "diffusers>=0.36,<0.40", "sentencepiece>=0.2", "ftfy>=6.1"]
 # Experts as adapters.
 LORA = [*HUB, "transformers>=4.57,<5", "peft>=0.17,<0.22"]
+# Optimizers in less memory.
+LOWMEM = ["torchao>=0.18"]
 # The page of `demo`.
 PAGE = [*HUB, "gradio>=6.15,<6.18"]
 # Opens examples/sample.ipynb; brings nbformat.
@@ -78,6 +80,7 @@ TEST = [
     *EARTH,
     *LATENTS,
     *LORA,
+    *LOWMEM,
     *MIX,
     *PAGE,
     *COMPLETION,
@@ -153,6 +156,7 @@ setup(
         "earth": EARTH,
         "latents": LATENTS,
         "lora": LORA,
+        "lowmem": LOWMEM,
         "mix": MIX,
         "page": PAGE,
         "notebook": NOTEBOOK,

@@ -229,8 +229,9 @@ class TrainConfig:
     """Optimizer steps; 0 hands over the initial weights."""
     global_batch_size: int = option(MISSING, low=1, high=1 << 24)
     """Samples per step. For experts, the monolith's batch; each of M experts takes 1/M of it."""
-    optimizer: str = choice("adamw", "muon")
-    """``adamw``, or ``muon`` for the blocks' matrices (AdamW for adaLN and the rest); ``muon`` not with FSDP2."""
+    optimizer: str = choice("adamw", "adamw-8bit", "muon")
+    """``adamw``; ``adamw-8bit`` (moments in a quarter of the memory); ``muon`` for the blocks' matrices, not with FSDP2
+    (AdamW for adaLN and the rest)."""
     learning_rate: float = option(1e-4, low=1e-12)
     """Peak learning rate."""
     weight_decay: float = option(0.0, low=0)
@@ -341,8 +342,9 @@ class IslandConfig:
     """Nodes that train one member together, with ``devices`` each; ``fit`` is started on every one."""
     strategy: str = choice("auto", "single", "ddp", "fsdp", "fsdp-shard-grad-op")
     """``auto`` (by memory), ``single``, ``ddp``, ``fsdp`` (FSDP2) or ``fsdp-shard-grad-op`` (weights stay gathered)."""
-    precision: str = choice("32-true", "bf16-mixed", "16-mixed")
-    """Lightning's precision: ``32-true``, ``bf16-mixed`` or ``16-mixed``; weights stay fp32."""
+    precision: str = choice("32-true", "bf16-mixed", "16-mixed", "bf16-true")
+    """``32-true``, ``bf16-mixed`` or ``16-mixed``, with weights in fp32; ``bf16-true``: as ``bf16-mixed``, but weights
+    and gradients are stored in bfloat16, rounded stochastically; averages stay fp32."""
     attention: str = choice("auto", "sdpa", "flash", "cudnn", "efficient", "xformers")
     """``auto`` or ``sdpa`` (first of flash, efficient, math that can run), or a kernel by name, such as ``cudnn``."""
     micro_batch_size: int | None = option(None, low=1)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.distributed.tensor import DTensor
 
 from ddm_lightning.core.environment import Ranks
@@ -60,7 +60,13 @@ def configure_cuda() -> None:
 
 
 def resolve_precision(precision: str, device: torch.device) -> str:
-    """Resolve ``auto`` to ``bf16-mixed`` on a GPU with bfloat16 units, else to ``32-true``; return others unchanged."""
+    """Name the precision of a forward pass: ``bf16-true`` stores other weights, and computes as ``bf16-mixed``.
+
+    ``auto`` is ``bf16-mixed`` on a GPU with bfloat16 units, else ``32-true``.
+    """
+    if precision == "bf16-true":
+        return "bf16-mixed"
+
     if precision != "auto":
         return precision
 
@@ -116,6 +122,18 @@ def check_devices(accelerator: str, devices: int) -> None:
         )
 
 
+def check_precision(precision: str, device: torch.device) -> None:
+    """Check that a device has what ``island.precision`` needs.
+
+    Raises:
+        UserError: it has no bfloat16 units.
+    """
+    if precision == "bf16-true" and device.type == "cuda" and resolve_precision("auto", device) == "32-true":
+        raise UserError(
+            "key 'island.precision' = 'bf16-true': this GPU has no bfloat16 units; set it to 16-mixed or 32-true"
+        )
+
+
 def device_bytes(accelerator: str) -> int:
     """Memory of one device in bytes."""
     if resolve_accelerator(accelerator) == "gpu":
@@ -152,3 +170,13 @@ def local(tensor: Tensor) -> Tensor:
         return tensor.to_local()
 
     return tensor
+
+
+def by_rows(parameter: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Zeros on the device of ``parameter``; their rows, as many as its own, are sharded as its own are."""
+    if isinstance(parameter, DTensor):
+        return distributed.tensor.zeros(
+            *shape, dtype=dtype, device_mesh=parameter.device_mesh, placements=parameter.placements
+        )
+
+    return torch.zeros(*shape, dtype=dtype, device=parameter.device)

@@ -48,7 +48,7 @@ class Device:
             tf32: whether float32 products may use TensorFloat-32.
         """
         full = "tf32" if tf32 else "fp32"
-        return self.peaks.get({"bf16-mixed": "bf16", "16-mixed": "fp16"}.get(precision, full))
+        return self.peaks.get({"bf16-mixed": "bf16", "bf16-true": "bf16", "16-mixed": "fp16"}.get(precision, full))
 
 
 @cache

@@ -18,7 +18,7 @@ from ddm_lightning.members.cost import flops_by_shape
 from ddm_lightning.members.member import MONOLITH, ROUTER, Member
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import MEMBER_FILE
-from ddm_lightning.networks.blocks import is_muon_matrix
+from ddm_lightning.networks.blocks import is_muon_matrix, moment_block
 from ddm_lightning.shards.manifest import DataSizes, Manifest
 
 
@@ -124,11 +124,16 @@ def check_networks(
 
             member.add_adapters(network)
 
-        train = f"{key.removesuffix('.network')}.train.optimizer"
+        lacks = None
         if member.train.optimizer == "muon" and not any(is_muon_matrix(*named) for named in network.named_parameters()):
+            lacks = "matrices in 'blocks'"
+        if member.train.optimizer == "adamw-8bit" and not any(map(moment_block, network.parameters())):
+            lacks = "matrix of at least 4096 weights to store moments of in eight bits"
+        if lacks is not None:
+            train = f"{key.removesuffix('.network')}.train.optimizer"
             raise UserError(
-                f"{blamed(source, overrides, train, key)}: key {train!r} = 'muon': {key} has no matrices in 'blocks'; "
-                "set adamw"
+                f"{blamed(source, overrides, train, key)}: key {train!r} = {member.train.optimizer!r}: {key} has no "
+                f"{lacks}; set adamw"
             )
 
 

@@ -5,6 +5,7 @@ Their options (``Recipe``): SwiGLU, RMSNorm, adaLN-single. ``Architecture`` adds
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
@@ -317,6 +318,19 @@ def is_muon_matrix(name: str, parameter: nn.Parameter) -> bool:
     """
     is_matrix = parameter.ndim == 2 and min(parameter.shape) > 1 and name.endswith(".weight")
     return is_matrix and name.startswith("blocks.") and not name.endswith("modulation.weight")
+
+
+def moment_block(parameter: Tensor) -> int | None:
+    """Size of the blocks that share a scale where moments have eight bits: at most 256, a part of a row.
+
+    So shards of rows hold whole blocks. None for vectors, small matrices, and rows that no such size divides: their
+    moments stay float32.
+    """
+    if parameter.ndim < 2 or parameter.numel() < 4096 or not parameter.is_contiguous():
+        return None
+
+    row = math.prod(parameter.shape[1:])
+    return max((size for size in range(16, 257) if row % size == 0), default=None)
 
 
 def blocks_of(network: nn.Module) -> list[nn.Module]:

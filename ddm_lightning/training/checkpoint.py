@@ -35,7 +35,7 @@ from torch.optim import Optimizer
 
 from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core import remote
-from ddm_lightning.core.devices import local, resolve_accelerator
+from ddm_lightning.core.devices import by_rows, local, resolve_accelerator
 from ddm_lightning.core.errors import UserError, first_line, say
 from ddm_lightning.core.files import atomic_write_json, move_folder, parse_json, sha256_file
 from ddm_lightning.members.member import STUDENT, Member
@@ -297,8 +297,8 @@ def load_tensors(
                 key, _, name = full_name.removeprefix(_OPTIMIZER).partition("/")
                 parameter = parameters[name]
                 optimizer.state[parameter][key] = (
-                    torch.empty_like(parameter.detach(), dtype=dtype)  # sharded like the parameter
-                    if size == parameter.shape
+                    by_rows(parameter, size, dtype)
+                    if size[:1] == parameter.shape[:1]
                     else torch.empty(size, dtype=dtype, device=parameter.device)
                 )
 

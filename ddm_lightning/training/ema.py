@@ -106,7 +106,7 @@ def track_ema(optimizer: Optimizer, decay: float, widths: Sequence[float] = (), 
     initial: dict[Tensor, Tensor] = {}
     if from_initial:
         for group in optimizer.param_groups:
-            initial |= {parameter: parameter.detach().clone() for parameter in group["params"]}
+            initial |= {parameter: _float32_copy(parameter) for parameter in group["params"]}
 
     @torch.no_grad()
     def after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -121,18 +121,33 @@ def track_ema(optimizer: Optimizer, decay: float, widths: Sequence[float] = (), 
                     state = optimizer.state[parameter]
                     if key not in state:
                         # A clone keeps the parameter's (perhaps uneven) sharding.
-                        state[key] = initial.get(parameter, parameter).detach().clone()
+                        state[key] = _float32_copy(initial.get(parameter, parameter))
 
                     averages.append(shard_of(state[key]))
 
                 if averages:
-                    get_ema_multi_avg_fn(decay_now)(averages, [shard_of(parameter) for parameter in parameters], steps)
+                    _average(averages, [shard_of(parameter) for parameter in parameters], decay_now)
 
             group[STEPS] = steps + 1
 
         initial.clear()
 
     optimizer.register_step_post_hook(after_step)
+
+
+def _float32_copy(parameter: Tensor) -> Tensor:
+    return parameter.detach().to(torch.float32, copy=True)
+
+
+def _average(averages: list[Tensor], weights: list[Tensor], decay: float) -> None:
+    """Move averages, in place, to weights; those in bfloat16 are brought to float32 one by one."""
+    average = get_ema_multi_avg_fn(decay)
+    if weights[0].dtype == torch.float32:
+        average(averages, weights, 0)
+        return
+
+    for one, weight in zip(averages, weights, strict=True):
+        average([one], [weight.float()], 0)
 
 
 def ema_tensors(module: nn.Module, optimizer: Optimizer, key: str = KEY) -> dict[str, Tensor]:

@@ -15,7 +15,15 @@ import lightning as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.warnings import disable_possible_user_warnings
 
-from ddm_lightning.core.devices import autocast, configure_torch, device_of, devices_named, resolve_accelerator
+from ddm_lightning.core.devices import (
+    autocast,
+    check_precision,
+    configure_torch,
+    device_of,
+    devices_named,
+    resolve_accelerator,
+    resolve_precision,
+)
 from ddm_lightning.core.environment import ALONE, Ranks
 from ddm_lightning.core.errors import UserError, first_line, say
 from ddm_lightning.core.formatting import format_bytes
@@ -58,6 +66,10 @@ def fit_member(member: Member, run: Run, mine: Ranks) -> MemberStatus:
     if "wandb" in run.experiment.island.loggers:
         require("key 'island.loggers': 'wandb'", "wandb", extra="wandb")
 
+    if member.train.optimizer == "adamw-8bit":
+        require(f"key '{member.role.section}.train.optimizer': 'adamw-8bit'", "torchao", extra="lowmem")
+
+    check_precision(run.experiment.island.precision, device_of(run.experiment.island.accelerator))
     name = member.name
     folder = run.folder.member(name)
     waits = FITTED_BY in os.environ  # a ``fit`` of several members started this process
@@ -280,7 +292,7 @@ def build_trainer(
             devices=island.devices,
             num_nodes=island.nodes,
             strategy=strategy,
-            precision=island.precision,  # type: ignore[arg-type]  # Lightning lists the strings in a Literal
+            precision=resolve_precision(island.precision, device_of(island.accelerator)),  # type: ignore[arg-type]
             max_steps=member.train.max_steps,
             max_epochs=-1,
             val_check_interval=island.validate_every_n_steps,

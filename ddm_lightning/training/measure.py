@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ddm_lightning.config.experiment import IslandConfig
-from ddm_lightning.core.devices import configure_torch, device_of, resolve_accelerator
+from ddm_lightning.core.devices import configure_torch, device_of, resolve_accelerator, resolve_precision
 from ddm_lightning.core.environment import ALONE
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.encoders.interfaces import StoredForm
@@ -51,7 +51,7 @@ def samples_per_second(member: Member, island: IslandConfig) -> float:
     trainer = L.Trainer(
         accelerator=resolve_accelerator(island.accelerator),
         devices=1,
-        precision=island.precision,  # type: ignore[arg-type]  # Lightning lists the strings in a Literal
+        precision=resolve_precision(island.precision, device_of(island.accelerator)),  # type: ignore[arg-type]
         max_epochs=1,
         logger=False,
         plugins=[environment(ALONE)],

@@ -33,7 +33,7 @@ from ddm_lightning.training.objective import (
     time_suffix,
 )
 from ddm_lightning.training.optimizer import build_optimizer, build_schedule, clip_in_step
-from ddm_lightning.training.parallel import Sharded, apply_island, shard_blocks
+from ddm_lightning.training.parallel import Sharded, apply_island, halve_weights, shard_blocks
 
 
 class MemberModule(L.LightningModule):
@@ -65,7 +65,15 @@ class MemberModule(L.LightningModule):
         self._untried = max(self.member.buckets, key=lambda bucket: math.prod(bucket.x_shape), default=None)
 
     def configure_model(self) -> None:
-        """Apply the island's settings to the network, and shard it under FSDP2."""
+        """Apply the island's settings to the network, and shard it under FSDP2.
+
+        Raises:
+            UserError: its weights are not float32, or an attention kernel does not run.
+        """
+        check_float32(self.network)
+        if self.island.precision == "bf16-true":
+            halve_weights(self.network)
+
         strategy = self.trainer.strategy
         with self.trainer.precision_plugin.forward_context():
             check_attention(self.island.attention, strategy.root_device)
@@ -83,10 +91,9 @@ class MemberModule(L.LightningModule):
             )
 
     def configure_optimizers(self) -> Any:
-        """Build AdamW or Muon with the EMAs in its state, and the learning-rate schedule."""
-        check_float32(self.network)
+        """Build the optimizer with the EMAs in its state, and the learning-rate schedule."""
         train = self.member.train
-        optimizer = build_optimizer(self.network, train)
+        optimizer = build_optimizer(self.network, train, (self.member.seed, self.member.name))
         track_ema(optimizer, train.ema_decay, train.ema_widths, from_initial=self.member.init_from is not None)
         return {
             "optimizer": optimizer,

@@ -1,4 +1,4 @@
-"""Build AdamW or Muon, with weight decay on matrices only, and the learning-rate schedule."""
+"""Build AdamW, compact or not, or Muon, with weight decay on matrices only, and the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from ddm_lightning.config.experiment import TrainConfig
 from ddm_lightning.networks.blocks import is_muon_matrix
+from ddm_lightning.training.compact import CompactAdamW
 
 
-def build_optimizer(network: nn.Module, train: TrainConfig) -> Optimizer:
+def build_optimizer(network: nn.Module, train: TrainConfig, key: tuple[int, str] = (0, "")) -> Optimizer:
     """Build fused AdamW, or Muon for the blocks' matrices; only parameters of two or more dimensions decay.
 
     Args:
-        network: the network.
+        network: the network; weights in bfloat16 are rounded stochastically.
         train: optimizer, rate and decay.
+        key: seed and member, which key the rounding.
 
     Raises:
         ValueError: Muon for a network without such matrices (``is_muon_matrix``).
@@ -45,6 +47,11 @@ def build_optimizer(network: nn.Module, train: TrainConfig) -> Optimizer:
         {"params": vectors, "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
+    is_half = any(p.dtype == torch.bfloat16 for p in [*matrices, *vectors])
+    eight_bits = train.optimizer == "adamw-8bit"
+    if eight_bits or is_half:
+        return CompactAdamW(groups, train.learning_rate, key, eight_bits=eight_bits)
+
     if not by_muon:
         return AdamW(groups, lr=train.learning_rate, fused=True)
 
@@ -64,7 +71,13 @@ def clip_in_step(optimizer: Optimizer, parameters: Iterable[nn.Parameter], limit
     Returns:
         The norm before clipping, over all ranks.
     """
-    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if gradients and gradients[0].dtype == torch.bfloat16:
+        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+        norm = torch.linalg.vector_norm(torch.stack(norms))
+    else:
+        norm = nn.utils.get_total_norm(gradients)
+
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()
 

@@ -43,7 +43,7 @@ from ddm_lightning.training.checkpoint import (
     tensors_of,
 )
 
-_SHARDED_PRECISIONS = ("32-true", "bf16-mixed")
+_SHARDED_PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 """Precisions that Lightning's ModelParallelStrategy supports."""
 
 
@@ -218,6 +218,12 @@ def choose_strategy(
     Raises:
         UserError: a precision or optimizer that FSDP2 does not support.
     """
+    if optimizer == "muon" and island.precision == "bf16-true":
+        raise UserError(
+            "key 'island.precision' = 'bf16-true': Muon trains weights in float32; set it to bf16-mixed, or "
+            "train.optimizer to adamw"
+        )
+
     size = island.size
     state = state_bytes(num_parameters, num_widths)
     name = chosen_strategy(island, state, device_bytes(island.accelerator))
@@ -269,6 +275,13 @@ def apply_island(network: nn.Module, island: IslandConfig) -> None:
     if island.compile:
         check_compiler("island.compile", device_of(island.accelerator))
         compile_blocks(network)
+
+
+def halve_weights(network: nn.Module) -> None:
+    """Store trained weights in bfloat16, in place; buffers and frozen weights stay."""
+    for parameter in network.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.bfloat16()
 
 
 def shard_blocks(

@@ -117,6 +117,14 @@ def test_muon_for_a_network_without_blocks(refuse, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_eight_bits_for_a_network_without_large_matrices(refuse, tmp_path):
+    small = ("expert.network.params.width=8", "expert.train.optimizer=adamw-8bit")
+    line = refuse("prepare", "-c", TINY, f"run_dir={tmp_path / 'run'}", *small)
+    assert "key 'expert.train.optimizer' = 'adamw-8bit': expert.network has no matrix of at least 4096 weights" in line
+    assert line.endswith("set adamw")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_text_that_is_no_setting(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["fit", "-c", str(TINY), f"run_dir={tmp_path / 'run'}", "--jobs", "2", "sed"])

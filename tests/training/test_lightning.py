@@ -3,6 +3,7 @@
 import csv
 import random
 import shutil
+from importlib.metadata import PackageNotFoundError
 
 import lightning as L
 import pytest
@@ -15,6 +16,7 @@ from tiny_runs import TINY, copy_run
 from training.short_fits import SHORT, checkpoints, events, fit, member, trained, weights
 
 from ddm_lightning.config.load import load_experiment
+from ddm_lightning.core import registry
 from ddm_lightning.core.registry import CALLBACKS
 from ddm_lightning.members.run import Run
 from ddm_lightning.training.fit import build_data
@@ -129,12 +131,21 @@ def test_plug_in_callbacks_and_flags_reach_the_trainer(tiny_run, monkeypatch, ca
         ("island.callbacks=[{name: nowhere}]", "unknown callback 'nowhere'; known: early-stopping, sample-log"),
         ("island.trainer={profiler: magic}", "keys 'island.trainer' and 'island.callbacks': When passing"),
         ("island.loggers=[wandb]", "needs the package 'wandb'; install it with: pip install 'ddm_lightning[wandb]'"),
+        ("expert.train.optimizer=adamw-8bit", "install it with: pip install 'ddm_lightning[lowmem]'"),
         ("island.trainer={precision: 16}", "'island.trainer' = {'precision': 16}: must be of the flags benchmark, "),
         ("island.loggers=[tensorbord]", "must be a list of tensorboard, csv, wandb"),
         ("island.loggers=[csv,csv]", "each at most once"),
     ],
 )
-def test_what_fit_cannot_use_is_one_line(tiny_run, capsys, setting, words):
+def test_what_fit_cannot_use_is_one_line(tiny_run, capsys, monkeypatch, setting, words):
+    installed = registry.distribution
+
+    def without_torchao(name):
+        if name == "torchao":
+            raise PackageNotFoundError
+        return installed(name)
+
+    monkeypatch.setattr(registry, "distribution", without_torchao)
     assert fit(tiny_run, setting) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert words in line

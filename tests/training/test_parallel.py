@@ -1,3 +1,5 @@
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.devices import (
     autocast,
     check_devices,
+    check_precision,
     configure_torch,
     device_of,
     resolve_accelerator,
@@ -40,6 +43,7 @@ def island(**settings):
         ({"strategy": "fsdp"}, 1, "muon", r"'train\.optimizer' = 'muon'.*FSDP2.*adamw, or island\.strategy=ddp"),
         ({"strategy": "fsdp-shard-grad-op"}, 1, "muon", "FSDP2.*adamw, or"),
         ({}, 10**9, "muon", "FSDP2.*adamw, or"),
+        ({"precision": "bf16-true"}, 1, "muon", "'bf16-true': Muon trains weights in float32; set it to bf16-mixed"),
     ],
 )
 def test_what_fsdp2_does_not_support_is_refused(settings, num_parameters, optimizer, words):
@@ -240,6 +244,15 @@ def test_sampling_is_in_bfloat16_on_gpus_that_have_it(monkeypatch, device, has_u
 
     for precision in ("32-true", "16-mixed"):
         assert resolve_precision(precision, torch.device(device)) == precision
+
+
+def test_weights_in_bfloat16_need_a_device_that_has_it(monkeypatch):
+    for has_units in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", partial(lambda has, **_: has, has_units))
+        check_precision("bf16-true", torch.device("cpu"))
+        check_precision("bf16-mixed", torch.device("cuda"))
+        with nullcontext() if has_units else pytest.raises(UserError, match="no bfloat16 units; set it to 16-mixed"):
+            check_precision("bf16-true", torch.device("cuda"))
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("32-true", torch.float32), ("bf16-mixed", torch.bfloat16)])

@@ -10,7 +10,7 @@ from sample_log import LOGS_SAMPLES
 from shards.mds import WARNINGS
 from tiny_runs import TINY, copy_run, read_status
 from training.members import MEMBER
-from training.short_fits import events, fit, member, weights
+from training.short_fits import events, fit, member, trained, weights
 
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.errors import UserError
@@ -153,6 +153,23 @@ def test_a_finished_member_without_checkpoints_is_not_trained_on(finished, tmp_p
     assert fit(run, "expert.train.max_steps=31") == 2
     assert "has step = 20 in member.json, and the experiment asks for 31" in capsys.readouterr().err
     assert weights(run) == weights(finished)
+
+
+def test_in_less_memory_too_it_resumes_to_the_bit_and_may_change_its_precision(finished, tmp_path, capsys):
+    less = ("expert.train.optimizer=adamw-8bit", "island.precision=bf16-true")
+    straight = trained(finished / "prepared", tmp_path, *less)
+    wanted = weights(straight)
+    for step in (18, 20):
+        shutil.rmtree(member(straight, "checkpoints", f"step-000000{step}.ckpt"))
+
+    shutil.rmtree(member(straight, "artifact"))
+    capsys.readouterr()
+    assert fit(straight, *less) == 0
+    assert "from here on" not in capsys.readouterr().err
+    assert weights(straight) == wanted != weights(finished)
+
+    assert fit(straight, less[0], "expert.train.max_steps=22") == 0
+    assert 'from here on with island.precision="32-true" (was "bf16-true")' in capsys.readouterr().err
 
 
 @pytest.mark.slow
