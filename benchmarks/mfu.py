@@ -82,7 +82,7 @@ def add(
     figures[f"seconds_{batch}"] = seconds
     figures["parameters"] = cost.num_parameters
     figures["gflop_a_sample"] = flops / 1e9
-    figures["gb_of_weights_and_state"] = cost.state.training / 1e9
+    figures["gb_of_weights_and_state"] = cost.state(step.island).training / 1e9
     figures[f"planned_gb_{batch}"] = planned / 1e9
     figures[f"peak_gb_{batch}"] = peak / 1e9
     figures[f"peak_over_planned_{batch}"] = peak / planned

@@ -21,6 +21,7 @@ from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.path import interpolate
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.flow.timesteps import sample_timesteps
+from ddm_lightning.members.cost import state_of
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.status import MemberStatus
 from ddm_lightning.networks.attention import set_attention
@@ -168,7 +169,7 @@ def our_trainer(experiment: Experiment, name: str = MEMBER) -> tuple[L.Trainer, 
     folder = run.folder.member(name)
     folder.mkdir(parents=True, exist_ok=True)
     module = MemberModule(build_objective(member, run), experiment.island)
-    strategy, _ = choose_strategy(experiment.island, sum(p.numel() for p in module.parameters()))
+    strategy, _ = choose_strategy(experiment.island, state_of(module.network, member.train, experiment.island))
     status = MemberStatus(name, member.train.max_steps)
     trainer, _ = build_trainer(member, run, status, strategy, origin_of(member, experiment))
     return trainer, module, build_data(member, run)

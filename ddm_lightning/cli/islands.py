@@ -67,7 +67,8 @@ def show_plan(experiment: Experiment, options: argparse.Namespace) -> None:
     data = data_of(experiment, options.samples)
     planner = plan.Planner(experiment, members, data, rates)
     plans = sorted(map(planner.on, devices), key=_by_price)
-    best = plans[0] = planner.with_suggestions(plans[0])
+    plans = [planner.with_suggestions(one) for one in plans]
+    best = plans[0]
     sources = plan_tables.sources_of(data, rates, source, plans)
     warnings = [*best.warnings()]
     if options.json:
@@ -86,7 +87,7 @@ def show_plan(experiment: Experiment, options: argparse.Namespace) -> None:
 
     Console().print(*tables)
     for title, lines in {
-        "fewest devices of one node": plan_tables.suggestions(best),
+        "smallest changes that fit": [line for one in plans for line in plan_tables.suggestions(one)],
         "sources": [f"{name}: {text}" for name, text in sources.items()],
         "warnings": warnings,
     }.items():

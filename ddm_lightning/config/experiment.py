@@ -345,6 +345,8 @@ class IslandConfig:
     precision: str = choice("32-true", "bf16-mixed", "16-mixed", "bf16-true")
     """``32-true``, ``bf16-mixed`` or ``16-mixed``, with weights in fp32; ``bf16-true``: as ``bf16-mixed``, but weights
     and gradients are stored in bfloat16, rounded stochastically; averages stay fp32."""
+    ema: str = choice("device", "host")
+    """Memory of the weight averages: the ``device``'s, or the ``host``'s, where they take in every tenth step."""
     attention: str = choice("auto", "sdpa", "flash", "cudnn", "efficient", "xformers")
     """``auto`` or ``sdpa`` (first of flash, efficient, math that can run), or a kernel by name, such as ``cudnn``."""
     micro_batch_size: int | None = option(None, low=1)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,14 @@ ASSUMED_DEVICE = "H100 80GB"
 ASSUMED_MFU = 0.35
 USABLE = 0.9
 """Share of a device's memory that a plan may fill; CUDA's context, NCCL and gaps between tensors take the rest."""
+_CHEAPER: dict[Any, Any] = {
+    "32-true": "bf16-true",
+    "bf16-mixed": "bf16-true",
+    "adamw": "adamw-8bit",
+    "device": "host",
+    False: True,
+}
+"""What a setting may be changed to, to save memory."""
 _NODE = (1, 2, 4, 8)
 """Devices of a node to suggest."""
 HERE = "here"
@@ -103,21 +112,29 @@ def _read_mfu(mfu: str) -> tuple[float, str]:
 
 @dataclass(frozen=True)
 class Setting:
-    """Settings of an island under which a member fits."""
+    """Settings under which a member fits."""
 
+    device_bytes: int
     devices: int
     strategy: str
     micro_batch_size: int
-    activation_checkpointing: bool
+    changes: str
+    """Settings ``key=value`` that differ from the experiment's."""
     peak: int
     """Bytes of a device."""
+    host: int
+    """Bytes of averages in the host's memory."""
 
     def __str__(self) -> str:
-        words = f"devices={self.devices} strategy={self.strategy} micro_batch_size={self.micro_batch_size}"
-        if self.activation_checkpointing:
-            words += " activation_checkpointing=true"
+        settings = self.changes or "its own settings"
+        line = f"fits a card of {self.device_bytes / 1e9:.3g} GB with {settings}: {format_bytes(self.peak)}"
+        if self.devices > 1:
+            line += f" on each of {self.devices} ({self.strategy})"
 
-        return f"{words} takes {format_bytes(self.peak)}"
+        if self.host:
+            line += f", {format_bytes(self.host)} of the host's memory"
+
+        return line
 
 
 @dataclass(frozen=True)
@@ -138,7 +155,7 @@ class MemberPlan:
     memory: Memory
     fits: bool | None
     suggestion: Setting | None
-    """Fewest devices of one node that hold it; None if none do, or if it was not looked for."""
+    """Fewest devices of one node that hold it, or smallest change; None if none do, or if it was not looked for."""
     checkpoint_bytes: int
     shard_bytes: int | None
     samples_per_second: float | None
@@ -268,14 +285,22 @@ class Planner:
         return Plan(found.name, found.num_bytes, members, jobs)
 
     def with_suggestions(self, plan: Plan) -> Plan:
-        """Look for the fewest devices of one node that hold each member; takes some seconds for a large network."""
+        """Look for the fewest devices that hold each member, or for the smallest change; takes some seconds."""
         if plan.device_bytes is None:
             return plan
 
         planned = []
         for one, member in zip(plan.members, self.members, strict=True):
             cost, _, _ = self._cost(member)
-            setting = smallest(cost, island_of(member.name, self.experiment), plan.device_bytes)
+            island = island_of(member.name, self.experiment)
+            nodes = sorted({*_NODE, island.devices})
+            own = nodes.index(island.devices)
+            if one.fits:
+                nodes = nodes[: own + 1]
+            else:
+                nodes = nodes[own:]
+
+            setting = smallest(cost, island, plan.device_bytes, nodes)
             planned.append(replace(one, suggestion=setting))
 
         return replace(plan, members=tuple(planned))
@@ -284,7 +309,8 @@ class Planner:
         island = island_of(member.name, self.experiment)
         cost, forward, per_sample = self._cost(member)
         num_bytes = device.num_bytes
-        strategy = chosen_strategy(island, cost.state, num_bytes or 0)
+        strategy = chosen_strategy(island, cost.state(island), num_bytes or 0)
+        checkpoint_bytes = cost.state(island).checkpoint
         memory = cost.memory(island, strategy)
         fits = None
         if num_bytes is not None:
@@ -329,14 +355,14 @@ class Planner:
             memory=memory,
             fits=fits,
             suggestion=None,
-            checkpoint_bytes=cost.state.checkpoint,
+            checkpoint_bytes=checkpoint_bytes,
             shard_bytes=shard_bytes,
             samples_per_second=rate,
             hours=hours,
             device_hours=device_hours,
             dollars=dollars,
             shards_in=shards_in,
-            checkpoints_out=cost.state.checkpoint / (60 * island.publish_every_n_minutes),
+            checkpoints_out=checkpoint_bytes / (60 * island.publish_every_n_minutes),
         )
 
     def _measured_rate(self, member: Member, island: IslandConfig) -> float:
@@ -361,47 +387,80 @@ def _key(member: Member) -> str:
     return repr(replace(member, name="", clusters=(), interval=(0.0, 1.0), bucket_shares=()))
 
 
-def smallest(cost: MemberCost, island: IslandConfig, num_bytes: int) -> Setting | None:
-    """Find the fewest devices of one node that hold a member, with the largest micro-batches.
+def smallest(cost: MemberCost, island: IslandConfig, num_bytes: int, nodes: Sequence[int]) -> Setting | None:
+    """Find the cheapest change of settings under which a member fits.
 
-    Micro-batches are at most those of ``island``. Smaller ones are tried before activation checkpointing, because they
-    cost no FLOPs.
+    Smaller micro-batches are tried first, because they cost no FLOPs. Then come activation checkpointing, averages in
+    the host's memory, 8-bit moments and bfloat16 weights, each alone before it is tried with those before it.
 
     Args:
         cost: of the member.
-        island: its settings, to change.
+        island: its settings, to change; its micro-batches are the largest.
         num_bytes: memory of a device.
+        nodes: numbers of devices to try, the best first.
     """
-    room = USABLE * num_bytes
-    own = micro_batch_of(cost.member, island)[0]
-    for devices in sorted({*_NODE, island.devices}):
-        for checkpointing in sorted({island.activation_checkpointing, True}):
-            tried = replace(island, nodes=1, devices=devices, strategy="auto", activation_checkpointing=checkpointing)
-            strategy = chosen_strategy(tried, cost.state, num_bytes)
-            shares = devices if strategy.startswith("fsdp") else 1
-            if cost.member.batch_size % devices or cost.state.training / shares > room:
-                continue
+    most = micro_batch_of(cost.member, island)[0]
+    now = (island.precision, cost.member.train.optimizer, island.ema, island.activation_checkpointing)
+    choices = product(*(dict.fromkeys((value, _CHEAPER.get(value, value))) for value in now))
+    for devices, (precision, optimizer, ema, checkpointing) in product(nodes, choices):
+        tried = replace(
+            island,
+            nodes=1,
+            devices=devices,
+            strategy="auto",
+            precision=precision,
+            ema=ema,
+            activation_checkpointing=checkpointing,
+        )
+        changed = cost.with_optimizer(optimizer)
+        strategy = chosen_strategy(tried, changed.state(tried), num_bytes)
+        size = _largest(changed, tried, strategy, most, USABLE * num_bytes)
+        if size is None:
+            continue
 
-            def peak(size: int, tried: IslandConfig = tried, strategy: str = strategy) -> int:
-                return cost.memory(replace(tried, micro_batch_size=size), strategy).peak
+        if size < micro_batch_of(cost.member, tried)[0]:
+            tried = replace(tried, micro_batch_size=size)
 
-            size = min(own, micro_batch_of(cost.member, replace(tried, micro_batch_size=None))[0])
-            most = peak(size)
-            if most > room:
-                least = peak(1)
-                if least > room:
-                    continue
+        words = []
+        for key, value in vars(tried).items():
+            if value != getattr(island, key):
+                words.append(f"island.{key}={str(value).lower()}")
 
-                # Memory is nearly linear in the samples; to count each size would take some seconds.
-                each = (most - least) / (size - 1)
-                fitting = 1 + int((room - least) / each)
-                size = 1 << (fitting.bit_length() - 1)  # a power of 2
-                most = least + int(each * (size - 1))
+        if changed.member.train != cost.member.train:
+            words.append(f"{cost.member.role.section}.train.optimizer={optimizer}")
 
-            if most <= room:
-                return Setting(devices, strategy, size, checkpointing, most)
+        memory = changed.memory(tried, strategy)
+        return Setting(num_bytes, devices, strategy, size, " ".join(words), memory.peak, memory.host)
 
     return None
+
+
+def _largest(cost: MemberCost, island: IslandConfig, strategy: str, most: int, room: float) -> int | None:
+    """Largest micro-batch that fits, of at most ``most``: it, or a smaller power of two; None if none does."""
+    shares = island.devices if strategy.startswith("fsdp") else 1
+    if cost.member.batch_size % island.devices or cost.state(island).training / shares > room:
+        return None
+
+    def peak(size: int) -> int:
+        return cost.memory(replace(island, micro_batch_size=size), strategy).peak
+
+    most = min(most, micro_batch_of(cost.member, replace(island, micro_batch_size=None))[0])
+    at_most = peak(most)
+    if at_most <= room:
+        return most
+
+    at_least = peak(1)
+    if at_least > room:
+        return None
+
+    # Memory is nearly linear in the samples; to count each size would take some seconds.
+    each = (at_most - at_least) / (most - 1)
+    fitting = 1 + int((room - at_least) / each)
+    size = 1 << (fitting.bit_length() - 1)
+    while peak(size) > room:
+        size //= 2
+
+    return size
 
 
 def devices_of(experiment: Experiment, asked: Sequence[str] | None, rates: Rates) -> tuple[list[str | None], str]:

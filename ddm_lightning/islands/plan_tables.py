@@ -74,10 +74,10 @@ def tables(plan: Plan) -> list[Table]:
     together = f"all, {plan.jobs} at a time" if plan.jobs else "all at once"
     training.append((together, "", "", "", *_times(**plan.totals)))
     heads = ("M\nparams", "GFLOP\na sample", "FLOP", "check-\npoint", "out,\nMB/s", "shards", "in,\nMB/s")
-    parts = ["weights", "grads", "opti-\nmizer", "EMA", "activ-\nations", "tem-\nporary", "peak", "fits"]
+    parts = ["weights", "grads", "opti-\nmizer", "EMA", "activ-\nations", "tem-\nporary", "peak", "host's\nEMA"]
     return [
         table(["", *heads], _merged(sizes), "networks and traffic"),
-        table(["", *parts], _merged(memory), f"memory of one device, GB: {plan.device}"),
+        table(["", *parts, "fits"], _merged(memory), f"memory of one device, GB: {plan.device}"),
         table(["", "devices", "strategy", "samples\nat once", *_TIMES], _merged(training), "training"),
     ]
 
@@ -96,7 +96,7 @@ def comparison(plans: Sequence[Plan]) -> Table:
 
 
 def suggestions(plan: Plan) -> list[str]:
-    """The fewest devices for each member, in words; equal ones share a line."""
+    """What each member needs to fit, in words; equal ones share a line."""
     named = [(one.member, str(one.suggestion)) for one in plan.members if one.suggestion]
     return [f"{members}: {suggestion}" for members, suggestion in _merged(named)]
 

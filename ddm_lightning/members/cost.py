@@ -9,7 +9,7 @@ import copy
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -19,15 +19,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from ddm_lightning.config.experiment import IslandConfig
+from ddm_lightning.config.experiment import IslandConfig, TrainConfig
 from ddm_lightning.core.devices import peak_of_this_device
 from ddm_lightning.core.errors import UserError, first_line
+from ddm_lightning.core.formatting import format_bytes
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.members.member import Member
-from ddm_lightning.networks.blocks import blocks_of, checkpoint_blocks, compile_blocks, is_muon_matrix
+from ddm_lightning.networks.blocks import blocks_of, checkpoint_blocks, compile_blocks, is_muon_matrix, moment_block
 
-HALF = ("bf16-mixed",)
+HALF = ("bf16-mixed", "bf16-true")
 """Precisions under which sharded weights are gathered in two bytes; the range of float16 is too small for a copy."""
+_NUM_AT_ONCE = 1 << 22
+"""Elements that ``CompactAdamW`` brings to float32 at once, unless one parameter has more."""
+_COMPACT_STEP = 25
+"""Bytes that it takes for each of them: weight, moments, random bits and codes."""
 
 
 def flops_per_sample(
@@ -173,36 +178,72 @@ def relative_cost(member: Member) -> int:
 
 @dataclass(frozen=True)
 class State:
-    """Bytes that a training needs besides activations, all fp32 and unsharded."""
+    """Bytes that a training needs besides activations, unsharded."""
 
     weights: int
     gradients: int
     optimizer: int
     """Two moments of AdamW; one of Muon for its matrices."""
     ema: int
-    """The exponential average, and power-function averages."""
+    """The exponential average, and power-function averages, on the device."""
+    host: int = 0
+    """These averages in the host's memory instead."""
+    step: int = 0
+    """What the optimizer's step makes and frees again."""
+
+    def __str__(self) -> str:
+        parts = {"weights": self.weights, "gradients": self.gradients, "optimizer": self.optimizer, "EMA": self.ema}
+        line = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
+        if self.host:
+            line += f"; EMA in the host's memory {format_bytes(self.host)}"
+
+        return line
 
     @property
     def checkpoint(self) -> int:
         """What a checkpoint holds: everything but the gradients."""
-        return self.weights + self.optimizer + self.ema
+        return self.weights + self.optimizer + self.ema + self.host
 
     @property
     def training(self) -> int:
-        """Memory of a training without activations."""
-        return self.checkpoint + self.gradients
+        """Memory of the devices in a training without activations."""
+        return self.weights + self.gradients + self.optimizer + self.ema
 
 
-def state_bytes(num_parameters: int, num_widths: int = 0, num_muon: int = 0) -> State:
-    """Bytes of a training's state.
+def state_of(network: nn.Module, train: TrainConfig, island: IslandConfig) -> State:
+    """Bytes of the state in which a network's parameters are trained; its tensors may have no data.
 
     Args:
-        num_parameters: number of the network's parameters.
-        num_widths: copies of the weights besides the exponential average (``TrainConfig.num_copies``).
-        num_muon: number of parameters that Muon trains.
+        network: the network.
+        train: its optimizer and averages.
+        island: its precision, and where it keeps averages.
     """
-    each = 4 * num_parameters
-    return State(each, each, 2 * each - 4 * num_muon, (1 + num_widths) * each)
+    eight_bits = train.optimizer == "adamw-8bit"
+    half = island.precision == "bf16-true"
+    num = optimizer = num_muon = largest = 0
+    for name, parameter in network.named_parameters():
+        size = parameter.numel()
+        num += size
+        largest = max(largest, size)
+        block = moment_block(parameter) if eight_bits else None
+        if block is not None:
+            optimizer += 2 * (size + 4 * size // block)
+        elif train.optimizer == "muon" and is_muon_matrix(name, parameter):
+            num_muon += size
+            optimizer += 4 * size
+        else:
+            optimizer += 8 * size
+
+    step = 4 * num_muon  # a copy, in case that the step is skipped
+    if eight_bits or half:
+        step = _COMPACT_STEP * min(num, max(largest, _NUM_AT_ONCE))
+
+    weights = (2 if half else 4) * num
+    averages = 4 * num * (1 + train.num_copies)
+    if island.ema == "host":
+        return State(weights, weights, optimizer, 0, averages, step)
+
+    return State(weights, weights, optimizer, averages, 0, step)
 
 
 def chosen_strategy(island: IslandConfig, state: State, num_bytes: int) -> str:
@@ -231,7 +272,7 @@ def chosen_strategy(island: IslandConfig, state: State, num_bytes: int) -> str:
 
 
 def _gathered_bytes(state: State, island: IslandConfig) -> int:
-    if island.precision in HALF:
+    if island.precision == "bf16-mixed":
         return state.weights // 2
 
     return state.weights
@@ -256,6 +297,8 @@ class Memory:
     """Everything else that exists at the worst moment."""
     peak: int
     """The most at once."""
+    host: int
+    """Averages in the host's memory and the weights they take in, of all devices of a node."""
 
 
 def micro_batch_of(member: Member, island: IslandConfig) -> tuple[int, int]:
@@ -278,15 +321,19 @@ class MemberCost:
     def __init__(self, member: Member) -> None:
         self.member = member
         self.network = member.add_adapters(member.plan_network())
-        named = dict(self.network.named_parameters())
-        self.num_parameters = sum(parameter.numel() for parameter in named.values())
-        self.num_muon = 0
-        if member.train.optimizer == "muon":
-            self.num_muon = sum(p.numel() for name, p in named.items() if is_muon_matrix(name, p))
-
-        self.state = state_bytes(self.num_parameters, member.train.num_copies, self.num_muon)
+        self.num_parameters = sum(parameter.numel() for parameter in self.network.parameters())
         self._counted = cache(self._count)
         self._flops = cache(partial(flops_by_shape, self.network, member))
+
+    def with_optimizer(self, optimizer: str) -> MemberCost:
+        """The same member under another ``train.optimizer``; both share what is counted."""
+        other = copy.copy(self)
+        other.member = replace(self.member, train=replace(self.member.train, optimizer=optimizer))
+        return other
+
+    def state(self, island: IslandConfig) -> State:
+        """State of the member's training on ``island``."""
+        return state_of(self.network, self.member.train, island)
 
     def flops(self, *, backward: bool = True, member: Member | None = None) -> float:
         """Mean FLOPs of one sample, or of one of another ``member`` that differs in its samples alone.
@@ -309,7 +356,7 @@ class MemberCost:
         Raises:
             RuntimeError: an operation of a plug-in needs data.
         """
-        state = self.state
+        state = self.state(island)
         if strategy.startswith("fsdp"):
             num_shards = island.devices
         else:
@@ -337,17 +384,20 @@ class MemberCost:
         else:
             kept = max(activations, shares["gradients"])
 
-        # Muon keeps its matrices in case that a step is skipped.
-        most = max(most + shares["gradients"] * is_sharded, shares["gradients"] + 4 * self.num_muon)
+        most = max(most + shares["gradients"] * is_sharded, shares["gradients"] + state.step)
         shares["weights"] += gathered + sum(buffer.nbytes for buffer in self.network.buffers())
         peak = shares["weights"] + shares["optimizer"] + shares["ema"] + most
-        return Memory(**shares, activations=activations, temporary=most - kept, peak=peak)
+        host = 0
+        if state.host:
+            host = (state.host + state.weights) * island.devices // num_shards
+
+        return Memory(**shares, activations=activations, temporary=most - kept, peak=peak, host=host)
 
     def _count(
         self, num: int, accumulates: bool, sharded: bool, precision: str, checkpointing: bool, compiled: bool
     ) -> tuple[int, int]:
         """Bytes kept by a forward pass, and the most bytes of a step besides state; without gradients if sharded."""
-        half = sharded and precision in HALF
+        half = precision == "bf16-true" or (sharded and precision in HALF)
         with FakeTensorMode(allow_non_fake_inputs=True):
             network = _empty_copy(self.network, "cpu", torch.bfloat16 if half else None).train()
             if sharded:

@@ -30,7 +30,7 @@ from ddm_lightning.core.formatting import format_bytes
 from ddm_lightning.core.processes import FITTED_BY, on_stop_signal
 from ddm_lightning.core.registry import CALLBACKS, require
 from ddm_lightning.members.artifact import hand_over
-from ddm_lightning.members.cost import state_bytes, step_cost
+from ddm_lightning.members.cost import State, state_of, step_cost
 from ddm_lightning.members.member import Member
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import lock_member
@@ -113,8 +113,9 @@ def _train(member: Member, run: Run, status: MemberStatus, mine: Ranks) -> Membe
 
     module.speed.cost = step_cost(member, island, module.network)
     num_parameters = sum(parameter.numel() for parameter in module.network.parameters())
-    strategy, reason = choose_strategy(island, num_parameters, member.train.num_copies, member.train.optimizer)
-    for line in _costs(module, num_parameters, reason):
+    state = state_of(module.network, member.train, island)
+    strategy, reason = choose_strategy(island, state, member.train.optimizer)
+    for line in _costs(module, num_parameters, reason, state):
         tell(line)
 
     too_small = _too_small(member, run)
@@ -185,14 +186,14 @@ def _too_small(member: Member, run: Run) -> list[str]:
     return names
 
 
-def _costs(module: MemberModule, num_parameters: int, reason: str) -> Iterator[str]:
+def _costs(module: MemberModule, num_parameters: int, reason: str, state: State) -> Iterator[str]:
     """Describe the number of parameters, the strategy and its ``reason``, the costs, and the attention kernel."""
     num_frozen = sum(weight.numel() for weight in frozen(module.network).values())
     on_base = f" on a frozen base of {num_frozen / 1e6:.2f} M" if num_frozen else ""
     yield f"{num_parameters / 1e6:.2f} M parameters{on_base}, {reason}"
 
-    size = format_bytes(state_bytes(num_parameters, module.member.train.num_copies).checkpoint)
-    yield f"a checkpoint takes {size} of the disk and of the host's memory"
+    yield str(state)
+    yield f"a checkpoint takes {format_bytes(state.checkpoint)} of the disk and of the host's memory"
 
     yield module.speed.cost.line
     island = module.island

@@ -29,7 +29,7 @@ from ddm_lightning.core.devices import device_bytes, device_of
 from ddm_lightning.core.environment import Ranks
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.formatting import format_bytes
-from ddm_lightning.members.cost import chosen_strategy, state_bytes
+from ddm_lightning.members.cost import State, chosen_strategy
 from ddm_lightning.networks.attention import set_attention
 from ddm_lightning.networks.blocks import blocks_of, check_compiler, checkpoint_blocks, compile_blocks
 from ddm_lightning.training.checkpoint import (
@@ -201,15 +201,12 @@ def environment(mine: Ranks) -> ClusterEnvironment:
     return alone
 
 
-def choose_strategy(
-    island: IslandConfig, num_parameters: int, num_widths: int = 0, optimizer: str = "adamw"
-) -> tuple[BackgroundCheckpoints, str]:
+def choose_strategy(island: IslandConfig, state: State, optimizer: str = "adamw") -> tuple[BackgroundCheckpoints, str]:
     """Choose the strategy of an island: ``auto`` is the one with the least communication that fits the devices.
 
     Args:
         island: its devices and settings.
-        num_parameters: number of the network's parameters.
-        num_widths: copies of the weights besides the EMA.
+        state: of the training.
         optimizer: ``train.optimizer``.
 
     Returns:
@@ -225,7 +222,6 @@ def choose_strategy(
         )
 
     size = island.size
-    state = state_bytes(num_parameters, num_widths)
     name = chosen_strategy(island, state, device_bytes(island.accelerator))
     if name == "single":
         device = device_of(island.accelerator)
@@ -233,7 +229,7 @@ def choose_strategy(
 
     reason = "asked for by island.strategy"
     if island.strategy == "auto":
-        reason = f"weights, gradients, AdamW and EMA take {format_bytes(state.training)} per device unsharded"
+        reason = f"weights, gradients, optimizer and EMA take {format_bytes(state.training)} per device unsharded"
 
     if name == "ddp":
         # A bucket view: otherwise DDP keeps another copy of all gradients.

@@ -5,6 +5,7 @@ import re
 import shlex
 import time
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from PIL import Image
@@ -148,7 +149,7 @@ def test_a_suggestion_has_no_larger_parts_than_the_island(tmp_path):
 def peak_of(setting, experiment, size, num_bytes, data):
     island = replace(island_of("expert-0", experiment), devices=setting.devices, strategy="auto", micro_batch_size=size)
     cost = MemberCost(Member.resolve("expert-0", experiment, data.sizes))
-    return cost.memory(island, chosen_strategy(island, cost.state, num_bytes)).peak
+    return cost.memory(island, chosen_strategy(island, cost.state(island), num_bytes)).peak
 
 
 def test_too_many_samples_at_once_are_halved_until_they_fit(tmp_path):
@@ -156,15 +157,17 @@ def test_too_many_samples_at_once_are_halved_until_they_fit(tmp_path):
     made = planner(*settings)
     found = made.with_suggestions(made.on("RTX 3090"))
     (line,) = found.warnings()
-    assert line.startswith("expert-0: does not fit: ") and "devices=1 strategy=single micro_batch_size=" in line
+    assert line.startswith("expert-0: does not fit: ")
+    assert "fits a card of 24 GB with island.micro_batch_size=" in line and "devices" not in line
     setting = found.members[0].suggestion
     exact = [peak_of(setting, made.experiment, n * setting.micro_batch_size, 24e9, made.data) for n in (1, 2)]
     assert exact[0] == pytest.approx(setting.peak, rel=0.02)
     assert exact[0] <= 0.9 * 24e9 < exact[1]
 
 
-def test_weights_too_large_for_a_device_are_sharded_over_as_few_as_hold_them(tmp_path):
+def test_weights_too_large_for_a_device_are_sharded_over_as_few_as_hold_them(tmp_path, monkeypatch):
     """1.8 billion parameters: 36 GB of state, half of which leaves room for two gathered blocks, but not for all."""
+    monkeypatch.setattr(plan, "_CHEAPER", {})
     made = planner(*GPU, *PLAIN, network(4096, 6), f"run_dir={tmp_path}", "expert.train.global_batch_size=16")
     found = made.with_suggestions(made.on("RTX 3090"))
     setting = found.members[0].suggestion
@@ -177,6 +180,38 @@ def test_weights_too_large_for_a_device_are_sharded_over_as_few_as_hold_them(tmp
     assert of_three.with_suggestions(of_three.on("RTX 3090")).members[0].suggestion.devices == 3
     larger = planner(*GPU, *PLAIN, network(16384, 6), f"run_dir={tmp_path}")
     assert "use a larger device" in next(larger.with_suggestions(larger.on("RTX 3090")).warnings())
+
+
+def test_the_cheapest_change_that_fits_is_suggested(tmp_path):
+    """The first in order of cost whose smallest micro-batch fits, found here by trying all."""
+    made = planner(*GPU, *PLAIN, network(1024, 2), f"run_dir={tmp_path}", "expert.train.global_batch_size=2048")
+    cost, island = MemberCost(made.members[0]), replace(made.experiment.island, micro_batch_size=1)
+    least = []
+    for half, eight, host, again in product((False, True), repeat=4):
+        tried = replace(
+            island,
+            precision="bf16-true" if half else "bf16-mixed",
+            ema="host" if host else "device",
+            activation_checkpointing=again,
+        )
+        changes = {
+            "island.precision=bf16-true": half,
+            "expert.train.optimizer=adamw-8bit": eight,
+            "island.ema=host": host,
+            "island.activation_checkpointing=true": again,
+        }
+        peak = cost.with_optimizer("adamw-8bit" if eight else "adamw").memory(tried, "single").peak
+        least.append(({change for change, chosen in changes.items() if chosen}, peak))
+
+    found = []
+    for gigabytes in (1.1, 0.95, 0.75, 0.55):
+        setting = made.with_suggestions(made.on(f"name=Mine,tflops=1,memory_gb={gigabytes}")).members[0].suggestion
+        changes = {word for word in setting.changes.split() if "micro_batch" not in word}
+        assert setting.devices == 1 and changes == next(one for one, peak in least if peak <= 0.9e9 * gigabytes)
+        assert setting.peak <= 0.9e9 * gigabytes and 1 <= setting.micro_batch_size < 1024
+        found.append(changes)
+
+    assert [len(one) for one in found] == [0, 1, 2, 3]
 
 
 def test_a_tenth_of_a_device_is_left_free(tmp_path, monkeypatch):

@@ -109,8 +109,59 @@ def test_a_device_holds_its_share_and_all_gathered_weights_or_those_of_two_block
 def test_an_average_a_copy_of_the_best_and_each_width_are_counted():
     each = 4 * planned().num_parameters
     for overrides, num in (((), 1), (("expert.train.ema_widths=[0.1]",), 2), (("expert.train.keep=best",), 2)):
-        state = planned(*overrides).state
+        state = planned(*overrides).state(IslandConfig("cpu", 1))
         assert (state.ema, state.checkpoint, state.training) == (num * each, (3 + num) * each, (4 + num) * each)
+
+
+def test_bytes_of_each_setting_are_those_of_the_closed_form():
+    """Of a DiT of width 64 without condition: all its matrices but the last have blocks of 64, 128 or 256 in a row."""
+    d, depth, patch = 64, 3, 4 * 4 * 3
+    wide = "expert.network={name: dit, params: {width: 64, depth: 3, num_heads: 2, patch_size: 4}}"
+    float32 = planned(wide).state(IslandConfig("cpu", 1))
+    num = planned(wide).num_parameters
+    assert (float32.weights, float32.gradients, float32.optimizer) == (4 * num, 4 * num, 8 * num)
+    assert (float32.ema, float32.host, float32.step) == (4 * num, 0, 0)
+
+    # Time's two layers, modulation, queries to values, output and both of the MLP, and the last modulation: rows of
+    # 256 share one scale, rows of 64 another each.
+    rows_of_64 = d * d + depth * (6 + 3 + 1 + 4) * d * d + 2 * d * d
+    rows_of_256 = d * 256 + depth * 4 * d * d
+    others = num - rows_of_64 - rows_of_256
+    eight = planned(wide, "expert.train.optimizer=adamw-8bit").state(IslandConfig("cpu", 1))
+    assert eight.optimizer == 8 * others + 2 * (rows_of_64 + rows_of_256) + 8 * (rows_of_64 // 64 + rows_of_256 // 256)
+    assert others == patch * d + d + d * patch + patch + 2 * d + 2 * d + depth * (6 + 3 + 1 + 4 + 1) * d
+
+    half = planned(wide, "expert.train.ema_widths=[0.1]").state(
+        IslandConfig("cpu", 1, precision="bf16-true", ema="host")
+    )
+    assert (half.weights, half.gradients, half.optimizer, half.ema) == (2 * num, 2 * num, 8 * num, 0)
+    assert (half.host, half.training, half.checkpoint) == (8 * num, 12 * num, 18 * num)
+    assert str(half).endswith(f"EMA in the host's memory {8 * num / 1e6:.1f} MB")
+
+
+@pytest.mark.parametrize(("strategy", "copies"), [("single", 1), ("ddp", 4), ("fsdp", 1)])
+def test_each_replica_of_a_node_keeps_averages_in_the_hosts_memory(strategy, copies):
+    """With the copy of the weights that they take in."""
+    made = planned("expert.train.global_batch_size=8")
+    devices = 1 if strategy == "single" else 4
+    island = IslandConfig("gpu", devices, precision="bf16-true", ema="host")
+
+    found = made.memory(island, strategy)
+
+    assert (found.ema, found.host) == (0, copies * (4 + 2) * made.num_parameters)
+
+
+def test_bfloat16_weights_take_half_of_the_bytes_and_no_copies_in_half_precision():
+    made = planned()
+    mixed, half = (
+        made.memory(IslandConfig("gpu", 1, precision=name), "single") for name in ("bf16-mixed", "bf16-true")
+    )
+    copied = sum(
+        2 * p.numel() for name, p in made.network.named_parameters() if name.endswith(".weight") and p.ndim > 1
+    )
+    assert half.gradients == mixed.gradients // 2 == 2 * made.num_parameters
+    assert mixed.weights - half.weights == 2 * made.num_parameters
+    assert mixed.activations - half.activations >= 0.9 * copied
 
 
 def test_adapters_alone_are_trained_but_their_base_is_held():

@@ -12,6 +12,7 @@ from lightning.fabric.utilities.warnings import disable_possible_user_warnings
 
 from ddm_lightning.config.experiment import IslandConfig
 from ddm_lightning.core.environment import Ranks
+from ddm_lightning.members.cost import State
 from ddm_lightning.training.parallel import choose_strategy, environment
 
 WORLD = 2
@@ -58,7 +59,7 @@ def trainer_of(rank, strategy="ddp", num_ranks=WORLD, **settings):
     return L.Trainer(
         accelerator="cpu",
         devices=island.devices,
-        strategy=choose_strategy(island, 1)[0],
+        strategy=choose_strategy(island, State(4, 4, 8, 4))[0],
         plugins=[environment(Ranks.read())],
         enable_checkpointing=False,
         enable_progress_bar=False,
