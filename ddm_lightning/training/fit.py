@@ -192,7 +192,7 @@ def _costs(module: MemberModule, num_parameters: int, reason: str, state: State)
     on_base = f" on a frozen base of {num_frozen / 1e6:.2f} M" if num_frozen else ""
     yield f"{num_parameters / 1e6:.2f} M parameters{on_base}, {reason}"
 
-    yield str(state)
+    yield f"per device, unsharded: {state}"
     yield f"a checkpoint takes {format_bytes(state.checkpoint)} of the disk and of the host's memory"
 
     yield module.speed.cost.line
