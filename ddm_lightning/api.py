@@ -40,7 +40,7 @@ from ddm_lightning.islands.status import Status, Watch, open_to_watch
 from ddm_lightning.members.member import STUDENT, one_member, parse_members
 from ddm_lightning.members.preflight import check_networks, check_plugins, check_strategy, is_collected, refuse_stale
 from ddm_lightning.members.run import Run as OpenRun
-from ddm_lightning.members.run_folder import RunFolder, refuse_changed
+from ddm_lightning.members.run_folder import RunFolder, refuse_changed, refuse_unprepared
 from ddm_lightning.members.signatures import PREPARE, check_keys, sign_manifest
 from ddm_lightning.use.ensemble import DecentralizedEnsemble
 from ddm_lightning.use.settings import load_settings
@@ -266,7 +266,8 @@ class Run:
         """Open the run to train one member on this machine, which is its island.
 
         Raises:
-            UserError: the shards are not prepared, the devices are not here, or plug-ins, networks or keys do not fit.
+            UserError: the shards are not prepared, or for another experiment; the devices are not here; or plug-ins,
+                networks or keys do not fit.
         """
         island = island_of(member, self.experiment)
         check_devices(island.accelerator, island.devices)
@@ -278,6 +279,7 @@ class Run:
             pull_manifest(run)
 
         manifest = run.manifest  # raises unless the shards are prepared; an island does not prepare them
+        refuse_unprepared(self.experiment)
         if not run.folder.experiment.exists():
             self.check_sizes(manifest)
 

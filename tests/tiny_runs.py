@@ -226,7 +226,7 @@ def bucket_finished(bucket_prepared, tmp_path_factory):
     """A finished run on images of three shapes. Not to be changed: copy it."""
 
     def make(run):
-        shutil.copytree(bucket_prepared.parent, run)
+        copy_run(bucket_prepared.parent, run)
         for member in MEMBERS:
             assert main(["fit", *bucket_experiment(run), f"member={member}"]) == 0
         assert assemble(Run(load_experiment(TINY, bucket_experiment(run)[2:])))
@@ -237,8 +237,7 @@ def bucket_finished(bucket_prepared, tmp_path_factory):
 @pytest.fixture
 def bucket_run(bucket_prepared, tmp_path):
     """A run folder with shards of three buckets and their images; train it with ``bucket_settings(run / "images")``."""
-    shutil.copytree(bucket_prepared.parent, tmp_path / "run")
-    return tmp_path / "run"
+    return copy_run(bucket_prepared.parent, tmp_path / "run")
 
 
 @pytest.fixture

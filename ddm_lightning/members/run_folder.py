@@ -131,6 +131,23 @@ def refuse_changed(experiment: Experiment) -> None:
         refuse_changes(run.experiment, recorded(run), asdict(experiment))
 
 
+def refuse_unprepared(experiment: Experiment) -> None:
+    """Check that what a run folder holds was prepared as the experiment says; nothing if it has no record of that.
+
+    Raises:
+        UserError: naming the keys that changed since.
+    """
+    run = RunFolder.of(experiment)
+    now = asdict(experiment)
+    before = recorded(run)
+    prepared = {key: before[key] for key in before.keys() & {"prepare", "seed"}}
+    if changed := changes({**now, **prepared}, now):
+        raise UserError(
+            f"{run.experiment}: the shards were prepared with other settings: {changed}; repeat prepare, or set them "
+            "back"
+        )
+
+
 def recorded(run: RunFolder) -> dict[str, Any]:
     """The experiment recorded in the folder; empty if there is none."""
     return dict(OmegaConf.to_container(read_yaml(run.experiment))) if run.experiment.exists() else {}  # type: ignore[arg-type]

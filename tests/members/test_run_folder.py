@@ -1,9 +1,11 @@
 import json
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from ddm_lightning.cli.parser import main
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.members.run import Run
@@ -125,6 +127,20 @@ def test_another_experiment_is_refused_by_its_keys_and_changes_nothing(tmp_path)
     assert "expert.train.max_steps (was 60), seed (was 0);" in line
     assert "run_dir=" in line
     assert run.folder.experiment.read_bytes() == before
+
+
+@pytest.mark.parametrize("change", ["prepare.images={size: 8, buckets: {max_aspect: 4, step: 4}}", "seed=5"])
+def test_a_member_is_not_trained_on_what_another_experiment_prepared(tiny_prepared, tmp_path, capsys, change):
+    settings = ["-c", str(TINY), f"run_dir={tmp_path}", "expert.train.max_steps=2", change]
+    shutil.copytree(tiny_prepared, tmp_path / "prepared")
+    record = Run.open(tiny(tmp_path), create=True).folder.experiment
+    before = record.read_bytes()
+
+    assert main(["fit", *settings, "member=expert-0"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    key = "prepare.images.buckets" if "images" in change else "seed (was 0); repeat prepare"
+    assert line.startswith(f"error: {record}: the shards were prepared with other settings: ") and key in line
+    assert record.read_bytes() == before and not (tmp_path / "members").exists()
 
 
 def test_free_sections_reach_the_members_through_the_folder(tmp_path):

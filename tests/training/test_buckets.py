@@ -2,7 +2,6 @@
 
 import io
 import json
-import shutil
 from collections import Counter
 from itertools import chain
 
@@ -13,7 +12,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from sample_log import LOGS_SAMPLES
 from shards.mds import WARNINGS
-from tiny_runs import TINY, bucket_settings, read_status
+from tiny_runs import TINY, bucket_settings, copy_run, read_status
 from torch.utils.data import DataLoader
 from training.members import Recorder, batch, expert, fitted
 from training.short_fits import events, fit, groups, member
@@ -43,7 +42,7 @@ PLAIN = (
 
 def trained(prepared, run, *more):
     """A run in ``run`` whose first expert is finished."""
-    shutil.copytree(prepared.parent, run)
+    copy_run(prepared.parent, run)
     assert fit(run, *bucket_settings(run / "images"), *PLAIN, *more) == 0
     return run
 
