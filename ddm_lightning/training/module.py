@@ -22,6 +22,7 @@ from ddm_lightning.core.buckets import Bucket
 from ddm_lightning.members.cost import HALF, UNKNOWN_COST, StepCost
 from ddm_lightning.networks.attention import check_attention
 from ddm_lightning.shards.manifest import IMAGE_COLUMNS
+from ddm_lightning.training.compact import CompactAdamW
 from ddm_lightning.training.ema import check_float32, ema_weights, track_ema
 from ddm_lightning.training.guard import FiniteGuard
 from ddm_lightning.training.objective import (
@@ -194,7 +195,7 @@ class MemberModule(L.LightningModule):
     def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
         """Let the step clip by the global norm, also of sharded gradients; skip it if the norm is not finite."""
         scaler = self.trainer.scaler
-        if scaler is not None and isinstance(optimizer, AdamW):
+        if scaler is not None and isinstance(optimizer, AdamW | CompactAdamW):
             # A fused optimizer unscales within its step, too late: the norm would be that of scaled gradients.
             scaler.unscale_(optimizer)
 

@@ -237,7 +237,7 @@ def test_small_steps_in_bfloat16_are_taken_on_average():
         weight.grad = torch.ones_like(weight)
         optimizer.step()
 
-    assert weight.float().mean().item() == pytest.approx(1 - 20 * 2**-8 / 10, abs=1e-4)
+    assert weight.float().mean().item() == pytest.approx(1 - 20 * 2**-8 / 10, abs=2e-4)
 
 
 @pytest.mark.parametrize(("kind", "half"), SETTINGS)

@@ -21,8 +21,10 @@ SETTINGS = (
     "expert.train.global_batch_size=12",
     "expert.train.ema_widths=[0.1]",
     "expert.train.ema_snapshots=2",
-    "expert.overrides={expert-2: {train: {optimizer: muon, horizontal_flip: true}}}",
+    "expert.overrides.expert-1={train: {optimizer: adamw-8bit}}",
+    "expert.overrides.expert-2={train: {optimizer: muon, horizontal_flip: true}}",
     "router.train.max_steps=12",
+    "router.train.optimizer=adamw-8bit",
     "evaluate.num_images=8",
     "sample.num_steps=3",
     "sample.num_per_prompt=2",
@@ -52,7 +54,9 @@ def commands(run_dir):
         command("prepare"),
         command("fit", "member=expert-0", "island.precision=bf16-mixed", stop_at=5, code=130),
         command("fit", "member=expert-0", "island.precision=bf16-mixed"),
-        command("fit", "member=expert-1", "island.micro_batch_size=3", "island.num_workers=1"),
+        command(
+            "fit", "member=expert-1", "island.micro_batch_size=3", "island.precision=bf16-true", "island.num_workers=1"
+        ),
         command("fit", "member=expert-2", "island.activation_checkpointing=true"),
         command("fit", "member=router", "island.precision=16-mixed"),
         command("fit", "member=monolith"),
