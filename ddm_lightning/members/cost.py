@@ -29,7 +29,7 @@ from ddm_lightning.networks.blocks import blocks_of, checkpoint_blocks, compile_
 
 HALF = ("bf16-mixed", "bf16-true")
 """Precisions under which sharded weights are gathered in two bytes; the range of float16 is too small for a copy."""
-_NUM_AT_ONCE = 1 << 22
+NUM_AT_ONCE = 1 << 20
 """Elements that ``CompactAdamW`` brings to float32 at once, unless one parameter has more."""
 _COMPACT_STEP = 25
 """Bytes that it takes for each of them: weight, moments, random bits and codes."""
@@ -236,7 +236,7 @@ def state_of(network: nn.Module, train: TrainConfig, island: IslandConfig) -> St
 
     step = 4 * num_muon  # a copy, in case that the step is skipped
     if eight_bits or half:
-        step = _COMPACT_STEP * min(num, max(largest, _NUM_AT_ONCE))
+        step = _COMPACT_STEP * min(num, max(largest, NUM_AT_ONCE))
 
     weights = (2 if half else 4) * num
     averages = 4 * num * (1 + train.num_copies)

@@ -25,11 +25,10 @@ from torch.optim.adamw import adamw
 from ddm_lightning.core.devices import by_rows, local
 from ddm_lightning.core.registry import file_of
 from ddm_lightning.flow.randomness import keyed_generator
+from ddm_lightning.members.cost import NUM_AT_ONCE
 from ddm_lightning.networks.blocks import moment_block
 
 _STEPS = "rounded_steps"
-# Elements that are in float32 at once, unless one parameter has more.
-_NUM_AT_ONCE = 1 << 20
 
 
 class EightBits:
@@ -152,7 +151,7 @@ class CompactAdamW(Optimizer):
         trained.sort(key=self._block)
         ends = itertools.accumulate(self._local(parameter).numel() for parameter in trained)
         numbered = zip(trained, ends, strict=True)
-        for (block, _), part in itertools.groupby(numbered, lambda one: (self._block(one[0]), one[1] // _NUM_AT_ONCE)):
+        for (block, _), part in itertools.groupby(numbered, lambda one: (self._block(one[0]), one[1] // NUM_AT_ONCE)):
             yield block, [parameter for parameter, _ in part]
 
     def _update(self, parameters: list[Tensor], group: dict[str, Any], block: int, generator: torch.Generator) -> None:
