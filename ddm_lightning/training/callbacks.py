@@ -200,9 +200,9 @@ class BestWeights(L.Callback):
             figures = {name: value for name, value in metrics if name.startswith("held_out/")}
             figures[KEPT] = float(step)
             self.kept |= {"loss": loss, "figures": figures, "buffers": ema.kept_buffers(module.network)}
-            for state in trainer.optimizers[0].state.values():
-                if ema.KEY in state:
-                    state[ema.BEST] = state[ema.KEY].clone()
+            optimizer = trainer.optimizers[0]
+            for parameter, average in ema.averages_of(optimizer).items():
+                optimizer.state[parameter][ema.BEST] = average.clone()
 
     def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
         """Put the best weights where those of the artifact are, unless every held-out loss was infinite or NaN."""
@@ -212,6 +212,9 @@ class BestWeights(L.Callback):
         for state in trainer.optimizers[0].state.values():
             if ema.BEST in state:
                 state[ema.KEY] = state[ema.BEST]
+
+        for group in trainer.optimizers[0].param_groups:
+            group.pop(ema.BEHIND, None)  # they take in no later steps
 
         module.network.load_state_dict(self.kept["buffers"], strict=False)
         self.status.metrics |= self.kept["figures"]

@@ -40,6 +40,7 @@ from ddm_lightning.core.errors import UserError, first_line, say
 from ddm_lightning.core.files import atomic_write_json, move_folder, parse_json, sha256_file
 from ddm_lightning.members.member import STUDENT, Member
 from ddm_lightning.members.run_folder import refuse_changes
+from ddm_lightning.training.ema import averaging_of
 
 FILES = "files.json"
 TRAINER_STATE = "trainer.pt"
@@ -246,6 +247,7 @@ def tensors_of(module: nn.Module, optimizer: Optimizer | None = None) -> dict[st
         seen.add(place)
 
     if optimizer is not None:
+        averaging_of(optimizer).wait()
         for name, parameter in module.named_parameters():
             for key, value in optimizer.state.get(parameter, {}).items():
                 found[f"{_OPTIMIZER}{key}/{name}"] = value.detach()
@@ -297,7 +299,7 @@ def load_tensors(
                 key, _, name = full_name.removeprefix(_OPTIMIZER).partition("/")
                 parameter = parameters[name]
                 optimizer.state[parameter][key] = (
-                    by_rows(parameter, size, dtype)
+                    by_rows(parameter, size, dtype).to(averaging_of(optimizer).home(parameter, key))
                     if size[:1] == parameter.shape[:1]
                     else torch.empty(size, dtype=dtype, device=parameter.device)
                 )

@@ -11,7 +11,9 @@ of that profile, as a share of t. Snapshots of a few widths, on disk, allow any 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +23,7 @@ import lightning as L
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -37,6 +40,10 @@ KEY = "ema"
 BEST = "best"
 """Key of its copy at the best validation (``train.keep``)."""
 STEPS = "ema_steps"
+BEHIND = "ema_behind"
+"""Steps of a parameter group that its averages have not taken in; absent if there are none."""
+HOST_STEPS = 10
+"""Steps between averages on the host: few beside the thousands that an average spans, many beside a copy of weights."""
 FOLDER = "ema"
 """Folder of snapshots inside the member's folder."""
 WIDEST = 12**-0.5
@@ -84,59 +91,177 @@ def check_float32(network: nn.Module) -> None:
             )
 
 
-def track_ema(optimizer: Optimizer, decay: float, widths: Sequence[float] = (), *, from_initial: bool = False) -> None:
-    """Average every parameter after each step of ``optimizer``, under ``KEY`` and each ``width_key``.
+class Averaging:
+    """Averages an optimizer's parameters after its steps, in its state, on the device or on the host.
+
+    On the device they take in the weights of each step. On the host they take in those of the first step and of every
+    ``every``-th one, with the product of the decays since the time before. A stream of its own copies the weights
+    there, and a thread waits for it and averages. A step waits only if the averages before are not ready; the first
+    one makes them.
+
+    Whoever reads an average between two such steps gets it with that moment's weights taken in alike. The one in the
+    state stays as it was, so that a stop changes no bit.
+
+    Args:
+        decays: decay of each average, by its key, at a step counted from 1.
+        every: 0 for averages on the device.
+    """
+
+    def __init__(self, decays: Mapping[str, Callable[[int], float]], every: int) -> None:
+        self.every = every
+        # Not in the optimizer's state, which the optimizer would then take for its own and not initialise.
+        self.initial: dict[Tensor, Tensor] = {}
+        """Weights before the first step, to start from; a parameter without starts from those after it."""
+        self._decays = decays
+        # Asking DTensors for their shards at each step takes longer than the average.
+        self._shard_of = functools.cache(local)
+        self._thread = ThreadPoolExecutor(1, "ema")
+        self._pending: Future[None] | None = None
+        self._stager: StateDictStager | None = None
+        self._stream: torch.cuda.Stream | None = None
+
+    def decay(self, key: str, group: dict[str, Any], behind: int) -> float:
+        """Product of the decays of the last ``behind`` steps of a parameter group."""
+        return math.prod(map(self._decays[key], range(group[STEPS] - behind + 1, group[STEPS] + 1)))
+
+    def wait(self, *_: Any) -> None:
+        """Wait until the averages on the host have taken in what was copied for them."""
+        if self._pending is not None:
+            self._pending.result()
+
+    def before_step(self, *_: Any) -> None:
+        """Let the device, not the host, change no weight that is still being copied."""
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+
+    @torch.no_grad()
+    def after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """Average, or start to."""
+        due: list[tuple[list[Tensor], list[Tensor], float]] = []
+        for group in optimizer.param_groups:
+            group[STEPS] += 1
+            behind = group.pop(BEHIND, 0) + 1
+            if self.every and group[STEPS] > 1 and group[STEPS] % self.every:
+                group[BEHIND] = behind
+                continue
+
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if not parameters:
+                continue
+
+            weights = [self._shard_of(parameter).detach() for parameter in parameters]
+            for key in self._decays:
+                averages = [self._shard(optimizer.state[parameter], key, parameter) for parameter in parameters]
+                decay = self.decay(key, group, behind)
+                if self.every:
+                    due.append((averages, weights, decay))
+                else:
+                    _average(averages, weights, decay)
+
+        self.initial.clear()
+        if due:
+            self._copy(due)
+
+    def _shard(self, state: dict[str, Any], key: str, parameter: Tensor) -> Tensor:
+        """This rank's shard of a parameter's average, which is made if there is none."""
+        if key not in state:
+            state[key] = self.copied(self.initial.get(parameter, parameter))
+        elif self.every:
+            state[key] = state[key].cpu()  # a Trainer that is not ours puts all state on the device as it resumes
+
+        return self._shard_of(state[key])
+
+    def copied(self, weights: Tensor) -> Tensor:
+        """Copy weights to where their averages are, in float32; the copy keeps their (perhaps uneven) sharding."""
+        return weights.detach().to(self.home(weights), torch.float32, copy=True)
+
+    def home(self, parameter: Tensor, key: str = KEY) -> torch.device:
+        """Device of an entry in the optimizer's state of a parameter."""
+        if self.every and (key == BEST or key.startswith(KEY)):
+            return torch.device("cpu")
+
+        return parameter.device
+
+    def _copy(self, due: Sequence[tuple[list[Tensor], list[Tensor], float]]) -> None:
+        """Start to copy weights to the host and to average them there."""
+        self.wait()
+        shards = [weights for _, weights, _ in due]
+        device = shards[0][0].device
+        if self._stager is None:
+            self._stager = StateDictStager(pin_memory=device.type == "cuda")
+            if device.type == "cuda":
+                self._stream = torch.cuda.Stream(device)
+
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+
+        with torch.cuda.stream(self._stream):  # no other one for None
+            copies = self._stager.stage(shards, non_blocking=True)
+
+        self._pending = self._thread.submit(self._take_in, due, copies)
+
+    def _take_in(self, due: Sequence[tuple[list[Tensor], Any, float]], copies: Sequence[list[Tensor]]) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()
+
+        for (averages, _, decay), weights in zip(due, copies, strict=True):
+            _average(averages, weights, decay)
+
+
+def track_ema(
+    optimizer: Optimizer, decay: float, widths: Sequence[float] = (), *, from_initial: bool = False, every: int = 0
+) -> None:
+    """Average every parameter after steps of ``optimizer``, under ``KEY`` and each ``width_key``.
 
     The first average is the weights after the first step, unless ``from_initial``.
 
     Args:
-        optimizer: holds the averages in its state.
+        optimizer: holds the averages in its state, float32.
         decay: of the exponential average. It warms up as ``min(decay, (1 + n) / (10 + n))`` over steps n, so that the
             initial weights do not dominate the first thousand steps.
         widths: widths of power-function averages.
         from_initial: whether the averages start from the weights before the first step, which are worth something.
+        every: if not 0, keep them on the host, with the weights of every so many steps (see ``Averaging``).
     """
-    exponents = {width_key(width): exponent_of(width) for width in widths}
+    decays: dict[str, Callable[[int], float]] = {KEY: lambda step: min(decay, step / (9 + step))}
+    decays |= {width_key(width): functools.partial(power_decay, exponent_of(width)) for width in widths}
+    averaging = Averaging(decays, every)
     for group in optimizer.param_groups:
         group.setdefault(STEPS, 0)
+        if from_initial:
+            averaging.initial |= {parameter: averaging.copied(parameter) for parameter in group["params"]}
 
-    # Asking DTensors for their shards at each step takes longer than the average.
-    shard_of = functools.cache(local)
-    # Not in the optimizer's state, which the optimizer would then take for its own and not initialise.
-    initial: dict[Tensor, Tensor] = {}
-    if from_initial:
-        for group in optimizer.param_groups:
-            initial |= {parameter: _float32_copy(parameter) for parameter in group["params"]}
-
-    @torch.no_grad()
-    def after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        for group in optimizer.param_groups:
-            steps = group[STEPS]
-            decays = {KEY: min(decay, (1 + steps) / (10 + steps))}
-            decays |= {key: power_decay(exponent, steps + 1) for key, exponent in exponents.items()}
-            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            for key, decay_now in decays.items():
-                averages = []
-                for parameter in parameters:
-                    state = optimizer.state[parameter]
-                    if key not in state:
-                        # A clone keeps the parameter's (perhaps uneven) sharding.
-                        state[key] = _float32_copy(initial.get(parameter, parameter))
-
-                    averages.append(shard_of(state[key]))
-
-                if averages:
-                    _average(averages, [shard_of(parameter) for parameter in parameters], decay_now)
-
-            group[STEPS] = steps + 1
-
-        initial.clear()
-
-    optimizer.register_step_post_hook(after_step)
+    optimizer.averaging = averaging  # type: ignore[attr-defined]
+    optimizer.register_step_pre_hook(averaging.before_step)
+    optimizer.register_step_post_hook(averaging.after_step)
+    optimizer.register_state_dict_pre_hook(averaging.wait)
 
 
-def _float32_copy(parameter: Tensor) -> Tensor:
-    return parameter.detach().to(torch.float32, copy=True)
+def averaging_of(optimizer: Optimizer) -> Averaging:
+    """What ``track_ema`` has made of ``optimizer``; one without averages for another."""
+    return getattr(optimizer, "averaging", None) or Averaging({}, 0)
+
+
+def averages_of(optimizer: Optimizer, key: str = KEY) -> dict[Tensor, Tensor]:
+    """Averages by parameter, float32, sharded as the parameters, all steps taken in; without those of no step."""
+    averaging = averaging_of(optimizer)
+    averaging.wait()
+    found: dict[Tensor, Tensor] = {}
+    for group in optimizer.param_groups:
+        behind = group.get(BEHIND, 0)
+        for parameter in group["params"]:
+            average = optimizer.state.get(parameter, {}).get(key)
+            if average is None:
+                continue
+
+            if behind:
+                average = average.clone()
+                shard = local(average)
+                shard.lerp_(local(parameter.detach()).to(shard), 1 - averaging.decay(key, group, behind))
+
+            found[parameter] = average
+
+    return found
 
 
 def _average(averages: list[Tensor], weights: list[Tensor], decay: float) -> None:
@@ -155,10 +280,9 @@ def ema_tensors(module: nn.Module, optimizer: Optimizer, key: str = KEY) -> dict
 
     Tied weights are included under each name, as in ``state_dict``.
     """
-    return {
-        name: optimizer.state.get(parameter, {}).get(key, parameter.detach())
-        for name, parameter in module.named_parameters(remove_duplicate=False)
-    }
+    averages = averages_of(optimizer, key)
+    parameters = module.named_parameters(remove_duplicate=False)
+    return {name: averages.get(parameter, parameter.detach()) for name, parameter in parameters}
 
 
 def unsharded_ema(module: nn.Module, optimizer: Optimizer, key: str = KEY, *, keeps: bool = True) -> dict[str, Tensor]:
@@ -173,7 +297,8 @@ def unsharded_ema(module: nn.Module, optimizer: Optimizer, key: str = KEY, *, ke
     found: dict[str, Tensor] = {}
     for name, value in ema_tensors(module, optimizer, key).items():
         if isinstance(value, DTensor):
-            whole = value.full_tensor()
+            on_device = value.to(value.device_mesh.device_type)  # which can gather; hosts may not
+            whole = on_device.full_tensor()  # type: ignore[attr-defined]
         else:
             whole = value
 

@@ -23,7 +23,7 @@ from ddm_lightning.members.cost import HALF, UNKNOWN_COST, StepCost
 from ddm_lightning.networks.attention import check_attention
 from ddm_lightning.shards.manifest import IMAGE_COLUMNS
 from ddm_lightning.training.compact import CompactAdamW
-from ddm_lightning.training.ema import check_float32, ema_weights, track_ema
+from ddm_lightning.training.ema import HOST_STEPS, check_float32, ema_weights, track_ema
 from ddm_lightning.training.guard import FiniteGuard
 from ddm_lightning.training.objective import (
     NUM_VALIDATION_TIMESTEPS,
@@ -95,7 +95,13 @@ class MemberModule(L.LightningModule):
         """Build the optimizer with the EMAs in its state, and the learning-rate schedule."""
         train = self.member.train
         optimizer = build_optimizer(self.network, train, (self.member.seed, self.member.name))
-        track_ema(optimizer, train.ema_decay, train.ema_widths, from_initial=self.member.init_from is not None)
+        track_ema(
+            optimizer,
+            train.ema_decay,
+            train.ema_widths,
+            from_initial=self.member.init_from is not None,
+            every=HOST_STEPS if self.island.ema == "host" else 0,
+        )
         return {
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": build_schedule(optimizer, train), "interval": "step"},

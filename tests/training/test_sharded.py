@@ -42,9 +42,9 @@ class Uneven(nn.Module):
         return self.head(x)
 
 
-def optimizer_of(network):
+def optimizer_of(network, every=0):
     optimizer = build_optimizer(network, TRAIN)
-    track_ema(optimizer, TRAIN.ema_decay, TRAIN.ema_widths)
+    track_ema(optimizer, TRAIN.ema_decay, TRAIN.ema_widths, every=every)
     return optimizer
 
 
@@ -90,13 +90,13 @@ def built(kind):
     return shard(Uneven(), reshard_after_forward=kind == "fsdp")
 
 
-def averages_and_clipping(kind, rank):
+def averages_and_clipping(kind, every, rank):
     """Steps beside those of one process; returns how many rows this rank has of each weight."""
     ours = built(kind)
     network = ours.module if kind == "ddp" else ours
     single = Uneven()
-    optimizer = optimizer_of(network)
-    reference = optimizer_of(single)
+    optimizer = optimizer_of(network, every)
+    reference = optimizer_of(single, every)
     sizes = {name: local(p).shape[0] for name, p in network.named_parameters()}
     for number in range(6):
         x = inputs(number)
@@ -141,15 +141,15 @@ def lending_after_a_forward(rank):
     step(network, optimizer, inputs(4).chunk(WORLD)[rank], clip=1.0)
 
 
-def checkpoints_of_either_kind(folder):
+def checkpoints_of_either_kind(folder, every):
     """What two ranks saved, unevenly, one reads, and the other way round; a save goes on while steps are taken."""
 
     def task(rank):
         hosts = dist.new_group(backend="gloo")
         sharded = shard(Uneven())
         single = Uneven()
-        optimizer = optimizer_of(sharded)
-        reference = optimizer_of(single)
+        optimizer = optimizer_of(sharded, every)
+        reference = optimizer_of(single, every)
         for number in range(3):
             step(sharded, optimizer, inputs(number).chunk(WORLD)[rank], clip=0.05)
             step(single, reference, inputs(number + 5), clip=0.05)
@@ -169,7 +169,7 @@ def checkpoints_of_either_kind(folder):
         assert damage_of(folder / "two") is None
 
         other = Uneven()
-        others = optimizer_of(other)
+        others = optimizer_of(other, every)
         load(folder / "two", other, others)
         found = tensors_of(other, others)
         load(folder / "one", sharded, optimizer, hosts)
@@ -178,7 +178,7 @@ def checkpoints_of_either_kind(folder):
             assert loaded.keys() == expected.keys()
             assert all(torch.equal(loaded[name], value) for name, value in expected.items())
 
-        assert {group["ema_steps"] for group in others.param_groups} == {3}
+        assert {(group["ema_steps"], group.get("ema_behind", 0)) for group in others.param_groups} == {(3, every // 2)}
 
         # Both go on alike: what was loaded is sharded as it has to be.
         x = inputs(9)
@@ -254,9 +254,10 @@ def an_mmdit_in_bfloat16(rank):
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 
 
-@pytest.mark.parametrize("kind", ["fsdp", "gathered", "ddp"])
-def test_averages_and_clipped_gradients_are_those_of_one_process(kind):
-    sizes = in_two_processes(partial(averages_and_clipping, kind))
+@pytest.mark.parametrize(("kind", "every"), [("fsdp", 0), ("fsdp", 4), ("gathered", 0), ("ddp", 0)])
+def test_averages_and_clipped_gradients_are_those_of_one_process(kind, every):
+    """Averages also on the host, each rank its shard of them, read two steps after the fourth."""
+    sizes = in_two_processes(partial(averages_and_clipping, kind, every))
     rows = [(sizes[rank]["blocks.0.weight"], sizes[rank]["head.weight"]) for rank in range(WORLD)]
 
     assert rows == ([(5, 1), (5, 1)] if kind == "ddp" else [(3, 1), (2, 0)])
@@ -270,8 +271,9 @@ def test_under_autocast_weights_are_gathered_in_bfloat16_and_times_and_text_stay
         assert texts == {torch.float32}
 
 
-def test_checkpoints_are_read_by_any_number_of_ranks(tmp_path):
-    files = in_two_processes(checkpoints_of_either_kind(tmp_path))[0]
+@pytest.mark.parametrize("every", [0, 2])
+def test_checkpoints_are_read_by_any_number_of_ranks(tmp_path, every):
+    files = in_two_processes(checkpoints_of_either_kind(tmp_path, every))[0]
 
     assert [name for name in files if not name.startswith("shard-")] == ["files.json", "trainer.pt"]
     assert len(files) == 4  # each rank wrote its own

@@ -52,8 +52,8 @@ def commands(run_dir):
     exact = ("sample.precision=32-true", "--seed", "1")
     return [
         command("prepare"),
-        command("fit", "member=expert-0", "island.precision=bf16-mixed", stop_at=5, code=130),
-        command("fit", "member=expert-0", "island.precision=bf16-mixed"),
+        command("fit", "member=expert-0", "island.precision=bf16-mixed", "island.ema=host", stop_at=5, code=130),
+        command("fit", "member=expert-0", "island.precision=bf16-mixed", "island.ema=host"),
         command(
             "fit", "member=expert-1", "island.micro_batch_size=3", "island.precision=bf16-true", "island.num_workers=1"
         ),
