@@ -298,8 +298,9 @@ def load_tensors(
             if full_name.startswith(_OPTIMIZER):
                 key, _, name = full_name.removeprefix(_OPTIMIZER).partition("/")
                 parameter = parameters[name]
+                home = averaging_of(optimizer).home(parameter, key)
                 optimizer.state[parameter][key] = (
-                    by_rows(parameter, size, dtype).to(averaging_of(optimizer).home(parameter, key))
+                    torch.empty_like(by_rows(parameter, size, dtype), device=home)
                     if size[:1] == parameter.shape[:1]
                     else torch.empty(size, dtype=dtype, device=parameter.device)
                 )
