@@ -46,4 +46,7 @@ def rgb(image: Image.Image) -> UInt8[np.ndarray, "h w 3"]:
     if image.has_transparency_data:
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
 
-    return np.asarray(image.convert("RGB"))
+    if image.mode != "RGB":
+        image = image.convert("RGB")
+
+    return np.asarray(image)

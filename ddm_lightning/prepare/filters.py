@@ -17,7 +17,6 @@ from ddm_lightning.core.buckets import Size
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import sha256_file
 from ddm_lightning.core.formatting import table
-from ddm_lightning.prepare.records import Pixels
 
 PROPERTIES = ("image_height", "image_width", "min_side", "crop_top", "crop_left")
 """Values that every sample has, whatever its source."""
@@ -60,16 +59,16 @@ def conditions_of(config: PrepareConfig) -> dict[str, str]:
     return conditions
 
 
-def properties(image: Pixels, cropped_to: Size | None) -> dict[str, int]:
+def properties(size: Size, cropped_to: Size | None) -> dict[str, int]:
     """Return size and crop of an image in pixels.
 
     ``crop_top`` and ``crop_left`` are of the resized image, as in SDXL (Podell et al., arXiv 2307.01952, section 2.2).
 
     Args:
-        image: before resizing.
+        size: height and width before resizing.
         cropped_to: the size that it is resized to cover; None if it is not cropped.
     """
-    height, width = image.shape[:2]
+    height, width = size
     top = 0
     left = 0
     if cropped_to is not None:

@@ -12,7 +12,7 @@ from itertools import chain, islice
 from typing import Any
 
 from ddm_lightning.config.experiment import ImagesConfig, PrepareConfig
-from ddm_lightning.core.buckets import Bucket, bucket_sizes
+from ddm_lightning.core.buckets import Bucket, Size, bucket_sizes, nearest
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import CAPTION_ENCODERS, FEATURES, IMAGE_ENCODERS, SOURCES
 from ddm_lightning.encoders.interfaces import (
@@ -36,6 +36,7 @@ from ddm_lightning.shards.manifest import DataSizes
 ENOUGH = 1000
 """Samples to read before a judgement on all."""
 _PARTS_TO_LOOK_AT = 20
+_OVER_TARGET = 2  # below, what a JPEG's decoder leaves out would show after Lanczos
 _COMMON_PACKAGES = ("ddm_lightning", "torch", "numpy", "pillow", "mosaicml-streaming")
 
 
@@ -51,6 +52,8 @@ def inputs_of_images(config: ImagesConfig) -> dict[str, Any]:
         inputs["buckets"] = [*map(list, sizes)]
     if not config.upscale:
         inputs["upscale"] = False
+    if config.reduce and config.size is not None:
+        inputs["reduce"] = True
 
     return inputs
 
@@ -78,6 +81,9 @@ class Plugins:
                 )
 
             source.extra_columns |= wanted
+
+        if hasattr(source, "least_size"):
+            source.least_size = self.least_size
 
         return source
 
@@ -165,6 +171,26 @@ class Plugins:
             )
 
         return tuple(buckets)
+
+    def target(self, size: Size) -> tuple[int, Size | None]:
+        """Return the number of an image's bucket, and its size after resizing; None if images keep theirs."""
+        side = self.config.images.size
+        if sizes := [bucket.size for bucket in self.buckets]:
+            number = nearest(sizes, *size)
+            return number, sizes[number]
+        if side is None:
+            return 0, None
+
+        return 0, (side, side)
+
+    def least_size(self, size: Size) -> Size:
+        """Return the height and width that an image of this size keeps at least when it is decoded."""
+        side = self.config.images.size
+        if side is None or not self.config.images.reduce:
+            return size
+
+        height, width = self.target(size)[1] or size
+        return _OVER_TARGET * max(height, side), _OVER_TARGET * max(width, side)
 
     @property
     def bucket_names(self) -> list[str | None]:

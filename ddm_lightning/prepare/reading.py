@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 from jaxtyping import Float
-from PIL import Image, ImageOps
+from PIL import Image
 
-from ddm_lightning.core.buckets import Bucket, Size, nearest
+from ddm_lightning.core.buckets import Bucket, Size
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.encoders.interfaces import (
     Images,
@@ -130,34 +130,24 @@ class Reading:
             if record is None:
                 continue
 
-            number, target = self._target(record.image)
+            number, target = self.plugins.target(record.size)
             image = square = self._resized(record, target)
-            self.content.update(repr(vars(record) | {"image": image.shape}).encode())
+            facts = vars(record) | {"image": image.shape}
+            del facts["full_size"]  # as before there was one
+            self.content.update(repr(facts).encode())
             self.content.update(image.tobytes())
             if size is not None and self.sizes:
-                square = to_square(record.image, size, "stretch")
+                square = to_square(record.image, size, "stretch", record.full_size)
                 self.content.update(square.tobytes())
 
             self.buckets.append(number)
-            self.cropped.append(_share_cropped(record.image, image))
+            self.cropped.append(_share_cropped(record.size, image))
             self.image_size = self.image_size or len(square)
             if len(square) != self.image_size:
                 others = f"{self.image_size} x {self.image_size}"
                 raise self._error(record, f"has {_size(image)} pixels, others have {others}", _SET_SIZE)
 
             yield record, image, square
-
-    def _target(self, image: Pixels) -> tuple[int, Size | None]:
-        """Return the number of an image's bucket, and its size after resizing; None if images keep theirs."""
-        height, width = image.shape[:2]
-        size = self.config.images.size
-        if self.sizes:
-            number = nearest(self.sizes, height, width)
-            return number, self.sizes[number]
-        if size is None:
-            return 0, None
-
-        return 0, (size, size)
 
     def _check(self, record: Record) -> None:
         image = record.image
@@ -177,11 +167,11 @@ class Reading:
             self.content.update(repr((found.key, found.cause)).encode())
             return None
 
-        _, target = self._target(found.image)
+        _, target = self.plugins.target(found.size)
         cropped_to = target if self.config.images.aspect == "crop" else None
-        values = {**found.values, **properties(found.image, cropped_to)}
+        values = {**found.values, **properties(found.size, cropped_to)}
         cause = self.plugins.filters.cause(found.key, values)
-        if cause is None and target is not None and self._is_enlarged(found.image, target):
+        if cause is None and target is not None and self._is_enlarged(found.size, target):
             cause = ENLARGED
 
         if cause is not None:
@@ -198,18 +188,18 @@ class Reading:
 
         return replace(found, values=kept)
 
-    def _is_enlarged(self, image: Pixels, target: Size) -> bool:
+    def _is_enlarged(self, size: Size, target: Size) -> bool:
         """Whether ``prepare.images.upscale`` forbids to resize an image."""
         images = self.config.images
-        is_smaller = [own < wanted for own, wanted in zip(image.shape, target, strict=False)]
+        is_smaller = [own < wanted for own, wanted in zip(size, target, strict=True)]
         return not images.upscale and (all(is_smaller) if images.aspect == "pad" else any(is_smaller))
 
     def _resized(self, record: Record, target: Size | None) -> Pixels:
         image = record.image
         if target is not None and self.sizes:
-            return cropped(image, target)
+            return cropped(image, target, record.full_size)
         if target is not None:
-            return to_square(image, target[0], self.config.images.aspect)
+            return to_square(image, target[0], self.config.images.aspect, record.full_size)
         if image.shape[0] != image.shape[1]:
             raise self._error(record, f"has {_size(image)} pixels and is not square", _SET_SIZE)
 
@@ -261,21 +251,48 @@ def _with_plain_text(found: Record | BrokenSample) -> Record | BrokenSample:
     return found
 
 
-def _share_cropped(image: Pixels, middle: Pixels) -> float:
+def _share_cropped(size: Size, middle: Pixels) -> float:
     """Return the share of an image's pixels outside the proportions of its middle."""
-    aspect = image.shape[0] * middle.shape[1] / (image.shape[1] * middle.shape[0])
+    aspect = size[0] * middle.shape[1] / (size[1] * middle.shape[0])
     return 1 - min(aspect, 1 / aspect)
 
 
-def cropped(image: Pixels, size: Size) -> Pixels:
-    """Resize an image to cover height and width of ``size`` (Lanczos), and keep the middle of its longer side."""
+def cropped(image: Pixels, size: Size, full_size: Size | None = None) -> Pixels:
+    """Resize an image to cover height and width of ``size`` (Lanczos), and keep the middle of its longer side.
+
+    Args:
+        image: RGB.
+        size: height and width of the result.
+        full_size: see ``Record``.
+    """
     if image.shape[:2] == size:
         return image
 
-    return np.asarray(ImageOps.fit(Image.fromarray(image), size[::-1], Image.Resampling.LANCZOS))
+    height, width = _extent(image, full_size)
+    own_height, own_width = height, width
+    aspect = size[1] / size[0]
+    if width / height > aspect:
+        own_width = aspect * height
+    elif width / height < aspect:
+        own_height = width / aspect
+
+    top = (height - own_height) / 2
+    left = (width - own_width) / 2
+    box = (left, top, left + own_width, top + own_height)
+    return np.asarray(Image.fromarray(image).resize(size[::-1], Image.Resampling.LANCZOS, box))
 
 
-def to_square(image: Pixels, size: int, aspect: str) -> Pixels:
+def _extent(image: Pixels, full_size: Size | None) -> tuple[float, float]:
+    """Return height and width in pixels of a decoded image; less than a pixel beyond them is the decoder's filling."""
+    height, width = image.shape[:2]
+    if full_size is None:
+        return height, width
+
+    factor = round(full_size[0] / height)
+    return full_size[0] / factor, full_size[1] / factor
+
+
+def to_square(image: Pixels, size: int, aspect: str, full_size: Size | None = None) -> Pixels:
     """Resize an image to ``size`` × ``size`` pixels (Lanczos).
 
     Args:
@@ -283,22 +300,25 @@ def to_square(image: Pixels, size: int, aspect: str) -> Pixels:
         size: height and width of the result.
         aspect: ``crop`` keeps the middle of the longer side, as ADM and DiT do; ``pad`` keeps the whole image, on
             white; ``stretch`` keeps the whole image and changes its proportions.
+        full_size: see ``Record``.
     """
-    height, width = image.shape[:2]
-    if (height, width) == (size, size):
+    if image.shape[:2] == (size, size):
         return image
+    if aspect == "crop":
+        return cropped(image, (size, size), full_size)
 
     whole = Image.fromarray(image)
     lanczos = Image.Resampling.LANCZOS
-    if aspect == "crop":
-        return cropped(image, (size, size))
+    extent = _extent(image, full_size)
+    box = (0, 0, *extent[::-1])
     if aspect == "stretch":
-        return np.asarray(whole.resize((size, size), lanczos))
+        return np.asarray(whole.resize((size, size), lanczos, box))
 
+    height, width = full_size or extent
     longer = max(height, width)
     inner = (max(1, round(width * size / longer)), max(1, round(height * size / longer)))
     sheet = Image.new("RGB", (size, size), "white")
-    sheet.paste(whole.resize(inner, lanczos), ((size - inner[0]) // 2, (size - inner[1]) // 2))
+    sheet.paste(whole.resize(inner, lanczos, box), ((size - inner[0]) // 2, (size - inner[1]) // 2))
     return np.asarray(sheet)
 
 

@@ -9,6 +9,8 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 import numpy as np
 from jaxtyping import UInt8
 
+from ddm_lightning.core.buckets import Size
+
 Pixels: TypeAlias = UInt8[np.ndarray, "h w 3"]
 """RGB image of any size."""
 
@@ -31,6 +33,14 @@ class Record:
     """Set by ``prepare``: one caption per entry of ``prepare.captions``, empty if the sample has none."""
     values: Mapping[str, Any] = field(default_factory=dict)
     """Values of the source's ``extra_columns``."""
+    full_size: Size | None = None
+    """Height and width of an image that was decoded at 1/2, 1/4 or 1/8 of them, rounded up; None for those of
+    ``image``."""
+
+    @property
+    def size(self) -> Size:
+        """Height and width of the whole image, in pixels."""
+        return self.full_size or self.image.shape[:2]
 
 
 @dataclass(frozen=True)
@@ -129,7 +139,9 @@ class Source(Protocol):
     """A data set of captioned images, in parts.
 
     Optional: ``class_names``, the names of its classes; and, for a source with columns, ``extra_columns``, a dict that
-    ``prepare`` fills before it lists the parts: columns to read into ``Record.values`` -> key that asks for each.
+    ``prepare`` fills before it lists the parts: columns to read into ``Record.values`` -> key that asks for each. Also
+    optional: ``least_size``, which ``prepare`` sets to a function from the height and width of an image to those that
+    it keeps at least when it is decoded (see ``sources/decode.py``).
     """
 
     packages: tuple[str, ...]

@@ -165,6 +165,19 @@ class Preparation:
             self.store = Store(url, self.plugins.versions())
 
         self._read_ledgers()
+        self._keep_rule()
+
+    def _keep_rule(self) -> None:
+        """Go on without ``images.reduce`` in a folder whose parts were made without it."""
+        images = replace(self.config.images, reduce=False)
+        config = replace(self.config, images=images)
+        columns = inputs_of_columns(Plugins(config))
+        digest = sha256_json(columns[RECORDS])
+        keys = [ledger.entries[RECORDS]["key"] for ledger in self.prepared.ledgers if RECORDS in ledger.entries]
+        if any(key.endswith(digest) for key in keys):
+            self.experiment = replace(self.experiment, prepare=config)
+            self.config = self.plugins.config = config
+            self.columns = columns
 
     def _list_parts(self) -> Sequence[Part]:
         try:

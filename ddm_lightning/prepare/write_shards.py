@@ -12,6 +12,7 @@ from typing import TypeAlias
 import numpy as np
 import torch
 from jaxtyping import Float64, Shaped
+from torch import Tensor
 
 from ddm_lightning.config.experiment import ShardsConfig
 from ddm_lightning.core.files import atomic_files, read_json, sha256_file
@@ -28,6 +29,7 @@ from ddm_lightning.shards.mosaic import open_writer
 GROUP = "group"
 """Name of a group's work in its ledger."""
 _SAMPLES_AT_ONCE = 256
+_VALUES_AT_ONCE = 1 << 18
 _MAX_BYTES = 1 << 29
 """Bytes of samples that a process reads at a time: many, because it reads them in the order of the disk."""
 
@@ -138,14 +140,7 @@ def write_split(
     with open_writer(folder, encodings, config.compression, config.max_bytes) as writer:
         for block in _blocks(samples, order):
             stored = torch.from_numpy(block["x_0"])
-            mean = samples.form.mean(stored, torch.float64).numpy()
-            std = samples.form.std(stored, torch.float64)
-            squares = mean**2
-            if std is not None:
-                squares = squares + std.square().numpy()
-
-            powers = (np.ones_like(mean), mean, squares)
-            moments.append(np.stack([power.sum((0, 2, 3)) for power in powers]))
+            moments.append(_moments(stored, samples.form))
             for row in range(len(stored)):
                 sample = {name: values[row] for name, values in block.items()}
                 writer.write(sample | {"cluster": np.int32(cluster)})
@@ -154,6 +149,33 @@ def write_split(
             on_progress(num_written)
 
     return np.sum(moments, axis=0)
+
+
+def _moments(stored: Shaped[Tensor, "b s h w"], form: StoredForm) -> Moments:
+    """Count and sum a few samples at a time, which stay in the processor's cache."""
+    sums = []
+    squares = []
+    for some in stored.split(max(1, _VALUES_AT_ONCE // stored[0].numel())):
+        mean = form.mean(some, torch.float64).numpy()
+        square = mean**2
+        std = form.std(some, torch.float64)
+        if std is not None:
+            square += std.square().numpy()
+
+        sums.append(_sums(mean))
+        squares.append(_sums(square))
+
+    total = np.concatenate(sums).sum(0)
+    counts = np.full_like(total, len(stored) * stored[0, 0].numel())
+    return np.stack([counts, total, np.concatenate(squares).sum(0)])
+
+
+def _sums(values: Float64[np.ndarray, "b c h w"]) -> Float64[np.ndarray, "m c"]:
+    """Sum each channel piece by piece; added in this order, they have the bits of one sum over all samples."""
+    planes = values.reshape(*values.shape[:2], -1)
+    length = np.getbufsize()
+    pieces = [planes[:, :, start : start + length].sum(2) for start in range(0, planes.shape[2], length)]
+    return np.stack(pieces, 1).reshape(-1, values.shape[1])
 
 
 def _blocks(samples: ShardColumns, order: RowNumbers) -> Iterator[dict[str, Shaped[np.ndarray, "b ..."]]]:

@@ -16,7 +16,7 @@ from ddm_lightning.core.errors import UserError, note
 from ddm_lightning.core.files import parse_json
 from ddm_lightning.core.registry import SOURCES
 from ddm_lightning.prepare.records import BrokenSample, Part, Record, block_size_of
-from ddm_lightning.prepare.sources.decode import caption_in, decode
+from ddm_lightning.prepare.sources.decode import LeastSize, caption_in, decode_reduced
 from ddm_lightning.prepare.sources.urls import PARAMS, Files
 
 _CAPTION_FILES = ("captions.jsonl", "metadata.jsonl", "captions.csv", "metadata.csv")
@@ -46,6 +46,7 @@ class ImageFolder:
 
     packages: tuple[str, ...] = ("pillow",)
     attribution = ""
+    least_size: LeastSize | None = None
 
     def __init__(
         self, path: str, caption_column: str | None = _CAPTION, labels: bool = True, follow_links: bool = False
@@ -98,13 +99,13 @@ class ImageFolder:
                 )
                 continue
 
-            image = decode(data, name)
-            if isinstance(image, BrokenSample):
-                yield image
+            decoded = decode_reduced(data, name, self.least_size)
+            if isinstance(decoded, BrokenSample):
+                yield decoded
             elif isinstance(caption, BrokenSample):
                 yield caption
             else:
-                yield Record(name, image, caption, label)
+                yield Record(name, caption=caption, label=label, **decoded)
 
     @cached_property
     def _names(self) -> list[str]:

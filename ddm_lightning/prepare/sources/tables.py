@@ -21,7 +21,7 @@ from ddm_lightning.core.files import parse_json
 from ddm_lightning.core.registry import SOURCES, require
 from ddm_lightning.prepare.filters import CAPTIONS_KEY, number_in
 from ddm_lightning.prepare.records import BrokenSample, Part, Record, block_size_of
-from ddm_lightning.prepare.sources.decode import caption_in, decode, one_line
+from ddm_lightning.prepare.sources.decode import caption_in, decode_reduced, one_line
 from ddm_lightning.prepare.sources.urls import PARAMS, Files, content_or_error
 
 if TYPE_CHECKING:
@@ -67,6 +67,8 @@ class TableSource:
 
     packages: ClassVar[tuple[str, ...]] = ("pillow",)
     attribution: ClassVar[str] = ""
+    least_size: ClassVar[Any] = None
+    """A ``LeastSize``, set by ``prepare``."""
 
     def __post_init__(self) -> None:
         self.extra_columns: dict[str, str] = {}
@@ -163,7 +165,7 @@ class TableSource:
             if group is None:
                 return BrokenSample(key, "no group")
 
-        image = self._image(row[self.image_column], key)
+        decoded = self._image(row[self.image_column], key)
         label: Any = 0
         if self.label_column is not None:
             label = self._label(row[self.label_column], key)
@@ -172,12 +174,12 @@ class TableSource:
         for name in self.captions:
             caption = caption or caption_in(row[name], key)
 
-        for found in (image, label, caption):
+        for found in (decoded, label, caption):
             if isinstance(found, BrokenSample):
                 return found
 
         values = {name: row[name] for name in self.extra_columns}
-        return Record(key, image, caption, label, group, values=values)
+        return Record(key, caption=caption, label=label, group=group, values=values, **decoded)
 
     def _label(self, value: Any, key: str) -> int | BrokenSample:
         """Return the class of a cell: a number, a class name, or either of them as text or bytes."""
@@ -199,14 +201,14 @@ class TableSource:
         return BrokenSample(key, "unknown class", f"{repr(value)[:80]}, of {self.num_classes} classes")
 
     def _image(self, cell: Any, key: str) -> Any:
-        """Return the pixels of a cell, ``BrokenSample`` if there are none."""
+        """Return the ``Decoded`` image of a cell, ``BrokenSample`` if there is none."""
         if isinstance(cell, Mapping):
             content = cell.get("bytes")
             cell = cell.get("path") if content is None else content
         if isinstance(cell, str):
             cell = self._fetch(cell)
         if isinstance(cell, (bytes, Exception, Image.Image)):
-            return decode(cell, key)
+            return decode_reduced(cell, key, self.least_size)
 
         return BrokenSample(key, "no image", f"a {type(cell).__name__}")
 
