@@ -24,7 +24,10 @@ MAX_PIXELS = 1 << 27
 _FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
 # Pillow takes longer text and colour profiles of a PNG, which others write and nobody reads here, for an attack.
 PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY
-_ON_ITS_SIDE = range(5, 9)  # orientations of the Exif standard
+# Orientations of the Exif standard.
+_UPRIGHT = 1
+_ON_ITS_SIDE = range(5, 9)
+_LARGEST_FACTOR = 8
 _SIGNATURES = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF8", b"RIFF", b"II*\x00", b"MM\x00*", b"BM")
 
 
@@ -106,11 +109,16 @@ def _reduce(image: Image.Image, least_size: LeastSize) -> Size | None:
     if image.format not in ("JPEG", "MPO"):
         return None
 
-    lies = False
+    turn = _UPRIGHT
     with suppress(Exception):  # ``rgb`` leaves an image with damaged Exif data as it is
-        lies = image.getexif().get(ExifTags.Base.Orientation) in _ON_ITS_SIDE
+        turn = image.getexif().get(ExifTags.Base.Orientation, turn)
 
     before = image.size
+    # The decoder fills up the last column and row, which ``Record.full_size`` expects on the right and at the bottom.
+    if turn != _UPRIGHT and (before[0] % _LARGEST_FACTOR or before[1] % _LARGEST_FACTOR):
+        return None
+
+    lies = turn in _ON_ITS_SIDE
     full_size = before if lies else before[::-1]  # height and width once it is upright
     least = least_size(full_size)
     image.draft(None, least if lies else least[::-1])
