@@ -17,8 +17,8 @@ import torch
 from common import LOGS_SAMPLES, MEMBER, REPOSITORY, TINY, Child
 
 from ddm_lightning.core.registry import STRATEGIES
+from ddm_lightning.members.skipped import SkippedStep, skipped_file
 from ddm_lightning.members.status import MemberStatus
-from ddm_lightning.training.guard import SkippedStep, skipped_file
 from ddm_lightning.use.ensemble import DecentralizedEnsemble
 
 SECONDS = 300.0

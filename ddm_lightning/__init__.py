@@ -42,7 +42,9 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
-    environment.import_matplotlib()
+    if name == "Run":
+        environment.import_matplotlib()  # before Lightning
+
     return getattr(importlib.import_module(_MODULES[name]), name)
 
 

@@ -28,9 +28,9 @@ from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from ddm_lightning.config.experiment import LoraConfig, SampleConfig
-from ddm_lightning.core.devices import local
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import SOLVERS
+from ddm_lightning.core.sharded import local
 from ddm_lightning.encoders.interfaces import ImageEncoder
 from ddm_lightning.ensemble.routing import Batch, Strategy
 from ddm_lightning.ensemble.velocity import Ensemble

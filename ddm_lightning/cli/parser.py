@@ -306,7 +306,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> int:
     """Load the experiment and call the command. ``prepare`` and ``fit`` refuse a bad file before torch is imported."""
     if options.command == "ensemble":
-        from ddm_lightning.cli.commands import change_ensemble
+        from ddm_lightning.cli.sampling import change_ensemble
 
         change_ensemble(options)
         return 0
@@ -346,7 +346,7 @@ def _run(options: argparse.Namespace) -> int:
         print(to_yaml(experiment), end="")
         return 0
 
-    from ddm_lightning.cli.commands import run_command
+    from ddm_lightning.cli.run import run_command
 
     return run_command(experiment, options)
 

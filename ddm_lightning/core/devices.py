@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
-from torch.distributed.tensor import DTensor
 
 from ddm_lightning.core.environment import Ranks
 from ddm_lightning.core.errors import UserError
@@ -162,21 +160,3 @@ def peak_of_this_device(accelerator: str, precision: str) -> tuple[str, float | 
         return name, None
 
     return name, gpu.peak(precision, tf32=torch.get_float32_matmul_precision() != "highest")
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's shard of a DTensor, sharing its memory; other tensors unchanged."""
-    if isinstance(tensor, DTensor):
-        return tensor.to_local()
-
-    return tensor
-
-
-def by_rows(parameter: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Zeros on the device of ``parameter``; their rows, as many as its own, are sharded as its own are."""
-    if isinstance(parameter, DTensor):
-        return distributed.tensor.zeros(
-            *shape, dtype=dtype, device_mesh=parameter.device_mesh, placements=parameter.placements
-        )
-
-    return torch.zeros(*shape, dtype=dtype, device=parameter.device)

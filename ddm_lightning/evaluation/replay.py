@@ -15,12 +15,13 @@ from ddm_lightning.config.merge import island_of
 from ddm_lightning.core.devices import autocast, device_of
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.formatting import table
+from ddm_lightning.members.checkpoints import checkpoints_in, damage_of, step_of
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import lock_member
+from ddm_lightning.members.skipped import SkippedStep, skipped_of
 from ddm_lightning.shards.datamodule import ClusterDataModule
-from ddm_lightning.training.checkpoint import checkpoints_in, damage_of, load_tensors, step_of
+from ddm_lightning.training.checkpoint import load_tensors
 from ddm_lightning.training.fit import build_data
-from ddm_lightning.training.guard import SkippedStep, skipped_of
 from ddm_lightning.training.objective import Position, build_objective
 
 

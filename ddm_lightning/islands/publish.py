@@ -26,9 +26,9 @@ from ddm_lightning.core.files import move_folder
 from ddm_lightning.islands import lease
 from ddm_lightning.islands.lease import Lease, LostLeaseError
 from ddm_lightning.islands.shared import pull_artifact, send_artifact
+from ddm_lightning.members.checkpoints import FILES, TEMPORARY, damage_of, find_resumable, newest_checkpoint, step_of
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import break_mark
-from ddm_lightning.training.checkpoint import FILES, TEMPORARY, damage_of, find_resumable, newest_checkpoint, step_of
 
 FINAL_SECONDS = 600.0
 """Time to try to publish the artifact of a finished training."""

@@ -21,10 +21,10 @@ from ddm_lightning.core.environment import ALONE, Ranks
 from ddm_lightning.core.errors import UserError, say
 from ddm_lightning.core.processes import STARTED, STOPPED
 from ddm_lightning.islands.publish import Publisher
+from ddm_lightning.members.checkpoints import newest_checkpoint
 from ddm_lightning.members.member import Member
 from ddm_lightning.members.run import Run
 from ddm_lightning.training import ranks
-from ddm_lightning.training.checkpoint import newest_checkpoint
 
 LEAVING_SECONDS = 5.0
 """Time to leave in, besides that of a step, a checkpoint and a publication."""

@@ -24,10 +24,11 @@ from ddm_lightning.config.experiment import IslandConfig
 from ddm_lightning.core.environment import ALONE, Ranks
 from ddm_lightning.core.formatting import Bars
 from ddm_lightning.core.processes import STOPPED
+from ddm_lightning.members.checkpoints import TEMPORARY, checkpoints_in, step_of
+from ddm_lightning.members.skipped import skipped_file
 from ddm_lightning.members.status import KEPT, MemberStatus, loss_of
 from ddm_lightning.training import ema
-from ddm_lightning.training.checkpoint import TEMPORARY, checkpoints_in, read_trainer_state, step_of
-from ddm_lightning.training.guard import skipped_file
+from ddm_lightning.training.checkpoint import read_trainer_state
 from ddm_lightning.training.module import MemberModule
 from ddm_lightning.training.parallel import BackgroundCheckpoints
 from ddm_lightning.training.ranks import POLL_STEPS, report_state

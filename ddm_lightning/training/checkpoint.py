@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import json
 import pickle
-import re
 import shutil
 import warnings
 from collections.abc import Callable, Mapping
@@ -35,22 +34,20 @@ from torch.optim import Optimizer
 
 from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core import remote
-from ddm_lightning.core.devices import by_rows, local, resolve_accelerator
-from ddm_lightning.core.errors import UserError, first_line, say
-from ddm_lightning.core.files import atomic_write_json, move_folder, parse_json, sha256_file
+from ddm_lightning.core.devices import resolve_accelerator
+from ddm_lightning.core.errors import UserError, say
+from ddm_lightning.core.files import atomic_write_json, move_folder, sha256_file
+from ddm_lightning.core.sharded import by_rows, local
+from ddm_lightning.members.checkpoints import FILES, TEMPORARY, TRAINER_STATE, find_resumable, step_of
 from ddm_lightning.members.member import STUDENT, Member
 from ddm_lightning.members.run_folder import refuse_changes
 from ddm_lightning.training.ema import averaging_of
 
-FILES = "files.json"
-TRAINER_STATE = "trainer.pt"
-TEMPORARY = ".tmp-"
 _MODEL = "model/"
 _OPTIMIZER = "optimizer/"
 _OTHERS_TAKE_SECONDS = 60.0
 # After so many bytes the next file begins: serialising one holds Python's global lock, 20 ms at this size.
 _FILE_BYTES = 64 << 20
-_NAME = re.compile(r"step-\d{8,}\.ckpt")
 # Island settings that change the rounding, the last one on a CPU alone; the first three also change the noise.
 _NUMERICS = (
     *("accelerator", "devices", "nodes", "strategy", "precision", "micro_batch_size"),
@@ -203,28 +200,6 @@ def read_tensors(path: Path, into: dict[str, Tensor], group: ProcessGroup | None
     load(into, storage_reader=HuggingFaceStorageReader(str(path)), process_group=group, no_dist=group is None)
 
 
-def damage_of(path: Path) -> str | None:
-    """Describe the damage of the checkpoint ``path``; None if it is whole."""
-    try:
-        sums = parse_json((path / FILES).read_bytes())
-        names = [TRAINER_STATE, *sorted(found.name for found in path.glob("*.safetensors"))]
-        if not isinstance(sums, dict) or sums.keys() != {*names}:
-            return f"{FILES} lists other files than {', '.join(names)}"
-
-        hashes = remote.in_threads(lambda name: sha256_file(path / name), names)
-        for name, sha256 in zip(names, hashes, strict=True):
-            if sha256 != sums[name]:
-                return f"{name} has changed since it was written"
-
-        torch.load(path / TRAINER_STATE, map_location="meta", weights_only=True)
-    except pickle.UnpicklingError:  # torch's message tells how to run the code in it
-        return f"{TRAINER_STATE} holds more than plain values"
-    except (ValueError, OSError, RuntimeError, EOFError) as error:
-        return first_line(error)
-
-    return None
-
-
 def tensors_of(module: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Tensor]:
     """State of ``module`` and ``optimizer`` as ``model/NAME`` and ``optimizer/KEY/NAME``, sharing their memory.
 
@@ -308,45 +283,6 @@ def load_tensors(
         into = tensors_of(module, optimizer)
 
     read_tensors(path, into, group)
-
-
-def checkpoints_in(folder: Path) -> list[Path]:
-    """A member's checkpoints by step; other files and folders, such as copies, are ignored."""
-    return sorted((path for path in folder.glob("step-*.ckpt") if _NAME.fullmatch(path.name)), key=step_of)
-
-
-def step_of(path: Path) -> int:
-    """Optimizer steps taken before the checkpoint ``path``."""
-    return int(path.stem.removeprefix("step-"))
-
-
-def newest_checkpoint(folder: Path) -> Path | None:
-    """A member's newest checkpoint, which may be damaged; None if there is none."""
-    return next(reversed(checkpoints_in(folder)), None)
-
-
-def find_resumable(folder: Path) -> tuple[Path | None, dict[Path, str]]:
-    """Find the newest readable checkpoint in ``folder``, and the problems of newer ones; changes nothing.
-
-    Raises:
-        UserError: all checkpoints are damaged.
-    """
-    problems: dict[Path, str] = {}
-    for path in reversed(checkpoints_in(folder)):
-        problem = damage_of(path)
-        if problem is None:
-            return path, problems
-
-        problems[path] = problem
-
-    if problems:
-        newest, problem = next(iter(problems.items()))
-        raise UserError(
-            f"{newest}: damaged checkpoint ({problem}), and none before it is whole; "
-            f"restore one, or remove {folder} to start afresh"
-        )
-
-    return None, problems
 
 
 def choose(folder: Path, origin: Mapping[str, Any]) -> Path | None:

@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
-from ddm_lightning.core.devices import by_rows, local
 from ddm_lightning.core.registry import file_of
+from ddm_lightning.core.sharded import by_rows, local
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.members.cost import NUM_AT_ONCE
 from ddm_lightning.networks.blocks import moment_block

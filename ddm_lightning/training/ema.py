@@ -30,9 +30,9 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from ddm_lightning.config.experiment import TrainConfig
-from ddm_lightning.core.devices import local
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write_json, read_json
+from ddm_lightning.core.sharded import local
 from ddm_lightning.core.weights import save_weights
 
 KEY = "ema"

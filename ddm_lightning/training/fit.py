@@ -30,6 +30,7 @@ from ddm_lightning.core.formatting import format_bytes
 from ddm_lightning.core.processes import FITTED_BY, on_stop_signal
 from ddm_lightning.core.registry import CALLBACKS, require
 from ddm_lightning.members.artifact import hand_over
+from ddm_lightning.members.checkpoints import step_of
 from ddm_lightning.members.cost import State, state_of, step_cost
 from ddm_lightning.members.member import Member
 from ddm_lightning.members.run import Run
@@ -135,7 +136,7 @@ def _train(member: Member, run: Run, status: MemberStatus, mine: Ranks) -> Membe
     first_step = 0
     if newest_name:
         resume = folder / "checkpoints" / newest_name
-        first_step = checkpoint.step_of(resume)
+        first_step = step_of(resume)
     elif member.initial is not None:
         # Under adapters, the initial weights are the frozen base, which ``build_objective`` has loaded.
         if member.lora is None:

@@ -29,12 +29,11 @@ from ddm_lightning.core.devices import device_bytes, device_of
 from ddm_lightning.core.environment import Ranks
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.formatting import format_bytes
+from ddm_lightning.members.checkpoints import FILES, TEMPORARY
 from ddm_lightning.members.cost import State, chosen_strategy
 from ddm_lightning.networks.attention import set_attention
 from ddm_lightning.networks.blocks import blocks_of, check_compiler, checkpoint_blocks, compile_blocks
 from ddm_lightning.training.checkpoint import (
-    FILES,
-    TEMPORARY,
     CheckpointWriter,
     load_groups,
     load_tensors,

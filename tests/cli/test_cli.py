@@ -171,7 +171,7 @@ def test_status_after_the_run(called, run):
 
 @pytest.mark.parametrize(("accelerator", "precision"), [("cpu", "highest"), ("gpu", "high")])
 def test_a_command_sets_up_torch_for_the_islands_device(called, run, accelerator, precision):
-    called("status", *settings(run), f"island.accelerator={accelerator}", "island.num_threads=2")
+    called("plan", *settings(run), f"island.accelerator={accelerator}", "island.num_threads=2")
     assert (torch.get_float32_matmul_precision(), torch.get_num_threads()) == (precision, 2)
 
 

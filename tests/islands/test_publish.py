@@ -25,8 +25,8 @@ from ddm_lightning.core.files import sha256_file
 from ddm_lightning.islands import lease, publish
 from ddm_lightning.islands.publish import Publisher, published
 from ddm_lightning.islands.shared import pull_artifact
+from ddm_lightning.members.checkpoints import find_resumable
 from ddm_lightning.members.run import Run
-from ddm_lightning.training.checkpoint import find_resumable
 
 pytestmark = [*WARNINGS, pytest.mark.slow]
 QUICK = ("island.publish_every_n_minutes=0.001", "island.checkpoint_every_n_steps=5")

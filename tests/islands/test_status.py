@@ -14,7 +14,7 @@ from shards.mds import WARNINGS
 from tiny_runs import TINY
 from torch.utils.tensorboard import SummaryWriter
 
-from ddm_lightning.cli import islands
+from ddm_lightning.cli import status as command
 from ddm_lightning.cli.parser import main
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core import remote
@@ -246,7 +246,7 @@ def test_a_damaged_list_of_parts_is_said(run, content):
 @pytest.mark.parametrize(("place", "error"), [("/lease", ConnectionError("reset")), ("/prepared", OSError("expired"))])
 def test_watch_waits_for_a_store_that_is_down(run, clock, monkeypatch, capsys, place, error):
     """At the first look, and for every part of the table."""
-    monkeypatch.setattr(islands, "_WATCH_SECONDS", 0.0)
+    monkeypatch.setattr(command, "_WATCH_SECONDS", 0.0)
     for name in run.names:
         start(run, monkeypatch, name, state="done")
     errors, files = [error], remote.files

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 from ddm_lightning.cli.parser import main
+from ddm_lightning.members import checkpoints
 from ddm_lightning.training import callbacks, checkpoint, previews
 
 LATE_SECONDS = 5
@@ -92,7 +93,7 @@ if __name__ == "__main__":
         if how == "late-steps":
             late(callbacks.StopOnRequest, "on_train_start", wait_for_the_test)
         elif how == "late-damage":
-            late(checkpoint, "damage_of", lambda: time.sleep(LATE_SECONDS))
+            late(checkpoints, "damage_of", lambda: time.sleep(LATE_SECONDS))
         elif how == "images":
             no_memory_for_images()
         else:

@@ -14,8 +14,9 @@ from training.checkpoint_folders import cut, largest_file, stored
 from training.saved import names, write, writer_of
 
 from ddm_lightning.core.errors import UserError
+from ddm_lightning.members.checkpoints import damage_of
 from ddm_lightning.training import checkpoint
-from ddm_lightning.training.checkpoint import damage_of, read_tensors, stored_sizes
+from ddm_lightning.training.checkpoint import read_tensors, stored_sizes
 
 TENSORS = {"model/w": torch.arange(5000.0)}
 

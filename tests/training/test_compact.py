@@ -15,7 +15,7 @@ from training.saved import load, save, writer_of
 from training.two_processes import WORLD, in_two_processes
 
 from ddm_lightning.config.experiment import TrainConfig
-from ddm_lightning.core.devices import local
+from ddm_lightning.core.sharded import local
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.networks.blocks import moment_block
 from ddm_lightning.training.checkpoint import load_tensors, tensors_of

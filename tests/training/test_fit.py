@@ -30,8 +30,8 @@ from ddm_lightning.flow.timesteps import sample_timesteps
 from ddm_lightning.members.load import load_network
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import lock_member
+from ddm_lightning.members.skipped import read_skipped
 from ddm_lightning.training.fit import build_data
-from ddm_lightning.training.guard import read_skipped
 from ddm_lightning.training.module import MemberModule
 from ddm_lightning.use.rows import text_condition
 

@@ -9,8 +9,9 @@ from torch import nn
 
 from ddm_lightning.config.experiment import TrainConfig
 from ddm_lightning.core.errors import UserError
+from ddm_lightning.members.skipped import SkippedStep, read_skipped
 from ddm_lightning.training.ema import ema_tensors, track_ema
-from ddm_lightning.training.guard import FiniteGuard, SkippedStep, read_skipped
+from ddm_lightning.training.guard import FiniteGuard
 from ddm_lightning.training.optimizer import build_optimizer, clip_in_step
 
 NAN = float("nan")

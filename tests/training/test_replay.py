@@ -18,9 +18,9 @@ from ddm_lightning.evaluation.replay import replay_step
 from ddm_lightning.members.load import load_network
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import lock_member
+from ddm_lightning.members.skipped import SkippedStep
 from ddm_lightning.training.checkpoint import load_tensors
 from ddm_lightning.training.fit import build_data
-from ddm_lightning.training.guard import SkippedStep
 from ddm_lightning.training.module import MemberModule
 from ddm_lightning.training.objective import Position, build_objective
 

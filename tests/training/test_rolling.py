@@ -13,14 +13,10 @@ from training.saved import names, write, writer_of
 from ddm_lightning.config.experiment import IslandConfig
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.errors import UserError
+from ddm_lightning.members.checkpoints import find_resumable, newest_checkpoint
+from ddm_lightning.members.skipped import read_skipped
 from ddm_lightning.training.callbacks import RollingCheckpoints, StopOnRequest
-from ddm_lightning.training.checkpoint import (
-    choose,
-    find_resumable,
-    newest_checkpoint,
-    origin_of,
-)
-from ddm_lightning.training.guard import read_skipped
+from ddm_lightning.training.checkpoint import choose, origin_of
 from ddm_lightning.training.module import MemberModule
 from ddm_lightning.training.parallel import OneDevice
 

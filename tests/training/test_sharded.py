@@ -16,10 +16,11 @@ from training.saved import load, save, writer_of
 from training.two_processes import WORLD, in_two_processes
 
 from ddm_lightning.config.experiment import TrainConfig
-from ddm_lightning.core.devices import local
+from ddm_lightning.core.sharded import local
 from ddm_lightning.flow.condition import Condition, ConditionSpec
+from ddm_lightning.members.checkpoints import damage_of
 from ddm_lightning.networks.mmdit import MMDiT
-from ddm_lightning.training.checkpoint import damage_of, tensors_of
+from ddm_lightning.training.checkpoint import tensors_of
 from ddm_lightning.training.ema import KEY, ema_tensors, ema_weights, track_ema, unsharded_ema, width_key
 from ddm_lightning.training.optimizer import build_optimizer, clip_in_step
 from ddm_lightning.training.parallel import shard_blocks

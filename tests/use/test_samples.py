@@ -15,7 +15,7 @@ from tiny_runs import TINY, settings
 
 import ddm_lightning
 from ddm_lightning import DecentralizedEnsemble
-from ddm_lightning.cli.commands import _sample_command
+from ddm_lightning.cli.commands import next_sample
 from ddm_lightning.cli.parser import main
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.ensemble.manifest import EnsembleManifest
@@ -76,7 +76,7 @@ def test_rows_that_cannot_be(kind, given, words):
 @pytest.mark.parametrize(("kind", "end"), [("text", " --prompt …"), ("class", " --class …"), ("none", "sample -c f")])
 def test_the_next_command_fits_the_kind_of_condition(kind, end):
     options = argparse.Namespace(config="f", overrides=[])
-    assert _sample_command(by_class(kind), options).endswith(end)
+    assert next_sample(by_class(kind), options).endswith(end)
 
 
 def test_memory_does_not_grow_with_the_number_of_images(monkeypatch, tmp_path):
