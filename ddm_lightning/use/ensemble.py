@@ -188,8 +188,9 @@ class DecentralizedEnsemble(LoadedEnsemble):
             image: image to start from instead of noise alone, or one per prompt (SDEdit, 2108.01073): of Pillow,
                 or arrays [h w 3] or tensors [3 h w] of uint8 or numbers from 0 to 1. Other sizes are stretched.
             strength: share of the steps that are run from the noisy image, in (0, 1].
-            height, width: in pixels; one alone is a square, and without both the experiment's ``sample.size`` holds. An
-                aspect ratio without a bucket takes the nearest, with a note on stderr; ``exact=True`` takes any.
+            height, width: in pixels; one alone is a square, and without both the experiment's ``sample.size`` holds, or
+                the first of several. An aspect ratio without a bucket takes the nearest, with a note on stderr;
+                ``exact=True`` takes any.
             output_type: ``pil``, ``np`` or ``pt`` for float32 from 0 to 1, [n h w 3] or [n 3 h w], or ``latent`` for
                 x_0, float32, [n c h w].
             return_dict: has no effect, as the result is both a tuple and an object.
@@ -245,11 +246,8 @@ class DecentralizedEnsemble(LoadedEnsemble):
             if not labels:
                 texts = texts or own.prompts
 
-            sizes = sizes_of(own.size)
-            if len(sizes) > 1:
-                raise UserError(f"sample.size = {own.size}: a call makes images of one size; give height and width")
-
-            rows = chosen.rows(texts, labels, negatives, image, *sizes)
+            size, *_ = sizes_of(own.size)
+            rows = chosen.rows(texts, labels, negatives, image, size)
             num = own.num_per_prompt
             total = num * len(rows.labels)
             if batch_size or callback_on_step_end:

@@ -258,7 +258,7 @@ def test_an_experiment_of_one_shape_is_refused_other_sizes_before_it_starts():
         load_experiment(TINY, ["prepare.images.size=8", *f"sample.size={more}".split()])
 
 
-def test_several_sizes_are_rows_of_a_grid_and_no_call(ensemble, tmp_path, monkeypatch):
+def test_several_sizes_are_rows_of_a_grid_and_a_call_takes_the_first(ensemble, tmp_path, monkeypatch):
     ensemble = ensemble.with_settings(size=[[2, 8], [8, 2]], num_per_prompt=3)
     rows = {}
     draw = samples.labelled_grid
@@ -269,7 +269,9 @@ def test_several_sizes_are_rows_of_a_grid_and_no_call(ensemble, tmp_path, monkey
         "cat, 2x8": [(2, 8)] * 3,
         "cat, 8x2": [(8, 2)] * 3,
     }
-    refused(lambda: ensemble("cat"), "a call makes images of one size; give height and width")
+    alone = ensemble("cat", height=2, width=8, output_type="np", seed=3).images
+    assert np.array_equal(ensemble("cat", output_type="np", seed=3).images, alone)
+    assert alone.shape == (1, 2, 8, 3)
 
 
 @pytest.mark.parametrize("buckets", [(), BUCKETS[:2]])
