@@ -24,6 +24,7 @@ SETTINGS = (
     "island.validate_every_n_steps=25",
     "island.checkpoint_every_n_steps=7",
 )
+COMPACT = ["island.precision=bf16-true", "expert.train.optimizer=adamw-8bit"]
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
@@ -59,10 +60,11 @@ def pair(finished_run, tmp_path_factory):
     return seen
 
 
-def test_sharded_experts_train_in_bfloat16_validate_and_draw(finished_run, tmp_path):
+@pytest.mark.parametrize("more", [["island.precision=bf16-mixed"], COMPACT], ids=["mixed", "compact"])
+def test_sharded_experts_train_in_bfloat16_validate_and_draw(finished_run, tmp_path, more):
     """Weights are gathered in bfloat16 alone, and images are drawn by a callback."""
     run = new_run(finished_run, tmp_path / "half")
-    settings = ("island.precision=bf16-mixed", "expert.train.max_steps=6", "island.validate_every_n_steps=3")
+    settings = (*more, "expert.train.max_steps=6", "island.validate_every_n_steps=3")
     finish(fit(run, "fsdp", *settings, "island.micro_batch_size=3"))
     status = read_status(run, "expert-0")
     assert (status["state"], status["validated_step"]) == ("done", 6)

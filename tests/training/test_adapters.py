@@ -141,9 +141,10 @@ def test_a_resumed_adapter_has_the_same_weights(run, tiny_run):
     )
 
 
-def test_muon_trains_adapters_and_ema_widths_choose_among_their_averages(run, tiny_run, capsys):
+@pytest.mark.parametrize("setting", ["expert.train.optimizer=muon", "island.precision=bf16-true"])
+def test_settings_train_adapters_and_ema_widths_choose_among_their_averages(run, tiny_run, capsys, setting):
     _, own = run
-    more = (*own[:-1], "expert.train.optimizer=muon", "expert.train.ema_widths=[0.1, 0.2]")
+    more = (*own[:-1], setting, "expert.train.ema_widths=[0.1, 0.2]")
 
     assert fit(tiny_run, "expert-0", *more) == 0
 

@@ -49,7 +49,7 @@ def left_out(run, step, name="expert-0", *more):
     return opened, batch
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
 def test_each_sample_has_its_own_loss_and_gradient_at_the_nearest_weights(finished, tmp_path, capsys, precision):
     run = copy_run(finished, tmp_path / "run", "expert-0")
     opened, batch = left_out(run, 17)
@@ -73,7 +73,7 @@ def test_each_sample_has_its_own_loss_and_gradient_at_the_nearest_weights(finish
     noised = objective.noisy_batch(batch, Position(17))
     for row, sample in enumerate(samples):
         one = noised.rows(slice(row, row + 1))
-        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision != "32-true"):
             predicted = module.network(one.x_t, one.t, one.condition)
         loss = functional.mse_loss(predicted.float(), one.noise - one.x_0)
         gradients = torch.autograd.grad(loss, list(module.network.parameters()), allow_unused=True)
