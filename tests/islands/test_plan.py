@@ -3,6 +3,8 @@
 import json
 import re
 import shlex
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from itertools import product
@@ -212,6 +214,25 @@ def test_the_cheapest_change_that_fits_is_suggested(tmp_path):
         found.append(changes)
 
     assert [len(one) for one in found] == [0, 1, 2, 3]
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("stem", ["laion_8x", "laion_24b"])
+def test_the_command_for_a_card_of_24_gb_fits_it(stem):
+    """With activations and micro-batches, on tensors without data; compiled blocks need annotations unchecked."""
+    root = TINY.parents[1]
+    text = (root / "experiments" / f"{stem}.yaml").read_text("utf-8")
+    command = re.search(
+        r"python -m ddm_lightning fit (-c \S+) member=(\S+) (.*island\.micro_batch_size=.*?)(?: {4}|$)", text, re.M
+    )
+    file, member, settings = command.groups()
+    words = f"plan {file} --only {member} {settings} --device name=X,tflops=100,memory_gb=24 --json"
+    done = subprocess.run(
+        [sys.executable, "-m", "ddm_lightning", *words.split()], cwd=root, capture_output=True, check=True
+    )
+    (found,) = json.loads(done.stdout)["plans"]
+    assert found["fits"] and found["members"][0]["suggestion"]["changes"] == ""
 
 
 def test_a_tenth_of_a_device_is_left_free(tmp_path, monkeypatch):
