@@ -59,8 +59,6 @@ class Origin:
                     f"{address}: shards cannot be opened: {first_line(error)}; check key 'island.shards'"
                 ) from error
 
-            remote.disconnect()  # the threads that fetch have connections of their own
-
         if index_sha256 is not None and sha256_file(index) != index_sha256:
             raise UserError(
                 f"{address}/index.json: differs from the manifest's; put the shards of this run's prepare there"

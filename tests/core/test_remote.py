@@ -245,3 +245,26 @@ def test_a_signal_while_a_thread_starts_leaves_none_that_would_hold_up_the_end(m
     started[0].join(30)
     assert not started[0].is_alive()
     assert remote.in_threads(len, ["a", "bc"]) == [1, 2]
+
+
+@pytest.mark.parametrize("url", ["s3"], indirect=True)
+def test_threads_share_a_client_and_fetch_by_one_request(url, tmp_path, monkeypatch):
+    remote.write(f"{url}/a", b"content")
+    made, requests = [], []
+    make = boto3.Session.client
+
+    def client(*args, **kwargs):
+        made.append(make(*args, **kwargs))
+        made[-1].meta.events.register("before-send.s3", lambda request, **_: requests.append(request.method))
+        return made[-1]
+
+    monkeypatch.setattr(boto3.Session, "client", client)
+    remote.disconnect()
+    remote.download(f"{url}/a", tmp_path / "0")
+    remote.in_threads(lambda number: remote.download(f"{url}/a", tmp_path / str(number)), range(1, 9))
+    assert len(made) == 1 and requests == 9 * ["GET"]
+    assert {path.read_bytes() for path in tmp_path.glob("[0-9]")} == {b"content"}
+
+    remote.disconnect()  # after an error: credentials may be new
+    remote.download(f"{url}/a", tmp_path / "0")
+    assert len(made) == 2
