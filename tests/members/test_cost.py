@@ -4,6 +4,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 from tiny_runs import TINY
 
 from ddm_lightning.config.experiment import IslandConfig
@@ -13,6 +14,9 @@ from ddm_lightning.members import cost
 from ddm_lightning.members.cost import MemberCost, State, chosen_strategy
 from ddm_lightning.members.run import Run
 from ddm_lightning.shards.manifest import ClusterSamples, DataSizes, Manifest
+from ddm_lightning.training.ema import HOST_STEPS, averages_of, track_ema
+from ddm_lightning.training.optimizer import build_optimizer
+from ddm_lightning.training.parallel import halve_weights
 
 CHECKPOINTED = IslandConfig("cpu", 1, activation_checkpointing=True)
 
@@ -211,3 +215,33 @@ def test_float16_computes_in_as_much_memory_as_bfloat16():
         for precision in ("32-true", "bf16-mixed", "16-mixed")
     }
     assert kept["16-mixed"] == kept["bf16-mixed"] < kept["32-true"]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw-8bit"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+@pytest.mark.parametrize("ema", ["device", "host"])
+def test_a_training_holds_the_bytes_that_are_predicted(optimizer, precision, ema):
+    """Weights, gradients, moments and averages after a step; steps are counted in another 4 bytes a parameter."""
+    made = planned(f"expert.train.optimizer={optimizer}", "expert.train.ema_widths=[0.1]")
+    state = made.state(IslandConfig("cpu", 1, precision=precision, ema=ema))
+    network = made.member.build_network()
+    if precision == "bf16-true":
+        halve_weights(network)
+
+    trained = build_optimizer(network, made.member.train)
+    track_ema(trained, 0.9, made.member.train.ema_widths, every=HOST_STEPS if ema == "host" else 0)
+    for parameter in network.parameters():
+        parameter.grad = torch.ones_like(parameter)
+
+    trained.step()
+    averages_of(trained)  # waits for the thread
+    kept = {"weights": [*network.parameters()], "gradients": [p.grad for p in network.parameters()]}
+    for parameter in network.parameters():
+        for key, value in trained.state[parameter].items():
+            kind = "averages" if key.startswith("ema") else "steps" if key == "step" else "optimizer"
+            kept.setdefault(kind, []).append(value)
+
+    held = {kind: sum(tensor.nbytes for tensor in tensors) for kind, tensors in kept.items() if kind != "steps"}
+    expected = {"weights": state.weights, "gradients": state.gradients, "optimizer": state.optimizer}
+    assert held == expected | {"averages": state.ema + state.host}
+    assert (state.host > 0) == (ema == "host") and state.ema * state.host == 0
