@@ -1,0 +1,81 @@
+"""Cold loading from S3 on loopback, beside a client that gets the same shards by as many requests at once.
+
+The client neither keeps, checks nor decodes them. Each turn has a process of its own; the server shares the cores.
+In memory, because a virtual machine may get the pages of new files from its host, slowly.
+
+    TMPDIR=/dev/shm python benchmarks/cold.py --json benchmarks/results/cold.json
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import boto3
+import torch
+from common import Report, parse, parser, run, store
+from dataloader import BATCH_SIZE, NUM_SAMPLES, epoch, write
+from step import HEADINGS, add_ratio
+from step_clock import Seconds, timed
+
+import ddm_lightning.core.filesystems  # noqa: F401  # before the clock starts
+from ddm_lightning.shards.datamodule import ClusterDataModule
+
+_ROUNDS = (4, 1)
+_PART = "cluster-0/train"
+
+
+def main(arguments: Sequence[str] | None) -> None:
+    """Run the benchmark."""
+    options = parse(parser(__doc__ or "", fixed=True), arguments)
+    torch.set_num_threads(1)
+    num_samples = NUM_SAMPLES[options.quick] // 2
+    found: dict[str, list[Seconds]] = {name: [] for name in SIDES}
+    with tempfile.TemporaryDirectory(prefix="cold-") as temporary:
+        folder = Path(temporary)
+        write(folder / "store" / _PART, num_samples)
+        with store(folder):
+            order = [*SIDES]
+            for _ in range(_ROUNDS[options.quick]):
+                for name in order:
+                    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
+                        found[name].append(
+                            pool.submit(timed, partial(SIDES[name], folder), torch.device("cpu")).result()
+                        )
+
+                order.reverse()
+
+    # Speeds of one to the other are times of the other to the one.
+    report = Report(f"Cold loading of {num_samples:,} samples: client (ours), and our loader (other)", HEADINGS)
+    add_ratio(report, "cold_over_plain_client", "S3, cold", found["client"], found["ours"])
+    report.finish(options.json)
+
+
+def _ours(folder: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=folder) as cache:
+        data = ClusterDataModule("s3://images/run", [0], BATCH_SIZE, 0, Path(cache), num_workers=2)
+        data.prepare_data()
+        epoch(data.train_dataloader())
+
+
+def _client(folder: Path) -> None:
+    client = boto3.client("s3", endpoint_url=os.environ["S3_ENDPOINT_URL"])
+
+    def get(path: Path) -> None:
+        body = client.get_object(Bucket="images", Key=f"run/{_PART}/{path.name}")["Body"]
+        assert sum(map(len, body.iter_chunks(1 << 18))) == path.stat().st_size
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(get, (folder / "store" / _PART).glob("*.mds")))
+
+
+SIDES: dict[str, Callable[[Path], None]] = {"ours": _ours, "client": _client}
+
+
+if __name__ == "__main__":
+    run(main)
