@@ -64,7 +64,7 @@ def _ours(folder: Path) -> None:
 
 
 def _client(folder: Path) -> None:
-    client = boto3.client("s3", endpoint_url=os.environ["S3_ENDPOINT_URL"])
+    client = boto3.Session().client("s3", endpoint_url=os.environ["S3_ENDPOINT_URL"])
 
     def get(path: Path) -> None:
         body = client.get_object(Bucket="images", Key=f"run/{_PART}/{path.name}")["Body"]
