@@ -63,7 +63,7 @@ def test_a_full_disk_of_one_rank_is_reported_once_and_ends_both(tiny_run, strate
     said = fit_and_fail(tiny_run, strategy, rank, "full", code=2)
     path = tiny_run / "members/expert-0/checkpoints/step-00000010.ckpt"
 
-    assert said.splitlines()[3:] == [f"error: {path}: is full; free some space, then run the same command again"]
+    assert said.splitlines()[4:] == [f"error: {path}: is full; free some space, then run the same command again"]
     assert read_status(tiny_run, "expert-0")["state"] == "failed"
     assert checkpoints(tiny_run) == ["step-00000005.ckpt"]
 
@@ -84,7 +84,7 @@ def test_a_rank_killed_at_a_checkpoint_ends_the_other_and_the_one_before_is_resu
     said = fit_and_fail(tiny_run, "fsdp", rank, "killed", code=2)
     line = f"error: rank {rank} of 2 was ended by SIGKILL; the same command resumes at the newest checkpoint"
 
-    assert said.splitlines()[3:] == [line]
+    assert said.splitlines()[4:] == [line]
     assert checkpoints(tiny_run) == ["step-00000005.ckpt"]
 
     resume(tiny_run)
@@ -107,7 +107,7 @@ def test_a_signal_while_rank_one_is_late_stops_both_at_the_same_step(tiny_run, t
     said = finish(process, 130, TRAINS_SECONDS)[1]
 
     # Ranks agree every ten steps.
-    assert said.splitlines()[3:] == ["expert-0: stopped at step 10; the same command resumes it"]
+    assert said.splitlines()[4:] == ["expert-0: stopped at step 10; the same command resumes it"]
     assert checkpoints(tiny_run) == ["step-00000005.ckpt", "step-00000010.ckpt"]
 
 
@@ -212,7 +212,7 @@ def test_a_stop_before_the_first_step_ends_all_ranks_at_once(tiny_run, number):
 
     _, said = finish(process, 130, TRAINS_SECONDS)
 
-    assert said.splitlines()[3:] == ["interrupted; run the same command again to resume"]
+    assert said.splitlines()[4:] == ["interrupted; run the same command again to resume"]
 
 
 @pytest.mark.long
