@@ -3,6 +3,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from prepare.listed import hashes
@@ -13,7 +14,7 @@ from ddm_lightning.encoders.interfaces import StoredForm
 from ddm_lightning.partition.columns import Rows
 from ddm_lightning.prepare import write_shards
 from ddm_lightning.prepare.merge import statistics_of
-from ddm_lightning.prepare.write_shards import ShardColumns, Split, split_orders, write_split
+from ddm_lightning.prepare.write_shards import ShardColumns, Split, _moments, split_orders, write_split
 from ddm_lightning.shards.manifest import shard_name
 
 NUM, K = 50, 3
@@ -201,3 +202,12 @@ def test_every_cluster_trains_on_something_however_groups_are_spread(pairs, frac
         if fraction > 0 and not shared and len(set(groups[here].tolist())) > 1:
             assert held_out[here].any()
     assert all(len(set(held_out[groups == group].tolist())) == 1 for group in groups)
+
+
+@pytest.mark.parametrize("size", [(7, 5), (96, 96), (90, 92)])
+def test_moments_have_the_bits_of_one_sum_over_all_samples(size):
+    stored = np.random.default_rng(0).integers(0, 256, (50, 3, *size), dtype=np.uint8)
+    form = StoredForm("x_0", {"scale": [0.1, 0.2, 0.3], "shift": 127.5})
+    x_0 = (stored - np.float64(127.5)) * np.array([0.1, 0.2, 0.3]).reshape(3, 1, 1)
+    expected = [power.sum((0, 2, 3)) for power in (np.ones_like(x_0), x_0, x_0**2)]
+    np.testing.assert_array_equal(_moments(torch.from_numpy(stored), form), expected)
