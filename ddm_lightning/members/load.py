@@ -7,13 +7,15 @@ description cannot fill the memory.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
 
 from ddm_lightning.config.experiment import PluginConfig
 from ddm_lightning.core.errors import UserError, first_line
@@ -156,6 +158,22 @@ def _refuse_misfits(meta: ArtifactMeta, weights: Mapping[str, Tensor], network: 
         raise UserError(f"{source}: the weights do not fit: {in_short(odd)}; {_install(meta)}")
 
 
+class _Uninitialised(TorchFunctionMode):
+    """Leaves weights as they were allocated: those of the artifact take their place.
+
+    Random ones would take time, and on the meta device torch would import its compiler for them, which takes a second.
+    """
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        if getattr(function, "__module__", "") == "torch.nn.init":
+            return given["tensor"]
+
+        return function(*args, **given)
+
+
 def _build_bounded(meta: ArtifactMeta, weights: Mapping[str, Tensor], base: Mapping[str, Tensor]) -> nn.Module:
     """Build a network, but stop at more than twice its weights: a plug-in may replace each of them once."""
     tensors = [*weights.values(), *base.values()]
@@ -172,7 +190,9 @@ def _build_bounded(meta: ArtifactMeta, weights: Mapping[str, Tensor], base: Mapp
     hook = register_module_parameter_registration_hook(count)
     try:
         plugin = PluginConfig(meta.network, meta.params)
-        network = ROLES[meta.role].build(plugin, meta.x_shape, meta.condition, meta.num_clusters)
+        with _Uninitialised():
+            network = ROLES[meta.role].build(plugin, meta.x_shape, meta.condition, meta.num_clusters)
+
         if meta.lora is not None:
             named = prefixed(base, network)
             own = network.state_dict()

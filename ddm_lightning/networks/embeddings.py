@@ -45,6 +45,10 @@ def sincos_positions(
     if width % 4:
         raise ValueError(f"width = {width} must be divisible by 4, for sines and cosines of two coordinates")
 
+    if torch.get_default_device().type == "meta":
+        # To plan the sines, torch would import its compiler, which takes a second.
+        return torch.empty(rows * columns, width, dtype=torch.float32)
+
     of_columns, of_rows = _angles(width // 4, rows, columns, reference)
     waves = [of_columns.sin(), of_columns.cos(), of_rows.sin(), of_rows.cos()]
     return torch.cat(waves, dim=1).float()
@@ -64,6 +68,9 @@ def axial_rotation(
     """
     if head_size % 4:
         raise ValueError(f"rope needs width / num_heads = {head_size} to be divisible by 4, for pairs on two axes")
+
+    if torch.get_default_device().type == "meta":
+        return torch.empty(1, rows * columns, 2, head_size // 2, dtype=torch.float32)
 
     angles = torch.cat(_angles(head_size // 4, rows, columns, reference), dim=1)
     return torch.stack([angles.cos(), angles.sin()], dim=1).float()[None]

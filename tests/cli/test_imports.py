@@ -1,0 +1,44 @@
+"""What commands import, in fresh processes: a command that computes nothing waits for no torch."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from tiny_runs import settings
+
+CHILD = """
+import sys
+from ddm_lightning.cli.parser import main
+code = main(sys.argv[2:])
+print("imported:", *sorted(set(sys.argv[1].split(",")) & set(sys.modules)))
+sys.exit(code)
+"""
+TRAINING = "lightning,torchmetrics,streaming,tensorboard,transformers,torchvision,torch.distributed.tensor"
+
+
+def imported(of, command):
+    words = [sys.executable, "-c", CHILD, of, *command]
+    done = subprocess.run(words, check=True, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    return done.stdout.splitlines()[-1].split()[1:]
+
+
+def test_config_imports_no_torch(run):
+    assert imported(f"torch,{TRAINING}", ["config", *settings(run)]) == []
+
+
+@pytest.mark.parametrize("name", ["ddm_lightning.cli.sampling", "ddm_lightning.use.samples"])
+def test_sampling_imports_nothing_that_trains(name):
+    code = f"import sys, {name}; print(set(sys.argv[1].split(',')) & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code, TRAINING], check=True, capture_output=True, text=True)
+    assert done.stdout == "set()\n"
+
+
+def test_an_ensemble_samples_without_torchs_compiler_and_matplotlib(run):
+    code = (
+        "import sys; from ddm_lightning import DecentralizedEnsemble\n"
+        "DecentralizedEnsemble.from_pretrained(sys.argv[1], 'cpu').sample(num=1, seed=0)\n"
+        "print(set(sys.argv[2].split(',')) & set(sys.modules))"
+    )
+    words = [sys.executable, "-c", code, str(run), f"{TRAINING},torch._dynamo,sympy,matplotlib"]
+    assert subprocess.run(words, check=True, capture_output=True, text=True).stdout == "set()\n"
