@@ -47,7 +47,7 @@ from ddm_lightning.core import remote
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import sha256_file
 from ddm_lightning.islands.shared import publish_prepared, pull_artifact
-from ddm_lightning.members.artifact import WEIGHTS_FILE
+from ddm_lightning.members.meta import WEIGHTS_FILE
 from ddm_lightning.members.run import Run
 from ddm_lightning.prepare.stages import prepare
 

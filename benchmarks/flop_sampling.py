@@ -29,8 +29,8 @@ from ddm_lightning.ensemble.sampler import sample
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.randomness import keyed_generator
-from ddm_lightning.members.artifact import ArtifactMeta
-from ddm_lightning.members.member import MONOLITH
+from ddm_lightning.members.meta import ArtifactMeta
+from ddm_lightning.members.roles import MONOLITH
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.shards.manifest import HELD_OUT

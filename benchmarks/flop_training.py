@@ -26,9 +26,10 @@ from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.files import atomic_folder
 from ddm_lightning.core.registry import FEATURES
 from ddm_lightning.ensemble.manifest import write_ensemble
-from ddm_lightning.members.artifact import read_meta
 from ddm_lightning.members.cost import MemberCost
-from ddm_lightning.members.member import MONOLITH, ROUTER, Member, batch_size_of, ensemble_members
+from ddm_lightning.members.member import Member
+from ddm_lightning.members.meta import read_meta
+from ddm_lightning.members.roles import MONOLITH, ROUTER, batch_size_of, ensemble_members
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.shards.manifest import DataSizes, Manifest, manifest_path

@@ -29,7 +29,8 @@ from ddm_lightning.ensemble.sampler import sample
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.path import expand_rows
 from ddm_lightning.flow.timesteps import sampling_times
-from ddm_lightning.members.member import MONOLITH, ROUTER, Member
+from ddm_lightning.members.member import Member
+from ddm_lightning.members.roles import MONOLITH, ROUTER
 from ddm_lightning.shards.manifest import DataSizes
 
 # A network large enough that its products, not Python, take the time on a CPU.

@@ -9,7 +9,8 @@ from torch.nn import functional
 
 from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.flow.condition import Condition, ConditionSpec
+from ddm_lightning.flow.condition import Condition
+from ddm_lightning.flow.spec import ConditionSpec
 from ddm_lightning.members.cost import step_cost
 from ddm_lightning.members.member import Member
 from ddm_lightning.networks.attention import set_attention

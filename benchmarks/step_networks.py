@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ddm_lightning.config.experiment import TrainConfig
-from ddm_lightning.flow.condition import Condition, ConditionSpec
+from ddm_lightning.flow.condition import Condition
+from ddm_lightning.flow.spec import ConditionSpec
 from ddm_lightning.networks.blocks import compile_blocks
 from ddm_lightning.networks.dit import DiT
 from ddm_lightning.training.optimizer import build_optimizer

@@ -37,8 +37,8 @@ from ddm_lightning.islands.shared import (
     pull_manifest,
 )
 from ddm_lightning.islands.status import Status, Watch, open_to_watch
-from ddm_lightning.members.member import STUDENT, one_member, parse_members
 from ddm_lightning.members.preflight import check_networks, check_plugins, check_strategy, is_collected, refuse_stale
+from ddm_lightning.members.roles import STUDENT, one_member, parse_members
 from ddm_lightning.members.run import Run as OpenRun
 from ddm_lightning.members.run_folder import RunFolder, refuse_changed, refuse_unprepared
 from ddm_lightning.members.signatures import PREPARE, check_keys, sign_manifest

@@ -34,9 +34,10 @@ from ddm_lightning.core.sharded import local
 from ddm_lightning.encoders.interfaces import ImageEncoder
 from ddm_lightning.ensemble.routing import Batch, Strategy
 from ddm_lightning.ensemble.velocity import Ensemble
-from ddm_lightning.flow.condition import KINDS, Condition, ConditionSpec
-from ddm_lightning.flow.path import PREDICTIONS, Samples, Times, expand_rows
+from ddm_lightning.flow.condition import Condition
+from ddm_lightning.flow.path import Samples, Times, expand_rows
 from ddm_lightning.flow.solvers import Solver
+from ddm_lightning.flow.spec import KINDS, PREDICTIONS, ConditionSpec
 from ddm_lightning.flow.timesteps import sampling_times
 from ddm_lightning.networks.blocks import compile_blocks
 from ddm_lightning.networks.lora import adapt, adaptable, merged

@@ -9,8 +9,9 @@ from torch import nn
 from ddm_lightning.config.experiment import PluginConfig
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import EXPERTS, ROUTERS
-from ddm_lightning.flow.condition import ConditionSpec
-from ddm_lightning.members.artifact import ArtifactMeta, write_artifact
+from ddm_lightning.flow.spec import ConditionSpec
+from ddm_lightning.members.artifact import write_artifact
+from ddm_lightning.members.meta import ArtifactMeta
 
 PARAMS = {"width": 8, "depth": 1, "num_heads": 2, "patch_size": 2}
 SHAPE = (3, 4, 4)

@@ -8,8 +8,9 @@ from torch import nn
 
 from ddm_lightning.core.registry import EXPERTS, ROUTERS
 from ddm_lightning.ensemble.velocity import Ensemble
-from ddm_lightning.flow.condition import Condition, ConditionSpec
+from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.path import expand_rows, x_0_from_velocity
+from ddm_lightning.flow.spec import ConditionSpec
 
 SHAPE = (3, 8, 8)
 DIT = {"width": 16, "depth": 1, "num_heads": 2, "patch_size": 4}

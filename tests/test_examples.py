@@ -11,7 +11,7 @@ import pytest
 from sample_log import python_path
 from tiny_runs import MEMBERS, ROOT, STEPS, finish, read_status, start
 
-from ddm_lightning.members.artifact import read_meta
+from ddm_lightning.members.meta import read_meta
 from ddm_lightning.testing import check_expert
 
 

@@ -32,14 +32,14 @@ from ddm_lightning.core.weights import read_header, save_weights
 from ddm_lightning.ensemble.routing import Batch
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.evaluation.image_sets import FileImages, Generated, ShardImages
-from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.flow.randomness import keyed_seed
+from ddm_lightning.flow.spec import ConditionSpec
 from ddm_lightning.islands import plan, shared
 from ddm_lightning.islands.plan_data import data_of
 from ddm_lightning.members.artifact import described, write_artifact
 from ddm_lightning.members.cost import MemberCost
 from ddm_lightning.members.load import Bases
-from ddm_lightning.members.member import ROLES
+from ddm_lightning.members.roles import ROLES
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import changes
 from ddm_lightning.networks.lora import adapt, frozen

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.flow.condition import Condition, ConditionSpec
+from ddm_lightning.flow.condition import Condition
+from ddm_lightning.flow.spec import ConditionSpec
 from ddm_lightning.testing import check_expert
 
 NUMBERS = itertools.count()

@@ -16,7 +16,7 @@ from ddm_lightning.ensemble.manifest import assemble
 from ddm_lightning.islands.local import fit_on_island
 from ddm_lightning.islands.plan_data import data_of
 from ddm_lightning.islands.publish import published
-from ddm_lightning.members.member import one_member, parse_members
+from ddm_lightning.members.roles import one_member, parse_members
 from ddm_lightning.members.run import Run
 
 

@@ -17,7 +17,7 @@ from ddm_lightning.islands import plan, plan_tables
 from ddm_lightning.islands.launch import build_launcher, cancel, jobs_of, launch
 from ddm_lightning.islands.plan_data import data_of
 from ddm_lightning.islands.shared import pull_manifest
-from ddm_lightning.members.member import parse_members
+from ddm_lightning.members.roles import parse_members
 from ddm_lightning.members.run import Run
 
 

@@ -331,9 +331,15 @@ def _run(options: argparse.Namespace) -> int:
     if getattr(options, "out", options.config) is None and "://" in options.config:
         raise UserError(f"{options.config}: a URL cannot hold results; add --out FOLDER")
 
+    experiment = None
     if options.command in ("config", "prepare", "fit", "launch", "plan"):  # they may make the run
         experiment = load_experiment(options.config, options.overrides)
-    else:
+    elif options.command == "status":  # needs no torch for a run on this machine
+        from ddm_lightning.members.run_folder import load_recorded
+
+        experiment = load_recorded(options.config, options.overrides)
+
+    if experiment is None:
         from ddm_lightning.use.settings import load_settings
 
         experiment = load_settings(

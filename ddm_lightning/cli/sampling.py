@@ -17,8 +17,8 @@ from ddm_lightning.core.registry import require
 from ddm_lightning.ensemble.changes import added, removed, replaced
 from ddm_lightning.ensemble.manifest import EnsembleManifest
 from ddm_lightning.islands.shared import pull_ensemble
-from ddm_lightning.members.member import ROUTER
 from ddm_lightning.members.preflight import check_strategy
+from ddm_lightning.members.roles import ROUTER
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.members.signatures import verify

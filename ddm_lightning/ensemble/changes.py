@@ -13,9 +13,9 @@ from pathlib import Path
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import STRATEGIES
 from ddm_lightning.ensemble.manifest import EnsembleManifest, checked, knows
-from ddm_lightning.members.artifact import read_meta
 from ddm_lightning.members.load import Bases, load_network
-from ddm_lightning.members.member import EXPERT, ROUTER, expert_name, expert_number
+from ddm_lightning.members.meta import read_meta
+from ddm_lightning.members.roles import EXPERT, ROUTER, expert_name, expert_number
 from ddm_lightning.members.run_folder import ENSEMBLE_FILE, MEMBER_FILE
 
 

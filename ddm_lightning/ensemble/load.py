@@ -8,9 +8,9 @@ from torch import nn
 from ddm_lightning.ensemble.manifest import EnsembleManifest
 from ddm_lightning.ensemble.residency import ResidentExperts
 from ddm_lightning.ensemble.velocity import Ensemble
-from ddm_lightning.members.artifact import temperatures_of
 from ddm_lightning.members.load import Bases, load_network
-from ddm_lightning.members.member import ROUTER
+from ddm_lightning.members.meta import temperatures_of
+from ddm_lightning.members.roles import ROUTER
 
 
 def load_ensemble(

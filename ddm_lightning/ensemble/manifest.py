@@ -13,14 +13,8 @@ from ddm_lightning.config.merge import expert_clusters
 from ddm_lightning.core import checks
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write_json, inside, sha256_file, sha256_json
-from ddm_lightning.members.artifact import (
-    FORMAT_VERSION,
-    REMEDY,
-    ArtifactMeta,
-    MemberName,
-    read_meta,
-)
-from ddm_lightning.members.member import EXPERT, ROUTER, expert_name, expert_number, role_of
+from ddm_lightning.members.meta import FORMAT_VERSION, REMEDY, ArtifactMeta, MemberName, read_meta
+from ddm_lightning.members.roles import EXPERT, ROUTER, expert_name, expert_number, role_of
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import ENSEMBLE_FILE, MEMBER_FILE, RunFolder
 from ddm_lightning.members.signatures import PREPARE, accept, check_signature

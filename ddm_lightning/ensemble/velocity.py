@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from ddm_lightning.core.devices import autocast
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.ensemble.residency import ResidentExperts
-from ddm_lightning.flow.condition import Condition, ConditionSpec
+from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.path import Samples, Times, expand_rows, guided, velocity_of
+from ddm_lightning.flow.spec import ConditionSpec
 from ddm_lightning.members.cost import flops_per_sample
 from ddm_lightning.networks.blocks import check_compiler, compile_blocks
 from ddm_lightning.networks.calibration import temperature_at

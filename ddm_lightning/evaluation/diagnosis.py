@@ -28,7 +28,7 @@ from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.path import interpolate
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.flow.timesteps import stratified_timesteps
-from ddm_lightning.members.member import MONOLITH
+from ddm_lightning.members.roles import MONOLITH
 from ddm_lightning.members.run import Run
 from ddm_lightning.networks.calibration import calibration_error, is_fitted, reliability
 from ddm_lightning.shards.manifest import HELD_OUT, TRAIN

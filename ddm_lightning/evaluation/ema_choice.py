@@ -21,8 +21,9 @@ from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_folder
 from ddm_lightning.core.formatting import Bars, table
 from ddm_lightning.core.weights import load_weights
-from ddm_lightning.members.artifact import ArtifactMeta, read_artifact, write_artifact
+from ddm_lightning.members.artifact import read_artifact, write_artifact
 from ddm_lightning.members.load import build_network
+from ddm_lightning.members.meta import ArtifactMeta
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import lock_member
 from ddm_lightning.members.signatures import sign_artifact

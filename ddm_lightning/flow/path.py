@@ -24,7 +24,8 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-PREDICTIONS = ("velocity", "epsilon", "x_0")
+from ddm_lightning.flow.spec import PATH_NAMES, PREDICTIONS
+
 MAX_DATA = 20.0
 """Largest absolute value of the x_0 that a noise prediction implies (as in Heterogeneous DDM, 2603.06741)."""
 MIN_DATA_SCALE = 1e-2
@@ -117,7 +118,7 @@ class VariancePreserving(Path):
         return 4 * decay / (self.BETA_MIN + (self.BETA_MIN**2 + 4 * span * decay).sqrt())
 
 
-PATHS: dict[str, Path] = {"linear": Path(), "cosine": Cosine(), "vp": VariancePreserving()}
+PATHS: dict[str, Path] = dict(zip(PATH_NAMES, (Path(), Cosine(), VariancePreserving()), strict=True))
 
 
 def times_on_path(t: Sequence[float], path: str) -> tuple[float, ...]:

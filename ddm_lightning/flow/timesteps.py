@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -20,18 +18,6 @@ def shift_timesteps(t: Float[Tensor, "*shape"], shift: float) -> Float[Tensor, "
     Adds ``log(shift)`` to logit(t); 0 and 1 stay fixed.
     """
     return shift * t / (1 + (shift - 1) * t)
-
-
-def shift_for(shape: Sequence[int], x_shape: Sequence[int], shift: float, by_tokens: bool) -> float:
-    """Return the shift for samples of a shape; both shapes end with height and width.
-
-    ``by_tokens`` multiplies the ``shift`` for ``x_shape`` by the root of the number of tokens over that of ``x_shape``
-    (SD3, 2403.03206, eq. 23): the noise of more cells hides less of an image.
-    """
-    if not by_tokens:
-        return shift
-
-    return shift * math.sqrt(math.prod(shape[-2:]) / math.prod(x_shape[-2:]))
 
 
 def sample_timesteps(

@@ -13,7 +13,7 @@ from ddm_lightning.core.files import atomic_write_json
 from ddm_lightning.core.registry import LAUNCHERS
 from ddm_lightning.islands.job import Job, Launcher, UnreachableError
 from ddm_lightning.islands.status import Seen, Watch
-from ddm_lightning.members.member import all_members
+from ddm_lightning.members.roles import all_members
 from ddm_lightning.members.run import Run
 
 _FILE = "launched.json"

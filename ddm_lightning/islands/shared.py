@@ -18,8 +18,8 @@ from ddm_lightning.core.errors import DOWNLOADS, UserError
 from ddm_lightning.core.files import atomic_folder, atomic_write_text, parse_json, sha256_file, sha256_json
 from ddm_lightning.core.weights import check_recorded
 from ddm_lightning.ensemble.manifest import assemble
-from ddm_lightning.members.artifact import REMEDY, WEIGHTS_FILE, base_file, read_meta
-from ddm_lightning.members.member import ROUTER
+from ddm_lightning.members.meta import REMEDY, WEIGHTS_FILE, base_file, read_meta
+from ddm_lightning.members.roles import ROUTER
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import MEMBER_FILE, SIGNATURE, STATEMENT, refuse_changes
 from ddm_lightning.members.signatures import PREPARE, accept, check_signature, signature_of

@@ -18,9 +18,10 @@ from ddm_lightning.core import checks, remote
 from ddm_lightning.core.errors import UserError, redacted
 from ddm_lightning.core.formatting import Shown, format_duration, table
 from ddm_lightning.islands import lease
-from ddm_lightning.members.member import all_members, batch_size_of
+from ddm_lightning.members.roles import all_members, batch_size_of
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.status import MemberStatus, loss_of
+from ddm_lightning.prepare.ledger import GROUP_SIZE
 from ddm_lightning.shards.manifest import manifest_path
 
 NOTES = {
@@ -200,8 +201,6 @@ def _health(state: str, content: lease.Claim, age: float) -> str:
 
 def preparing_line(run: Run) -> str | None:
     """Progress of ``prepare`` on all machines that share the run's URL, or of the one here; None once it is done."""
-    from ddm_lightning.prepare.prepared import GROUP_SIZE
-
     root = str(run.folder.prepared)
     if run.url:
         root = f"{run.url}/{run.folder.prepared.name}"

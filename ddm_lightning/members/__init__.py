@@ -1,6 +1,6 @@
 """Members: the networks that train alone, and what is on disk of each.
 
-- ``run``: an experiment and its folder; ``run_folder``: paths and locks; ``member``: roles, a member resolved
-- ``initial``: weights to start from; ``artifact``, ``load``, ``signatures``: what is handed over, read and trusted
+- ``run``: an experiment and its folder; ``run_folder``: paths and locks; ``roles``, ``member``: what a member is
+- ``initial``: weights to start from; ``meta``, ``artifact``, ``load``, ``signatures``: what is handed over and trusted
 - ``cost``: memory and FLOPs; ``preflight``: checks before a start; ``status``: how far a member is
 """

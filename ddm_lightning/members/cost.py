@@ -23,7 +23,8 @@ from ddm_lightning.config.experiment import IslandConfig, TrainConfig
 from ddm_lightning.core.devices import peak_of_this_device
 from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.formatting import format_bytes
-from ddm_lightning.flow.condition import Condition, ConditionSpec
+from ddm_lightning.flow.condition import Condition
+from ddm_lightning.flow.spec import ConditionSpec
 from ddm_lightning.members.member import Member
 from ddm_lightning.networks.blocks import blocks_of, checkpoint_blocks, compile_blocks, is_muon_matrix, moment_block
 

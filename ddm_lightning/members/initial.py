@@ -30,8 +30,9 @@ from ddm_lightning.core.weights import (
     read_header,
     save_weights,
 )
-from ddm_lightning.members.artifact import WEIGHTS_FILE, read_meta
-from ddm_lightning.members.member import MONOLITH, ROUTER, Member
+from ddm_lightning.members.member import Member
+from ddm_lightning.members.meta import WEIGHTS_FILE, read_meta
+from ddm_lightning.members.roles import MONOLITH, ROUTER
 from ddm_lightning.members.run_folder import MEMBER_FILE, RunFolder
 
 _OF_DIFFUSERS = re.compile(r"diffusion_pytorch_model(-\d{5}-of-\d{5})?\.safetensors")

@@ -20,8 +20,9 @@ from torch.overrides import TorchFunctionMode
 from ddm_lightning.config.experiment import PluginConfig
 from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.weights import check_memory, in_short, load_weights, misfits, prefixed, read_header
-from ddm_lightning.members.artifact import REMEDY, WEIGHTS_FILE, ArtifactMeta, base_file, read_meta
-from ddm_lightning.members.member import ROLES, declared_path
+from ddm_lightning.members.member import declared_path
+from ddm_lightning.members.meta import REMEDY, WEIGHTS_FILE, ArtifactMeta, base_file, read_meta
+from ddm_lightning.members.roles import ROLES
 from ddm_lightning.members.run_folder import MEMBER_FILE
 from ddm_lightning.networks.lora import adapt
 

@@ -13,9 +13,11 @@ from ddm_lightning.config.merge import expert_section
 from ddm_lightning.config.validate import blamed
 from ddm_lightning.core import registry
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.members.artifact import described, read_meta
+from ddm_lightning.members.artifact import described
 from ddm_lightning.members.cost import flops_by_shape
-from ddm_lightning.members.member import MONOLITH, ROUTER, Member
+from ddm_lightning.members.member import Member
+from ddm_lightning.members.meta import read_meta
+from ddm_lightning.members.roles import MONOLITH, ROUTER
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import MEMBER_FILE
 from ddm_lightning.networks.blocks import is_muon_matrix, moment_block

@@ -7,18 +7,21 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.config.load import to_yaml
 from ddm_lightning.core import remote
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write_text
-from ddm_lightning.members.artifact import read_meta
-from ddm_lightning.members.initial import Initial
-from ddm_lightning.members.member import Member, all_members, ensemble_members, section_of
+from ddm_lightning.members.meta import read_meta
+from ddm_lightning.members.roles import all_members, ensemble_members, section_of
 from ddm_lightning.members.run_folder import RunFolder, recorded, refuse_changed
 from ddm_lightning.members.status import MemberStatus
 from ddm_lightning.shards.manifest import DataSizes, Manifest
+
+if TYPE_CHECKING:
+    from ddm_lightning.members.member import Member
 
 
 class Run:
@@ -147,6 +150,10 @@ class Run:
         Raises:
             UserError: as ``Member.resolve`` and ``Initial``.
         """
+        # Need torch, which those who only look at a run do without.
+        from ddm_lightning.members.initial import Initial
+        from ddm_lightning.members.member import Member
+
         member = Member.resolve(name, self.experiment, sizes)
         if member.init_from is None:
             return member

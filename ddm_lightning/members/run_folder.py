@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 
 from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.config.load import changeable_keys, leaves, load_experiment, read_yaml
+from ddm_lightning.core import remote
 from ddm_lightning.core.checks import kept
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import locked
@@ -116,6 +117,25 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> Experiment:
         recorded = load_experiment(path, overrides, record=run.experiment)
         experiment = replace(recorded, run_dir=experiment.run_dir)  # the folder may have moved
 
+    return experiment
+
+
+def load_recorded(place: str, overrides: Sequence[str]) -> Experiment | None:
+    """Load the experiment of a file or of a run folder; None if ``place`` is neither.
+
+    Raises:
+        UserError: as ``load_run`` or ``refuse_changed``.
+    """
+    path = Path(place)
+    if remote.is_url(place):
+        return None
+    if path.is_dir():
+        path = RunFolder(path).experiment
+        if not path.exists():
+            return None
+
+    experiment = load_run(path, overrides)
+    refuse_changed(experiment)
     return experiment
 
 

@@ -18,8 +18,8 @@ from ddm_lightning.core import checks
 from ddm_lightning.core.errors import UserError, first_line, redacted
 from ddm_lightning.core.files import atomic_write, atomic_write_json, sha256_file, sha256_json
 from ddm_lightning.core.registry import require
-from ddm_lightning.members.artifact import REMEDY, read_meta
-from ddm_lightning.members.member import role_of, section_of
+from ddm_lightning.members.meta import REMEDY, read_meta
+from ddm_lightning.members.roles import role_of, section_of
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import MEMBER_FILE, SIGNATURE, STATEMENT
 from ddm_lightning.shards.manifest import manifest_path

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ddm_lightning.core.registry import EXPERTS, ROUTERS
-from ddm_lightning.flow.condition import Condition, ConditionSpec
+from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.path import Samples, Times
+from ddm_lightning.flow.spec import ConditionSpec
 from ddm_lightning.networks import embeddings
 from ddm_lightning.networks.attention import Rotation
 from ddm_lightning.networks.blocks import (

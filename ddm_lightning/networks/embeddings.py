@@ -10,8 +10,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ddm_lightning.flow.condition import Condition, ConditionSpec
+from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.path import Times, expand_rows
+from ddm_lightning.flow.spec import ConditionSpec
 
 _MAX_PERIOD = 10_000.0
 _TIME_FEATURES = 256

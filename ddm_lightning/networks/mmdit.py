@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ddm_lightning.core.registry import EXPERTS
-from ddm_lightning.flow.condition import Condition, ConditionSpec
+from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.path import Samples, Times
+from ddm_lightning.flow.spec import ConditionSpec
 from ddm_lightning.networks.attention import attention
 from ddm_lightning.networks.blocks import (
     Architecture,

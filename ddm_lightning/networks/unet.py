@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ddm_lightning.core.registry import EXPERTS
-from ddm_lightning.flow.condition import Condition, ConditionSpec
-from ddm_lightning.flow.path import PREDICTIONS, Samples, Times
+from ddm_lightning.flow.condition import Condition
+from ddm_lightning.flow.path import Samples, Times
+from ddm_lightning.flow.spec import PREDICTIONS, ConditionSpec
 from ddm_lightning.networks.blocks import CrossAttention, SelfAttention
 from ddm_lightning.networks.embeddings import Conditioned, ConditionEmbedding, TimestepEmbedding, TwoLayers
 

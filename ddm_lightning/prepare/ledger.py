@@ -19,6 +19,8 @@ from ddm_lightning.core import checks, remote
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write_json, inside, parse_json, sha256_file, sha256_json
 
+GROUP_SIZE = 64
+"""Consecutive parts whose samples are shuffled together; the same for any number of machines."""
 POLL_SECONDS = 5.0
 PATIENCE_SECONDS = 600.0
 """Time for which an unreachable URL is tried again; work of days goes on when the network does."""

@@ -38,12 +38,9 @@ from ddm_lightning.prepare.encode import (
     is_sampled,
 )
 from ddm_lightning.prepare.filters import IN_DROP_KEYS
-from ddm_lightning.prepare.ledger import Ledger, Store
+from ddm_lightning.prepare.ledger import GROUP_SIZE, Ledger, Store
 from ddm_lightning.prepare.near_duplicates import find_near_duplicates
 from ddm_lightning.prepare.records import BrokenSample, Part
-
-GROUP_SIZE = 64
-"""Consecutive parts whose samples are shuffled together; the same for any number of machines."""
 
 _AGAIN = "delete it and run prepare again, where the images are"
 

@@ -39,7 +39,8 @@ from ddm_lightning.core.errors import UserError, say
 from ddm_lightning.core.files import atomic_write_json, move_folder, sha256_file
 from ddm_lightning.core.sharded import by_rows, local
 from ddm_lightning.members.checkpoints import FILES, TEMPORARY, TRAINER_STATE, find_resumable, step_of
-from ddm_lightning.members.member import STUDENT, Member
+from ddm_lightning.members.member import Member
+from ddm_lightning.members.roles import STUDENT
 from ddm_lightning.members.run_folder import refuse_changes
 from ddm_lightning.training.ema import averaging_of
 

@@ -13,8 +13,9 @@ from ddm_lightning.core.devices import device_of
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.formatting import Bars
 from ddm_lightning.ensemble.manifest import EnsembleManifest, cluster_of, known_clusters
-from ddm_lightning.members.artifact import ArtifactMeta, read_artifact, read_meta, write_artifact
-from ddm_lightning.members.member import ROUTER, expert_number
+from ddm_lightning.members.artifact import read_artifact, write_artifact
+from ddm_lightning.members.meta import ArtifactMeta, read_meta
+from ddm_lightning.members.roles import ROUTER, expert_number
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import MEMBER_FILE, RunFolder, load_run
 from ddm_lightning.shards.datamodule import ClusterDataModule

@@ -12,7 +12,7 @@ from ddm_lightning.core import remote
 from ddm_lightning.core.errors import DOWNLOADS, UserError
 from ddm_lightning.core.files import inside
 from ddm_lightning.ensemble.manifest import read_document
-from ddm_lightning.members.artifact import base_file, read_meta
+from ddm_lightning.members.meta import base_file, read_meta
 from ddm_lightning.members.run_folder import MEMBER_FILE, RunFolder
 from ddm_lightning.members.signatures import signature_of
 from ddm_lightning.shards.manifest import manifest_path

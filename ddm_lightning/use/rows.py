@@ -17,8 +17,9 @@ from ddm_lightning.config.experiment import PluginConfig
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import CAPTION_ENCODERS, Registry
 from ddm_lightning.encoders.captions import encode_texts
-from ddm_lightning.flow.condition import Condition, ConditionSpec
-from ddm_lightning.members.artifact import REMEDY, ArtifactMeta
+from ddm_lightning.flow.condition import Condition
+from ddm_lightning.flow.spec import ConditionSpec
+from ddm_lightning.members.meta import REMEDY, ArtifactMeta
 from ddm_lightning.members.run_folder import MEMBER_FILE
 
 MAX_ROWS = 32

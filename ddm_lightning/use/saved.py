@@ -19,9 +19,10 @@ from ddm_lightning.core.files import atomic_folder, check_file
 from ddm_lightning.core.registry import require
 from ddm_lightning.core.weights import check_recorded
 from ddm_lightning.ensemble.manifest import About, EnsembleManifest, read_ensemble, single, write_manifest
-from ddm_lightning.members.artifact import REMEDY, WEIGHTS_FILE, base_file
 from ddm_lightning.members.load import Bases
-from ddm_lightning.members.member import all_members, condition_spec, ensemble_members
+from ddm_lightning.members.member import condition_spec
+from ddm_lightning.members.meta import REMEDY, WEIGHTS_FILE, base_file
+from ddm_lightning.members.roles import all_members, ensemble_members
 from ddm_lightning.members.run_folder import ENSEMBLE_FILE, MEMBER_FILE, SIGNATURE, STATEMENT, RunFolder, load_run
 from ddm_lightning.members.signatures import PREPARE, check_signature
 from ddm_lightning.shards.manifest import Manifest, manifest_path

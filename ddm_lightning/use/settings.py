@@ -10,7 +10,6 @@ import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,12 +19,12 @@ from ddm_lightning.config.experiment import Experiment, SampleConfig
 from ddm_lightning.config.load import read_override
 from ddm_lightning.config.merge import changed
 from ddm_lightning.config.validate import check_sampling
-from ddm_lightning.core import checks, remote
+from ddm_lightning.core import checks
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.ensemble.manifest import EnsembleManifest
 from ddm_lightning.ensemble.routing import strategy_of
 from ddm_lightning.members.preflight import check_strategy
-from ddm_lightning.members.run_folder import MEMBER_FILE, RunFolder, load_run, refuse_changed
+from ddm_lightning.members.run_folder import MEMBER_FILE, load_recorded
 from ddm_lightning.use.download import fetched
 from ddm_lightning.use.saved import manifest_with_about
 
@@ -53,12 +52,8 @@ def load_settings(place: str, overrides: Sequence[str], *, allow_paths: bool) ->
         UserError: as ``load_run``, ``refuse_changed`` or ``fetched``; or, for a saved ensemble, a key outside of
             ``island``, ``sample`` and ``evaluate``, ``sample.member``, or as ``refuse_paths``.
     """
-    is_file = not remote.is_url(place) and not Path(place).is_dir()
-    record = RunFolder(Path(place)).experiment
-    if is_file or record.exists():
-        experiment = load_run(place if is_file else record, overrides)
-        refuse_changed(experiment)
-        return experiment
+    if recorded := load_recorded(place, overrides):
+        return recorded
 
     folder = fetched(place)
     manifest = manifest_with_about(folder, partial=True)

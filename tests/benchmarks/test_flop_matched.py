@@ -11,8 +11,8 @@ from flop_training import Study, Variant, variants_of
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.evaluation.metrics.features import KernelDistance, kernel_distance
-from ddm_lightning.members.artifact import read_meta
-from ddm_lightning.members.member import batch_size_of
+from ddm_lightning.members.meta import read_meta
+from ddm_lightning.members.roles import batch_size_of
 from ddm_lightning.members.run_folder import RunFolder
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"

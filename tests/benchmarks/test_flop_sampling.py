@@ -14,7 +14,7 @@ from ddm_lightning.core.registry import EXPERTS, ROUTERS
 from ddm_lightning.ensemble import velocity
 from ddm_lightning.ensemble.sampler import sample
 from ddm_lightning.ensemble.velocity import Ensemble
-from ddm_lightning.flow.condition import ConditionSpec
+from ddm_lightning.flow.spec import ConditionSpec
 from ddm_lightning.members.run import Run
 
 K, NUM, STEPS = 3, 5, 4

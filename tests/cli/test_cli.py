@@ -20,7 +20,7 @@ from tiny_runs import MEMBERS, ROOT, STEPS, TINY, settings
 from ddm_lightning.cli import parser
 from ddm_lightning.cli.parser import main
 from ddm_lightning.config.load import load_experiment
-from ddm_lightning.members.member import parse_members
+from ddm_lightning.members.roles import parse_members
 
 HELP = Path(__file__).with_name("help.txt")
 INSTALLED = str(Path(sys.executable).with_name("ddm-lightning"))

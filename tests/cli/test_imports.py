@@ -23,8 +23,13 @@ def imported(of, command):
     return done.stdout.splitlines()[-1].split()[1:]
 
 
-def test_config_imports_no_torch(run):
-    assert imported(f"torch,{TRAINING}", ["config", *settings(run)]) == []
+@pytest.mark.parametrize("command", ["config", "status"])
+def test_what_computes_nothing_imports_no_torch(run, command):
+    assert imported(f"torch,numpy,matplotlib,{TRAINING}", [command, *settings(run)]) == []
+
+
+def test_the_status_of_a_folder_imports_no_torch(run):
+    assert imported("torch", ["status", "-c", str(run)]) == []
 
 
 @pytest.mark.parametrize("name", ["ddm_lightning.cli.sampling", "ddm_lightning.use.samples"])

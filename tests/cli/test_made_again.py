@@ -19,7 +19,7 @@ from ddm_lightning import DecentralizedEnsemble
 from ddm_lightning.cli.parser import main
 from ddm_lightning.core.files import sha256_file
 from ddm_lightning.ensemble.velocity import Cost, Ensemble
-from ddm_lightning.flow.condition import ConditionSpec
+from ddm_lightning.flow.spec import ConditionSpec
 from ddm_lightning.use import samples
 
 ODD = 'a "red", apple:\n赤い 🍎\\'

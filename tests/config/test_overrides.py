@@ -14,8 +14,9 @@ from ddm_lightning.config.experiment import Experiment, NetworkConfig
 from ddm_lightning.config.load import load_experiment, to_yaml
 from ddm_lightning.config.merge import expert_section
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.members.member import Member, all_members, batch_size_of, section_of
+from ddm_lightning.members.member import Member
 from ddm_lightning.members.preflight import check_networks, check_plugins
+from ddm_lightning.members.roles import all_members, batch_size_of, section_of
 from ddm_lightning.members.run_folder import changes
 from ddm_lightning.shards.manifest import DataSizes
 

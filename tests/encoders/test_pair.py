@@ -15,8 +15,8 @@ from ddm_lightning.cli.parser import main
 from ddm_lightning.config.experiment import PluginConfig
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import CAPTION_ENCODERS
-from ddm_lightning.flow.condition import ConditionSpec
-from ddm_lightning.members.artifact import read_meta
+from ddm_lightning.flow.spec import ConditionSpec
+from ddm_lightning.members.meta import read_meta
 from ddm_lightning.prepare.engine import num_gpus_for
 from ddm_lightning.use.rows import text_condition
 

@@ -26,7 +26,8 @@ from ddm_lightning.ensemble.load import load_ensemble
 from ddm_lightning.ensemble.manifest import read_ensemble, single, write_ensemble
 from ddm_lightning.ensemble.residency import ResidentExperts
 from ddm_lightning.ensemble.velocity import Ensemble
-from ddm_lightning.flow.condition import Condition, ConditionSpec
+from ddm_lightning.flow.condition import Condition
+from ddm_lightning.flow.spec import ConditionSpec
 from ddm_lightning.members.artifact import write_artifact
 from ddm_lightning.members.cost import _Held
 from ddm_lightning.members.load import load_network

@@ -12,7 +12,8 @@ from ddm_lightning.config.experiment import SampleConfig
 from ddm_lightning.core.registry import EXPERTS, ROUTERS
 from ddm_lightning.ensemble import velocity
 from ddm_lightning.ensemble.velocity import Ensemble
-from ddm_lightning.flow.condition import Condition, ConditionSpec
+from ddm_lightning.flow.condition import Condition
+from ddm_lightning.flow.spec import ConditionSpec
 
 SHAPE = (3, 8, 8)
 SPEC = ConditionSpec("class", 4)

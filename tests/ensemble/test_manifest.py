@@ -8,7 +8,7 @@ from artifact_files import edit, put, refused
 
 from ddm_lightning.core.files import sha256_file
 from ddm_lightning.ensemble.manifest import read_ensemble, write_ensemble
-from ddm_lightning.members.artifact import read_meta
+from ddm_lightning.members.meta import read_meta
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from torch import nn
 from toy_ensemble import WAYS, sample
 
 from ddm_lightning.ensemble.velocity import Ensemble
-from ddm_lightning.flow.path import PREDICTIONS
+from ddm_lightning.flow.spec import PREDICTIONS
 
 SIZES = {(2, 1, 4): [30, 10, 8], (2, 4, 1): [4, 16, 20], (2, 2, 2): [5, 5, 5]}
 """Images of each shape in each cluster. The first two have as many numbers, so only the shape tells them apart."""

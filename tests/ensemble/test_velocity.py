@@ -9,7 +9,7 @@ from torch import nn
 from ddm_lightning.ensemble.strategies.routed import TopK
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.condition import Condition
-from ddm_lightning.flow.path import PREDICTIONS
+from ddm_lightning.flow.spec import PREDICTIONS
 
 SIZES = [40, 1, 7, 22]
 

@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from ddm_lightning.flow.condition import Condition, ConditionSpec
+from ddm_lightning.flow.condition import Condition
+from ddm_lightning.flow.spec import ConditionSpec
 
 
 @pytest.mark.parametrize(

@@ -15,16 +15,9 @@ from torch import Tensor, nn
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.ensemble.velocity import Ensemble
-from ddm_lightning.flow.path import (
-    PATHS,
-    PREDICTIONS,
-    interpolate,
-    to_velocity,
-    training_target,
-    velocity_loss_weights,
-    velocity_of,
-)
+from ddm_lightning.flow.path import PATHS, interpolate, to_velocity, training_target, velocity_loss_weights, velocity_of
 from ddm_lightning.flow.solvers.built_in import Heun
+from ddm_lightning.flow.spec import PREDICTIONS
 from ddm_lightning.flow.timesteps import sampling_times
 
 Scale = Callable[[Tensor], Tensor]

@@ -6,13 +6,13 @@ import torch
 from ddm_lightning.flow.path import (
     MIN_DATA_SCALE,
     MIN_NOISE_SCALE,
-    PREDICTIONS,
     guided,
     interpolate,
     to_velocity,
     training_target,
     velocity_loss_weights,
 )
+from ddm_lightning.flow.spec import PREDICTIONS
 
 
 def draw(num: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,11 +3,11 @@ import pytest
 import torch
 from scipy import special, stats
 
+from ddm_lightning.flow.spec import shift_for
 from ddm_lightning.flow.timesteps import (
     intervals,
     sample_timesteps,
     sampling_times,
-    shift_for,
     shift_timesteps,
     stratified_timesteps,
 )

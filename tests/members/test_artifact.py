@@ -11,8 +11,9 @@ from deadline import within
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import sha256_file
 from ddm_lightning.flow.condition import Condition
-from ddm_lightning.members.artifact import ArtifactMeta, read_artifact, temperatures_of, write_artifact
+from ddm_lightning.members.artifact import read_artifact, write_artifact
 from ddm_lightning.members.load import build_network
+from ddm_lightning.members.meta import ArtifactMeta, temperatures_of
 
 
 @pytest.mark.parametrize("member", ["expert-0", "router", "monolith"])

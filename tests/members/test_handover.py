@@ -5,8 +5,9 @@ import torch
 from tiny_runs import TINY
 
 from ddm_lightning.config.load import load_experiment
-from ddm_lightning.members.artifact import hand_over, read_meta
+from ddm_lightning.members.artifact import hand_over
 from ddm_lightning.members.member import Member
+from ddm_lightning.members.meta import read_meta
 from ddm_lightning.members.status import MemberStatus
 from ddm_lightning.shards.manifest import Manifest
 

@@ -7,7 +7,7 @@ from tiny_runs import TINY
 
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.members.member import all_members, ensemble_members, parse_members
+from ddm_lightning.members.roles import all_members, ensemble_members, parse_members
 from ddm_lightning.members.run import Run
 from ddm_lightning.shards.manifest import DataSizes
 

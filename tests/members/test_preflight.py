@@ -15,7 +15,8 @@ from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.buckets import Bucket
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import EXPERTS
-from ddm_lightning.flow.condition import Condition, ConditionSpec
+from ddm_lightning.flow.condition import Condition
+from ddm_lightning.flow.spec import ConditionSpec
 from ddm_lightning.members.preflight import check_networks, refuse_stale
 from ddm_lightning.members.run import Run
 from ddm_lightning.shards.manifest import DataSizes, Manifest

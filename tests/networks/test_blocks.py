@@ -3,7 +3,8 @@ import torch
 from networks.small import attend, linear, mean_square, mlp, random, randomised, rms, standardised
 from torch import nn
 
-from ddm_lightning.flow.condition import Condition, ConditionSpec
+from ddm_lightning.flow.condition import Condition
+from ddm_lightning.flow.spec import ConditionSpec
 from ddm_lightning.networks.attention import rotate
 from ddm_lightning.networks.blocks import (
     Architecture,

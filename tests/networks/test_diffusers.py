@@ -26,7 +26,8 @@ from ddm_lightning.core.registry import EXPERTS
 from ddm_lightning.core.weights import save_weights
 from ddm_lightning.ensemble.load import load_ensemble
 from ddm_lightning.ensemble.manifest import single
-from ddm_lightning.flow.condition import Condition, ConditionSpec
+from ddm_lightning.flow.condition import Condition
+from ddm_lightning.flow.spec import ConditionSpec
 from ddm_lightning.members.artifact import write_artifact
 from ddm_lightning.members.cost import MemberCost
 from ddm_lightning.members.load import build_network, load_network

@@ -8,7 +8,8 @@ from networks.small import check_mixed_precision, linear, moved
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import EXPERTS
-from ddm_lightning.flow.condition import Condition, ConditionSpec
+from ddm_lightning.flow.condition import Condition
+from ddm_lightning.flow.spec import ConditionSpec
 from ddm_lightning.networks.dit import DiT, RouterDiT
 from ddm_lightning.networks.embeddings import axial_rotation, sincos_positions
 from ddm_lightning.networks.mmdit import MMDiT

@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from ddm_lightning.flow.condition import Condition, ConditionSpec
+from ddm_lightning.flow.condition import Condition
+from ddm_lightning.flow.spec import ConditionSpec
 from ddm_lightning.networks.embeddings import (
     ConditionEmbedding,
     TimestepEmbedding,

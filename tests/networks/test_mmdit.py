@@ -17,7 +17,8 @@ from torch.nn.functional import silu
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import EXPERTS
-from ddm_lightning.flow.condition import Condition, ConditionSpec
+from ddm_lightning.flow.condition import Condition
+from ddm_lightning.flow.spec import ConditionSpec
 from ddm_lightning.networks.mmdit import JointBlock, MMDiT, ReadStream, Stream
 from ddm_lightning.testing import check_expert
 

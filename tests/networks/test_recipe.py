@@ -6,7 +6,8 @@ from torch import nn
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import EXPERTS
-from ddm_lightning.flow.condition import Condition, ConditionSpec
+from ddm_lightning.flow.condition import Condition
+from ddm_lightning.flow.spec import ConditionSpec
 from ddm_lightning.networks.dit import DiT, RouterDiT
 
 SMALL = {"width": 16, "depth": 2, "num_heads": 2, "patch_size": 2}

@@ -4,7 +4,8 @@ from networks.small import moved
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import ROUTERS
-from ddm_lightning.flow.condition import Condition, ConditionSpec
+from ddm_lightning.flow.condition import Condition
+from ddm_lightning.flow.spec import ConditionSpec
 from ddm_lightning.networks.dit import RouterDiT, sample_kept
 
 SMALL = {"width": 16, "depth": 2, "num_heads": 2, "patch_size": 2}

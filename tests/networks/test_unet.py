@@ -10,7 +10,8 @@ from torch.nn import functional
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import EXPERTS
-from ddm_lightning.flow.condition import Condition, ConditionSpec
+from ddm_lightning.flow.condition import Condition
+from ddm_lightning.flow.spec import ConditionSpec
 from ddm_lightning.networks.blocks import checkpoint_blocks
 from ddm_lightning.networks.unet import UNet, UNetBlock
 from ddm_lightning.testing import check_expert

@@ -17,7 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddm_lightning.cli.parser import main
 from ddm_lightning.ensemble.velocity import Ensemble
-from ddm_lightning.flow.condition import Condition, ConditionSpec
+from ddm_lightning.flow.condition import Condition
+from ddm_lightning.flow.spec import ConditionSpec
 from ddm_lightning.networks.attention import attention, set_attention
 from ddm_lightning.networks.blocks import checkpoint_blocks, compile_blocks
 from ddm_lightning.networks.dit import DiT, RouterDiT

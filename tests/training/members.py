@@ -9,8 +9,9 @@ from torch.utils.data import DataLoader
 
 from ddm_lightning.config.experiment import PluginConfig, TimestepsConfig, TrainConfig
 from ddm_lightning.encoders.interfaces import StoredForm
-from ddm_lightning.flow.condition import ConditionSpec
-from ddm_lightning.members.member import ROLES, Member
+from ddm_lightning.flow.spec import ConditionSpec
+from ddm_lightning.members.member import Member
+from ddm_lightning.members.roles import ROLES
 from ddm_lightning.training.module import MemberModule
 from ddm_lightning.training.objective import Classification, Position, Regression
 

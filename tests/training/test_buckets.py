@@ -21,7 +21,7 @@ from training.two_processes import in_two_processes, trainer_of
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.buckets import Bucket
 from ddm_lightning.core.sharded import local
-from ddm_lightning.flow.condition import ConditionSpec
+from ddm_lightning.flow.spec import ConditionSpec
 from ddm_lightning.members.run import Run
 from ddm_lightning.networks.dit import DiT
 from ddm_lightning.training.fit import build_data

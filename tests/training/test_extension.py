@@ -15,7 +15,7 @@ from ddm_lightning.encoders.interfaces import StoredForm
 from ddm_lightning.ensemble.load import load_ensemble
 from ddm_lightning.ensemble.manifest import read_ensemble, write_ensemble
 from ddm_lightning.flow.path import interpolate
-from ddm_lightning.members.artifact import read_meta
+from ddm_lightning.members.meta import read_meta
 from ddm_lightning.shards.manifest import Manifest
 from ddm_lightning.shards.mds import open_shards
 from ddm_lightning.training.extension import NUM_STEPS

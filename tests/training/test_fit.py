@@ -24,8 +24,8 @@ from ddm_lightning.cli.parser import main
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.files import sha256_file
 from ddm_lightning.core.processes import FITTED_BY
-from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.flow.randomness import keyed_generator
+from ddm_lightning.flow.spec import ConditionSpec
 from ddm_lightning.flow.timesteps import sample_timesteps
 from ddm_lightning.members.load import load_network
 from ddm_lightning.members.run import Run

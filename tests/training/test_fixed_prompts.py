@@ -18,8 +18,9 @@ from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.grids import labelled_grid
 from ddm_lightning.encoders.captions import HashedWords
-from ddm_lightning.flow.condition import Condition, ConditionSpec
+from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.randomness import keyed_generator
+from ddm_lightning.flow.spec import ConditionSpec
 from ddm_lightning.members.load import load_network
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import RunFolder

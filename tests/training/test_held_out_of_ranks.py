@@ -13,7 +13,7 @@ from training.two_processes import WORLD, in_two_processes, trainer_of
 
 from ddm_lightning.config.experiment import TrainConfig
 from ddm_lightning.config.load import load_experiment
-from ddm_lightning.flow.condition import ConditionSpec
+from ddm_lightning.flow.spec import ConditionSpec
 from ddm_lightning.members.run import Run
 from ddm_lightning.shards.datamodule import steps
 from ddm_lightning.training.fit import build_data

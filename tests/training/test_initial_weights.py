@@ -12,7 +12,8 @@ from ddm_lightning.cli.parser import main
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.files import sha256_file
 from ddm_lightning.core.weights import save_weights
-from ddm_lightning.members.artifact import read_artifact, read_meta
+from ddm_lightning.members.artifact import read_artifact
+from ddm_lightning.members.meta import read_meta
 
 pytestmark = WARNINGS
 

@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tiny_runs import read_status
 from training.short_fits import checkpoints, fit, member, trained, weights
 
-from ddm_lightning.members.artifact import read_meta
+from ddm_lightning.members.meta import read_meta
 from ddm_lightning.members.status import MemberStatus
 from ddm_lightning.training import checkpoint, parallel, previews
 from ddm_lightning.training.callbacks import MissedValidation

@@ -6,9 +6,9 @@ from training.members import SCALE, SHIFT, Recorder, batch, build, expert, figur
 from ddm_lightning.config.experiment import TimestepsConfig, TrainConfig
 from ddm_lightning.encoders.interfaces import StoredForm
 from ddm_lightning.ensemble.velocity import Ensemble
-from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.flow.path import PATHS
-from ddm_lightning.members.member import ROLES
+from ddm_lightning.flow.spec import ConditionSpec
+from ddm_lightning.members.roles import ROLES
 from ddm_lightning.shards.datamodule import steps
 from ddm_lightning.training.objective import Averages, Distillation, Position
 

@@ -20,7 +20,7 @@ from ddm_lightning.core.devices import (
     resolve_precision,
 )
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.flow.condition import ConditionSpec
+from ddm_lightning.flow.spec import ConditionSpec
 from ddm_lightning.members.cost import State, flops_per_sample
 from ddm_lightning.networks.blocks import checkpoint_blocks, compile_blocks
 from ddm_lightning.networks.dit import DiT

@@ -6,7 +6,7 @@ from torch import nn
 from training.members import batch, figures, losses_of, router
 
 from ddm_lightning.config.load import load_experiment
-from ddm_lightning.flow.condition import ConditionSpec
+from ddm_lightning.flow.spec import ConditionSpec
 from ddm_lightning.members.member import Member
 from ddm_lightning.shards.manifest import Manifest
 

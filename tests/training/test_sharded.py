@@ -17,7 +17,8 @@ from training.two_processes import WORLD, in_two_processes
 
 from ddm_lightning.config.experiment import TrainConfig
 from ddm_lightning.core.sharded import local
-from ddm_lightning.flow.condition import Condition, ConditionSpec
+from ddm_lightning.flow.condition import Condition
+from ddm_lightning.flow.spec import ConditionSpec
 from ddm_lightning.members.checkpoints import damage_of
 from ddm_lightning.networks.mmdit import MMDiT
 from ddm_lightning.training.checkpoint import tensors_of

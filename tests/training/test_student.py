@@ -12,7 +12,7 @@ from ddm_lightning.core.registry import STRATEGIES
 from ddm_lightning.ensemble.manifest import read_ensemble, write_ensemble
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.members.artifact import read_artifact
-from ddm_lightning.members.member import ROLES
+from ddm_lightning.members.roles import ROLES
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.training.objective import NUM_VALIDATION_TIMESTEPS, Distillation

@@ -20,7 +20,7 @@ from saved_ensembles import load, saved
 from tiny_runs import settings
 
 from ddm_lightning.cli.parser import main
-from ddm_lightning.flow.condition import ConditionSpec
+from ddm_lightning.flow.spec import ConditionSpec
 from ddm_lightning.flow.timesteps import sampling_times
 from ddm_lightning.networks.dit import RouterDiT
 from ddm_lightning.use.export import export_diffusers

@@ -34,8 +34,8 @@ from ddm_lightning import DecentralizedEnsemble
 from ddm_lightning.cli.parser import main
 from ddm_lightning.core.files import sha256_file
 from ddm_lightning.ensemble.routing import Trace
-from ddm_lightning.flow.condition import ConditionSpec
-from ddm_lightning.members.artifact import read_meta
+from ddm_lightning.flow.spec import ConditionSpec
+from ddm_lightning.members.meta import read_meta
 from ddm_lightning.use.export import export_diffusers
 from ddm_lightning.use.settings import load_settings
 

@@ -27,7 +27,7 @@ from ddm_lightning import DecentralizedEnsemble
 from ddm_lightning.cli.parser import main
 from ddm_lightning.core import registry
 from ddm_lightning.core.buckets import Bucket
-from ddm_lightning.flow.condition import ConditionSpec
+from ddm_lightning.flow.spec import ConditionSpec
 from ddm_lightning.prepare.prepared import example_captions
 
 pytestmark = pytest.mark.slow

@@ -19,7 +19,7 @@ from ddm_lightning.cli.commands import next_sample
 from ddm_lightning.cli.parser import main
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.ensemble.manifest import EnsembleManifest
-from ddm_lightning.flow.condition import ConditionSpec
+from ddm_lightning.flow.spec import ConditionSpec
 from ddm_lightning.use import ensemble, loaded, samples
 
 

@@ -10,7 +10,7 @@ from virtual_cuda.runs import start
 PREAMBLE = """
 import json, torch
 from virtual_cuda import device
-from ddm_lightning.flow.condition import ConditionSpec
+from ddm_lightning.flow.spec import ConditionSpec
 from ddm_lightning.networks.dit import DiT
 recorder = device.install()
 sizes = dict(width=16, depth=1, num_heads=2, patch_size=2)

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.registry import EXPERTS, require
-from ddm_lightning.flow.condition import Condition, ConditionSpec
+from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.path import PATHS, Samples, Times
+from ddm_lightning.flow.spec import ConditionSpec
 from ddm_lightning.networks.diffusers.families import FAMILIES
 
 _BY_NORM = {"ada_norm_zero": "DiTTransformer2DModel", "ada_norm_single": "PixArtTransformer2DModel"}

@@ -14,8 +14,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn import functional
 
-from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.flow.path import Samples, Times
+from ddm_lightning.flow.spec import ConditionSpec
 
 Settings: TypeAlias = Mapping[str, Any]
 """Arguments of a model's constructor."""
