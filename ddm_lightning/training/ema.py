@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import lightning as L
 import numpy as np
@@ -91,6 +91,10 @@ def check_float32(network: nn.Module) -> None:
             )
 
 
+_Due: TypeAlias = tuple[list[Tensor], list[Tensor], float]
+"""Averages, the weights that they are to take in, and the decay."""
+
+
 class Averaging:
     """Averages an optimizer's parameters after its steps, in its state, on the device or on the host.
 
@@ -105,9 +109,10 @@ class Averaging:
     Args:
         decays: decay of each average, by its key, at a step counted from 1.
         every: 0 for averages on the device.
+        on_gpu: whether the weights are on a GPU.
     """
 
-    def __init__(self, decays: Mapping[str, Callable[[int], float]], every: int) -> None:
+    def __init__(self, decays: Mapping[str, Callable[[int], float]], every: int = 0, *, on_gpu: bool = False) -> None:
         self.every = every
         # Not in the optimizer's state, which the optimizer would then take for its own and not initialise.
         self.initial: dict[Tensor, Tensor] = {}
@@ -117,8 +122,10 @@ class Averaging:
         self._shard_of = functools.cache(local)
         self._thread = ThreadPoolExecutor(1, "ema")
         self._pending: Future[None] | None = None
-        self._stager: StateDictStager | None = None
-        self._stream: torch.cuda.Stream | None = None
+        self._stager = StateDictStager(pin_memory=on_gpu)
+        self._stream: Any = None
+        if on_gpu:
+            self._stream = torch.cuda.Stream()
 
     def decay(self, key: str, group: dict[str, Any], behind: int) -> float:
         """Product of the decays of the last ``behind`` steps of a parameter group."""
@@ -137,7 +144,7 @@ class Averaging:
     @torch.no_grad()
     def after_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Average, or start to."""
-        due: list[tuple[list[Tensor], list[Tensor], float]] = []
+        due: list[_Due] = []
         for group in optimizer.param_groups:
             group[STEPS] += 1
             behind = group.pop(BEHIND, 0) + 1
@@ -160,7 +167,14 @@ class Averaging:
 
         self.initial.clear()
         if due:
-            self._copy(due)
+            self.wait()
+            if self._stream is not None:
+                self._stream.wait_stream(torch.cuda.current_stream())
+
+            with torch.cuda.stream(self._stream):  # no other one for None
+                copies = self._stager.stage([weights for _, weights, _ in due], non_blocking=True)
+
+            self._pending = self._thread.submit(self._take_in, due, copies)
 
     def _shard(self, state: dict[str, Any], key: str, parameter: Tensor) -> Tensor:
         """This rank's shard of a parameter's average, which is made if there is none."""
@@ -182,25 +196,7 @@ class Averaging:
 
         return parameter.device
 
-    def _copy(self, due: Sequence[tuple[list[Tensor], list[Tensor], float]]) -> None:
-        """Start to copy weights to the host and to average them there."""
-        self.wait()
-        shards = [weights for _, weights, _ in due]
-        device = shards[0][0].device
-        if self._stager is None:
-            self._stager = StateDictStager(pin_memory=device.type == "cuda")
-            if device.type == "cuda":
-                self._stream = torch.cuda.Stream(device)
-
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream())
-
-        with torch.cuda.stream(self._stream):  # no other one for None
-            copies = self._stager.stage(shards, non_blocking=True)
-
-        self._pending = self._thread.submit(self._take_in, due, copies)
-
-    def _take_in(self, due: Sequence[tuple[list[Tensor], Any, float]], copies: Sequence[list[Tensor]]) -> None:
+    def _take_in(self, due: list[_Due], copies: list[list[Tensor]]) -> None:
         if self._stream is not None:
             self._stream.synchronize()
 
@@ -225,7 +221,8 @@ def track_ema(
     """
     decays: dict[str, Callable[[int], float]] = {KEY: lambda step: min(decay, step / (9 + step))}
     decays |= {width_key(width): functools.partial(power_decay, exponent_of(width)) for width in widths}
-    averaging = Averaging(decays, every)
+    on_gpu = optimizer.param_groups[0]["params"][0].is_cuda
+    averaging = Averaging(decays, every, on_gpu=every > 0 and on_gpu)
     for group in optimizer.param_groups:
         group.setdefault(STEPS, 0)
         if from_initial:
@@ -239,7 +236,7 @@ def track_ema(
 
 def averaging_of(optimizer: Optimizer) -> Averaging:
     """What ``track_ema`` has made of ``optimizer``; one without averages for another."""
-    return getattr(optimizer, "averaging", None) or Averaging({}, 0)
+    return getattr(optimizer, "averaging", None) or Averaging({})
 
 
 def averages_of(optimizer: Optimizer, key: str = KEY) -> dict[Tensor, Tensor]:

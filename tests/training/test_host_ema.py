@@ -1,5 +1,6 @@
 """Averages on the host take in every n-th step: against a loop in float64, across stops, and without a wait."""
 
+import copy
 import json
 import threading
 
@@ -136,25 +137,49 @@ def test_a_checkpoint_at_any_step_goes_on_as_it_was_and_may_change_places(tmp_pa
     assert names == {"step", "exp_avg", "exp_avg_sq", *EXPONENTS}
 
 
-def test_steps_do_not_wait_for_the_average_but_readers_do(monkeypatch):
+def lent(module, optimizer):
+    with ema_weights(module, optimizer):
+        return doubles(module)
+
+
+READERS = {
+    "a validation": lent,
+    "a snapshot": lambda module, optimizer: unsharded_ema(module, optimizer),
+    "the best one": lambda _, optimizer: averages_of(optimizer),
+    "a checkpoint": tensors_of,
+    "Lightning's": lambda _, optimizer: optimizer.state_dict(),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_steps_do_not_wait_for_the_average_but_readers_do(monkeypatch, reader):
     module = network()
     optimizer = optimizer_of(module, 4)
     may_go = threading.Event()
     average = optimizer.averaging._take_in
     monkeypatch.setattr(optimizer.averaging, "_take_in", lambda *given: may_go.wait(30) and average(*given))
-    loop = Loop()
     for step in range(3):
         take_step(module, optimizer, step)  # the first step is averaged behind them
-        loop.add(doubles(module), 4)
 
     assert not may_go.is_set()
 
-    threading.Timer(0.2, may_go.set).start()
-    with ema_weights(module, optimizer):
-        assert may_go.is_set()
-        lent = doubles(module)
+    threading.Timer(0.1, may_go.set).start()
+    READERS[reader](module, optimizer)
 
-    torch.testing.assert_close(lent, loop.at(KEY, doubles(module)), rtol=2e-6, atol=2e-7)
+    assert optimizer.averaging._pending.done()
+
+
+def test_a_validation_has_the_average_of_its_moment():
+    module = network()
+    optimizer = optimizer_of(module, 4)
+    loop = Loop()
+    for step in range(7):
+        take_step(module, optimizer, step)
+        loop.add(doubles(module), 4)
+
+    own = doubles(module)
+    torch.testing.assert_close(lent(module, optimizer), loop.at(KEY, own), rtol=2e-6, atol=2e-7)
+    torch.testing.assert_close(doubles(module), own, rtol=0, atol=0)
 
 
 def test_an_error_of_the_thread_ends_the_training(monkeypatch):
@@ -176,7 +201,7 @@ def test_an_optimizer_s_own_state_is_saved_when_it_is_ready():
     other = network()
     other.load_state_dict(module.state_dict())
     resumed = optimizer_of(other, 2)
-    resumed.load_state_dict(optimizer.state_dict())
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # torch would share the tensors
     for step in range(5, 8):
         take_step(module, optimizer, step)
         take_step(other, resumed, step)

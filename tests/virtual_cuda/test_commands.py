@@ -17,7 +17,7 @@ COLUMNS = ("upload", "shards.datamodule:transfer_batch_to_device")
 ROUTED = ("wait", "ensemble.velocity:rows_by_expert")
 POSITIONS = ("blocking upload", "networks.dit:table")
 IN_A_THREAD = ("wait", "training.ema:_take_in")
-TENTH = ("download", "training.ema:_copy")
+TENTH = ("download", "training.ema:after_step")
 
 
 def allow_list():
