@@ -66,7 +66,7 @@ def tables(plan: Plan) -> list[Table]:
                 _or_dash(one.shards_in and one.shards_in / 1e6, format_number),
             )
         )
-        gigabytes = [format_number(value / 1e9) for value in asdict(one.memory).values()]
+        gigabytes = [f"{value / 1e9:.3f}" for value in asdict(one.memory).values()]
         memory.append((one.member, *gigabytes, _or_dash(one.fits, _FITS.__getitem__)))
         times = _times(one.hours, one.device_hours, one.dollars)
         training.append((one.member, str(one.devices), one.strategy, str(one.micro_batch_size), *times))
