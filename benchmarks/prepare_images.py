@@ -112,11 +112,11 @@ def main(arguments: Sequence[str] | None) -> None:
         cut(options.photographs, Path(folder, "few"), 8)
         photographs = cut(options.photographs, Path(folder, "all"), num_photographs)
         psnr = min(map(decibels, photographs))
-        rates = {}
+        rates: dict[str, list[float]] = {side: [] for side in SIDES}
         for _ in range(num_rounds):
             for side in SIDES:
                 base = options.base if side == "today" else REPOSITORY
-                rates.setdefault(side, []).append(num_photographs / cpu_seconds(side, base, folder))
+                rates[side].append(num_photographs / cpu_seconds(side, base, folder))
 
     report = Report("Photographs brought to 256 pixels per second of CPU time", ["side", "median", "least", "most"])
     figures = report.figures
@@ -138,9 +138,10 @@ def cut(folder: Path, out: Path, num: int) -> list[Path]:
     paths = []
     for number in range(num):
         image = whole[number % len(whole)]
-        size = [random.integers(LEAST, min(side, MOST) + 1) for side in image.size]
+        width, height = (int(random.integers(LEAST, min(side, MOST) + 1)) for side in image.size)
+        left, top = random.random(2).tolist()
         paths.append(out / f"{number:03}.jpg")
-        ImageOps.fit(image.convert("RGB"), size, centering=random.random(2)).save(paths[-1], quality=90)
+        ImageOps.fit(image.convert("RGB"), (width, height), centering=(left, top)).save(paths[-1], quality=90)
 
     return paths
 
@@ -156,6 +157,7 @@ def cpu_seconds(side: str, code: Path, folder: str) -> float:
 
 def child(side: str, folder: str) -> None:
     """Work on a few photographs to import everything, then on all; print the CPU seconds of that."""
+    seconds = 0.0
     for name in ("few", "all"):
         with tempfile.TemporaryDirectory() as out:
             began = time.process_time()
