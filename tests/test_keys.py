@@ -163,7 +163,7 @@ def test_the_noise_of_an_image_is_of_the_seed_its_key_and_the_step(of):
 def test_features_are_kept_by_images_and_network(finished_run, tmp_path):
     manifest = Manifest.read(finished_run)
     shards = finished_run / "prepared" / "shards"
-    other = replace(manifest, image_encoder={**manifest.image_encoder, "params": {"image_size": 8}})
+    other = replace(manifest, image_encoder=replace(manifest.image_encoder, params={"image_size": 8}))
     elsewhere = replace(manifest, provenance={**manifest.provenance, "image_encoder": {"weights_sha256": "ab"}})
 
     def key(manifest, side, max_num):

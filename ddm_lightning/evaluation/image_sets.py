@@ -17,7 +17,6 @@ import torch
 from jaxtyping import Int, UInt8
 from PIL import Image
 
-from ddm_lightning.config.experiment import PluginConfig
 from ddm_lightning.core.buckets import Bucket, nearest
 from ddm_lightning.core.devices import resolve_precision
 from ddm_lightning.core.errors import UserError, first_line
@@ -99,12 +98,12 @@ class ShardImages:
         self._shards, counts, hashes = open_side(shards, manifest, side)
         assert manifest is not None, "``open_side`` refuses that"
         self.name = side
-        self._encoder: ImageEncoder = built_encoder(IMAGE_ENCODERS, PluginConfig(**manifest.image_encoder))
+        self._encoder: ImageEncoder = built_encoder(IMAGE_ENCODERS, manifest.image_encoder)
         self._stored = StoredForm(manifest.stores, manifest.normalisation)
         self.num = min(len(self._shards), max_num or len(self._shards))
         self.sections = sections(counts, self.num)
         self.shape = self._encoder.decode(torch.zeros(1, *manifest.x_shape)).shape[1:]
-        made_by = [manifest.image_encoder, manifest.provenance.get("image_encoder")]
+        made_by = [asdict(manifest.image_encoder), manifest.provenance.get("image_encoder")]
         self.sha256 = sha256_json([hashes, made_by, self.num])
 
     def column(self, rows: Sequence[int], name: str) -> list[Any]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from ddm_lightning.config.experiment import CaptionConfig
+from ddm_lightning.config.experiment import CaptionConfig, PluginConfig
 from ddm_lightning.core import checks
 from ddm_lightning.core.buckets import Bucket
 from ddm_lightning.core.files import atomic_write_json, read_json
@@ -56,7 +56,7 @@ class Manifest:
     """Credit required by the source's licence."""
     images: dict[str, Any]
     """Side in pixels of the square images, the treatment of other aspect ratios, and the sizes of all buckets."""
-    image_encoder: dict[str, Any]
+    image_encoder: PluginConfig
     """Name and parameters."""
     stores: Annotated[str, checks.one_of(("x_0", "posterior"))]
     """``x_0``, or ``posterior``: mean, then standard deviation, of the Gaussian of ``x_0``."""
@@ -66,7 +66,7 @@ class Manifest:
     """``x_0 = (stored - shift) * scale``, float32; one number each or one per channel."""
     statistics: dict[str, list[float]]
     """Mean and standard deviation of ``x_0`` per channel: near 0 and 1 if the encoder suits the data."""
-    caption_encoder: dict[str, Any] | None
+    caption_encoder: PluginConfig | None
     """Name and parameters; None if the shards hold no text vectors."""
     text_size: checks.Count
     """Entries of a text vector; 0 for none."""
@@ -76,7 +76,7 @@ class Manifest:
     """The MDS encoding of each column besides ``sample_id``, ``cluster`` and ``caption``."""
     num_classes: checks.Count
     """Labels run from 0 to this minus 1."""
-    features: dict[str, Any]
+    features: PluginConfig
     """Name and parameters of the feature network for clustering."""
     provenance: dict[str, dict[str, str]]
     """Hashes and revisions of the weights of encoders and feature network."""

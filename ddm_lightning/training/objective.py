@@ -474,7 +474,7 @@ def build_objective(member: Member, run: Run, network: nn.Module | None = None) 
             memory, another caption encoder than that of the shards, or as ``teach``.
     """
     manifest = run.manifest
-    is_latent = manifest.image_encoder["name"] != "pixels"
+    is_latent = manifest.image_encoder.name != "pixels"
     if member.train.horizontal_flip and is_latent and "x_0_flipped" not in manifest.columns:
         raise UserError(
             f"key '{member.role.section}.train.horizontal_flip': the shards hold no latents of mirrored images; "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict
 
 from safetensors.torch import load
 
@@ -55,7 +56,9 @@ def prompt_condition(run: Run, prompts: Sequence[str]) -> Condition:
         OSError: the URL cannot be reached.
     """
     kind = run.experiment.condition.kind
-    name = f"prompts/{sha256_json([prompts, kind, run.manifest.caption_encoder])[:16]}.safetensors"
+    encoder = run.manifest.caption_encoder
+    made_by = [prompts, kind, encoder and asdict(encoder)]
+    name = f"prompts/{sha256_json(made_by)[:16]}.safetensors"
     path = run.folder.root / name
     if run.url and not path.exists():
         with suppress(FileNotFoundError):

@@ -3,6 +3,7 @@ import json
 
 import pytest
 
+from ddm_lightning.config.experiment import PluginConfig
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.shards.manifest import ClusterSamples, Manifest, manifest_path
 
@@ -13,7 +14,7 @@ def manifest():
         source={"name": "blobs", "params": {"num_samples": 10}},
         attribution="drawn by nobody",
         images={"size": 8, "aspect": "crop"},
-        image_encoder={"name": "pixels", "params": {}},
+        image_encoder=PluginConfig("pixels"),
         stores="x_0",
         x_shape=(3, 8, 8),
         normalisation={"scale": 1 / 127.5, "shift": [127.5, 127.0, 0.0]},
@@ -23,7 +24,7 @@ def manifest():
         token_shape=(3, 4),
         columns={"x_0": "ndarray:uint8:3,8,8", "label": "int32"},
         num_classes=4,
-        features={"name": "pooled-pixels", "params": {}},
+        features=PluginConfig("pooled-pixels"),
         provenance={"image_encoder": {}, "features": {"weights_sha256": "ef"}},
         num_read=12,
         broken={"empty file": 2},
