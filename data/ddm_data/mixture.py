@@ -28,7 +28,7 @@ class _Entry:
 
 class _Child(NamedTuple):
     name: str
-    """Unique in the mixture: the prefix, or else the name of the source."""
+    """Unique in the mixture: the prefix, or else the name of the source, with a number from the second of its kind."""
     source: Source
     entry: _Entry
 
@@ -37,7 +37,8 @@ class Mixture:
     """Several sources as one; the label is the number of the source in the list.
 
     Samples of equal groups are held out together, even if they come from different sources. Keys begin with the prefix,
-    or else with the name of the source. Sources of different image sizes need ``prepare.images.size``.
+    or else with the name of the source; from the second of a kind on with a number, too ("emoji-2"). Sources of
+    different image sizes need ``prepare.images.size``.
 
     Args:
         sources: one mapping per source: ``name`` and ``params`` as of ``prepare.source``; ``prefix``, a word put before
@@ -65,8 +66,8 @@ class Mixture:
             label = entry.prefix or entry.name
             times[label] += 1
             unique = label if times[label] == 1 else f"{label}-{times[label]}"
-            if unique in names or (entry.prefix and times[label] > 1):
-                raise UserError(f"key '{place}': another source is called {label!r}; give each a prefix of its own")
+            if unique in names:
+                raise UserError(f"key '{place}': another source is called {unique!r}; give each a prefix of its own")
 
             names.add(unique)
             self._children.append(_Child(unique, SOURCES.build(entry.name, entry.params or {}), entry))

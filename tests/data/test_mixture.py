@@ -1,9 +1,11 @@
 from collections import Counter
 from functools import partial
 from hashlib import sha256
+from pathlib import Path
 
 import numpy as np
 import pytest
+from omegaconf import OmegaConf
 from prepare.listed import Listed, experiment_of, plug_in, record, records
 from source_files import encoded, noise, write
 
@@ -14,6 +16,8 @@ from ddm_lightning.prepare.records import BrokenSample
 from ddm_lightning.prepare.stages import prepare
 from ddm_lightning.testing import check_source
 
+EXPERIMENTS = sorted((Path(__file__).parents[2] / "experiments").glob("*.yaml"))
+MIXTURES = [path for path in EXPERIMENTS if OmegaConf.load(path).prepare.source.name == "mixture"]
 BLOBS = {"name": "blobs", "prefix": "shape", "params": {"num_samples": 40}}
 
 
@@ -116,11 +120,23 @@ def test_bad_entries_are_one_line(entry, problem):
     assert problem in str(refusal.value) and "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize("second", ["shape", "blobs-2"])
-def test_two_sources_of_one_prefix_are_refused(second):
+def test_sources_may_share_a_prefix():
+    source = build(BLOBS, BLOBS)
+    assert source.class_names == ["shape", "shape-2"]
+    assert {record.caption for record in read(source)} == {record.caption for record in read(build(BLOBS))}
+
+
+def test_two_sources_of_one_name_are_refused():
     plain = {**BLOBS, "prefix": ""}
-    with pytest.raises(UserError, match=r"sources.*': another source is called '.*'; give each a prefix of its own"):
-        build(BLOBS, {**BLOBS, "prefix": second}, plain, plain)
+    with pytest.raises(UserError, match=r"sources.*': another source is called 'blobs-2'; give each a"):
+        build({**BLOBS, "prefix": "blobs-2"}, plain, plain)
+
+
+@pytest.mark.parametrize("path", MIXTURES, ids=lambda path: path.stem)
+def test_the_mixtures_of_experiments_are_taken(path):
+    entries = OmegaConf.load(path).prepare.source.params.sources
+    source = build(*({**BLOBS, "prefix": entry.prefix} for entry in entries))
+    assert source.num_classes == len(entries)
 
 
 def test_an_empty_mixture_is_refused():
