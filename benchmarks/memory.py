@@ -32,6 +32,8 @@ SETTINGS = ("expert.train.optimizer=adamw-8bit", "island.precision=bf16-true", "
 NETWORK = "expert.network={name: dit, params: {width: 768, depth: 24, num_heads: 12, patch_size: 2}}"
 TRAIN = "expert.train.max_steps={}"
 STEPS = 6
+HEAPS = {"": ("MALLOC_MMAP_THRESHOLD_=4194304",), "_default_heap": ()}
+"""Settings of glibc: one with which its heap keeps no large tensors that are freed, and its own."""
 
 
 def main(arguments: Sequence[str] | None) -> None:
@@ -43,14 +45,17 @@ def main(arguments: Sequence[str] | None) -> None:
         tiny = Namespace(config=str(TINY), overrides=[f"run_dir={folder}/run", "island.accelerator=cpu"])
         call("prepare", tiny)
         held, num_parameters = held_in_training(tiny)
-        rounds = []
-        for _ in range(1 if options.quick else 3):
-            now = fit(REPOSITORY, tiny, *SETTINGS)
-            now[0] -= 6 * num_parameters  # averages in float32, and weights on their way to them
-            rounds.append(now / fit(Path(folder), tiny))
+        found = {"bytes_per_parameter": np.array([held / num_parameters])}
+        for suffix, heap in HEAPS.items():
+            rounds = []
+            for _ in range(1 if options.quick else 3):
+                now = fit(REPOSITORY, tiny, heap, *SETTINGS)
+                now[0] -= 6 * num_parameters  # averages in float32, and weights on their way to them
+                rounds.append(now / fit(Path(folder), tiny, heap))
 
-    found = dict(zip(("device_bytes_over_today", "step_over_today"), np.transpose(rounds), strict=True))
-    found["bytes_per_parameter"] = np.array([held / num_parameters])
+            for name, each in zip(("device_bytes_over_today", "step_over_today"), np.transpose(rounds), strict=True):
+                found[name + suffix] = each
+
     if not options.quick:
         found |= losses(options)
 
@@ -61,12 +66,11 @@ def main(arguments: Sequence[str] | None) -> None:
     report.finish(options.json)
 
 
-def fit(code: Path, options: Namespace, *settings: str) -> np.ndarray:
+def fit(code: Path, options: Namespace, heap: Sequence[str], *settings: str) -> np.ndarray:
     """Most resident bytes and CPU seconds that a large network takes in ``fit`` of the code in a folder."""
     found = []
     place = RunFolder.of(load(options))
-    # The heap keeps no large tensors that are freed.
-    before = ("env", "-C", str(code), "MALLOC_MMAP_THRESHOLD_=4194304")
+    before = ("env", "-C", str(code), *heap)
     for own in ((), (NETWORK, *settings)):
         shutil.rmtree(place.root / "members", ignore_errors=True)
         (place.root / "experiment.yaml").unlink(missing_ok=True)
