@@ -31,6 +31,7 @@ PLAIN = PluginConfig("random-convolutions")
 BEST = "bayes"
 BASELINE = "monolith_ancestral"
 """The methods of the headline, chosen before the results."""
+LOSS = "held_out_loss"
 HEADLINE = (BEST, BASELINE, "top1", "monolith")
 """Methods without which there are no figures."""
 NUM_CLASSIFIED = 8000
@@ -283,12 +284,23 @@ def figures_of(points: Sequence[Point], network: str) -> dict[str, float]:
 
     flops = []
     kids = []
+    losses = []
     for share in shares:
         rows = groups["main", share, BEST]
+        monolith = groups["main", share, BASELINE]
         flops.append(rows[0].train_tflop)
         kids.append(mean_kid(rows, network))
+        if LOSS in rows[0].scores:
+            losses.append(mean_score(rows, LOSS) / mean_score(monolith, LOSS))
 
     figures["flops_for_equal_score"] = equal_score_share(flops, kids, figures[f"kid_{BASELINE}"])
+    if losses:
+        figures["crossing_budget"] = equal_score_share(flops, losses, 1.0)
+
+    for method in ("top1", BEST):
+        ratios = [figures[f"main_{share:g}_{method}_over_monolith"] for share in shares]
+        figures[f"crossing_budget_{method}"] = equal_score_share(flops, ratios, 1.0)
+
     return figures
 
 

@@ -1,5 +1,6 @@
 import json
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 
 import flop_matched
@@ -141,6 +142,21 @@ def test_a_comparison_made_in_pieces_gives_the_figures_of_one_made_at_once(tmp_p
     assert flop_matched.earlier(out, "a")["points"] == [1]
     with pytest.raises(UserError, match="holds results of other settings"):
         flop_matched.earlier(out, "b")
+
+
+def test_the_budget_at_which_experts_overtake_is_interpolated_by_hand():
+    """Their loss and KID fall from 1.2 to 0.8 of the monolith's while FLOPs grow fourfold."""
+    points = []
+    for share, ours in ((0.25, 1.2), (1.0, 0.8)):
+        for method in HEADLINE:
+            value = 1.0 if method.startswith("monolith") else ours
+            one = point("main", 0, method, value, held_out_loss=value)
+            points.append(replace(one, share=share, train_tflop=share))
+
+    figures = figures_of(points, "n")
+
+    for name in ("crossing_budget", "crossing_budget_top1", "crossing_budget_bayes"):
+        assert figures[name] == pytest.approx(0.5)
 
 
 def test_branching_is_compared_with_the_same_seeds_from_scratch():
