@@ -206,8 +206,11 @@ class PooledPixels(Provenance):
         self.size = 3 * grid * grid
 
     def encode(self, images: Images) -> Vectors:
-        pixels = torch.from_numpy(np.array(images)).permute(0, 3, 1, 2).float() / 255
-        return functional.adaptive_avg_pool2d(pixels, self.grid).flatten(1).numpy()
+        vectors = []
+        for one in torch.from_numpy(np.array(images)).permute(0, 3, 1, 2).split(1):  # in the processor's cache
+            vectors.append(functional.adaptive_avg_pool2d(one.float() / 255, self.grid).flatten(1))
+
+        return torch.cat(vectors).numpy()
 
 
 @FEATURES.register("pixels")

@@ -152,30 +152,28 @@ def write_split(
 
 
 def _moments(stored: Shaped[Tensor, "b s h w"], form: StoredForm) -> Moments:
-    """Count and sum a few samples at a time, which stay in the processor's cache."""
-    sums = []
-    squares = []
-    for some in stored.split(max(1, _VALUES_AT_ONCE // stored[0].numel())):
-        mean = form.mean(some, torch.float64).numpy()
-        square = mean**2
-        std = form.std(some, torch.float64)
-        if std is not None:
-            square += std.square().numpy()
+    """Count and sum values, a few at a time, which stay in the processor's cache.
 
-        sums.append(_sums(mean))
-        squares.append(_sums(square))
+    Each channel is summed piece by piece; added in this order, pieces have the bits of one sum over all samples.
+    """
+    moments = []
+    for some in stored.flatten(2).unsqueeze(2).split(max(1, _VALUES_AT_ONCE // stored[0].numel())):
+        pieces = []
+        for values in some.split(np.getbufsize(), 3):
+            mean = form.mean(values, torch.float64).numpy()
+            square = mean**2
+            std = form.std(values, torch.float64)
+            if std is not None:
+                square += std.square().numpy()
 
-    total = np.concatenate(sums).sum(0)
+            pieces.append([mean.sum(3), square.sum(3)])
+
+        sums = np.concatenate(pieces, 3).swapaxes(2, 3)
+        moments.append(sums.reshape(2, -1, sums.shape[3]).copy())  # a view would be added in another order
+
+    total, squares = (rows.sum(0) for rows in np.concatenate(moments, 1))
     counts = np.full_like(total, len(stored) * stored[0, 0].numel())
-    return np.stack([counts, total, np.concatenate(squares).sum(0)])
-
-
-def _sums(values: Float64[np.ndarray, "b c h w"]) -> Float64[np.ndarray, "m c"]:
-    """Sum each channel piece by piece; added in this order, they have the bits of one sum over all samples."""
-    planes = values.reshape(*values.shape[:2], -1)
-    length = np.getbufsize()
-    pieces = [planes[:, :, start : start + length].sum(2) for start in range(0, planes.shape[2], length)]
-    return np.stack(pieces, 1).reshape(-1, values.shape[1])
+    return np.stack([counts, total, squares])
 
 
 def _blocks(samples: ShardColumns, order: RowNumbers) -> Iterator[dict[str, Shaped[np.ndarray, "b ..."]]]:

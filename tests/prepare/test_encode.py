@@ -380,7 +380,8 @@ def test_images_of_any_size_become_squares(tmp_path, monkeypatch):
     experiment.prepare.images = ImagesConfig(size=10, aspect="pad")
     manifest = prepare(experiment, tmp_path)
 
-    assert manifest.images == {"size": 10, "aspect": "pad", "reduce": True} and manifest.x_shape == (3, 10, 10)
+    assert manifest.images == {"size": 10, "aspect": "pad", "reduce": "whole pixels"}
+    assert manifest.x_shape == (3, 10, 10)
     expected = np.stack([to_square(one.image, 10, "pad") for one in samples]).transpose(0, 3, 1, 2)
     np.testing.assert_array_equal(Prepared(tmp_path / "prepared").rows("x_0")[:], expected)
 

@@ -204,7 +204,7 @@ def test_every_cluster_trains_on_something_however_groups_are_spread(pairs, frac
     assert all(len(set(held_out[groups == group].tolist())) == 1 for group in groups)
 
 
-@pytest.mark.parametrize("size", [(7, 5), (96, 96), (90, 92)])
+@pytest.mark.parametrize("size", [(7, 5), (96, 96), (90, 92), (210, 215)])
 def test_moments_have_the_bits_of_one_sum_over_all_samples(size):
     stored = np.random.default_rng(0).integers(0, 256, (50, 3, *size), dtype=np.uint8)
     form = StoredForm("x_0", {"scale": [0.1, 0.2, 0.3], "shift": 127.5})
