@@ -45,6 +45,11 @@ class EightBits:
         self.values = torch.tensor(of_torchao["create_dynamic_map"](signed), device=device)
         self._middles = (self.values + self.values.roll(-1)) / 2
         self._middles[-1] = math.inf
+        if not signed:
+            # No second moment becomes 0, as in torchao: beside larger ones in its block, a step would then be tens of
+            # times the learning rate.
+            self._middles[0] = 0.0
+
         upper = torch.arange(1 << 16, dtype=torch.int32, device=device) << 16
         smallest = torch.where(upper < 0, upper | 0xFFFF, upper).view(torch.float32).nan_to_num()
         self._first = torch.bucketize(smallest, self._middles, right=True, out_int32=True)
