@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
-from ddm_lightning.config.experiment import Experiment
+from ddm_lightning.config.experiment import Experiment, IslandConfig
 from ddm_lightning.core import remote
 from ddm_lightning.core.devices import resolve_accelerator
 from ddm_lightning.core.errors import UserError, say
@@ -49,9 +49,10 @@ _OPTIMIZER = "optimizer/"
 _OTHERS_TAKE_SECONDS = 60.0
 # After so many bytes the next file begins: serialising one holds Python's global lock, 20 ms at this size.
 _FILE_BYTES = 64 << 20
-# Island settings that change the rounding, the last one on a CPU alone; the first three also change the noise.
+# Island settings that change the rounding, but ``ema``, which changes the averages. The first three also change the
+# noise, the last one counts on a CPU alone.
 _NUMERICS = (
-    *("accelerator", "devices", "nodes", "strategy", "precision", "micro_batch_size"),
+    *("accelerator", "devices", "nodes", "strategy", "precision", "ema", "micro_batch_size"),
     *("attention", "compile", "activation_checkpointing", "num_threads"),
 )
 
@@ -369,22 +370,25 @@ def check_origin(path: Path, own: Mapping[str, Any]) -> str | None:
         )
 
     new = own["experiment"]["island"]
-    old = saved["experiment"]["island"]
+    old = vars(IslandConfig()) | saved["experiment"]["island"]  # written before a key, it had the default
     names = [*_NUMERICS]
     if new["accelerator"] != "cpu":
         names.remove("num_threads")
 
-    differing = [name for name in names if old.get(name) != new[name]]
+    differing = [name for name in names if old[name] != new[name]]
     if not differing:
         return None
 
     settings = []
     for name in differing:
-        settings.append(f"island.{name}={json.dumps(new[name])} (was {json.dumps(old.get(name))})")
+        settings.append(f"island.{name}={json.dumps(new[name])} (was {json.dumps(old[name])})")
 
+    effects = []
     if {"accelerator", "devices", "nodes"} & {*differing}:
-        noise = "noise and "
-    else:
-        noise = ""
+        effects.append("noise")
+    if differing != ["ema"]:
+        effects.append("rounding")
+    if "ema" in differing:
+        effects.append("averages")
 
-    return f"from here on with {', '.join(settings)}: the same samples, other {noise}rounding"
+    return f"from here on with {', '.join(settings)}: the same samples, other {' and '.join(effects)}"

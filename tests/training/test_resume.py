@@ -34,6 +34,7 @@ def interrupted(finished, tmp_path):
         ("accelerator=gpu", 'accelerator="gpu" (was "cpu")', "noise and rounding"),
         ("strategy=fsdp", 'strategy="fsdp" (was "auto")', "rounding"),
         ("precision=bf16-mixed", 'precision="bf16-mixed" (was "32-true")', "rounding"),
+        ("ema=host", 'ema="host" (was "device")', "averages"),
         ("micro_batch_size=4", "micro_batch_size=4 (was null)", "rounding"),
         ("attention=sdpa", 'attention="sdpa" (was "auto")', "rounding"),
         ("compile=true", "compile=true (was false)", "rounding"),
@@ -48,6 +49,18 @@ def test_settings_that_round_otherwise_are_said(tmp_path, setting, said, other):
     found = check_origin(tmp_path, origin_of(MEMBER, load_experiment(TINY, [f"island.{setting}"])))
 
     assert found == (said and f"from here on with island.{said}: the same samples, other {other}")
+
+
+def test_a_checkpoint_without_a_newer_setting_had_its_default(tmp_path):
+    origin = origin_of(MEMBER, load_experiment(TINY))
+    del origin["experiment"]["island"]["ema"]
+    torch.save(origin, tmp_path / "trainer.pt")
+    both = ["island.ema=host", "island.devices=2"]
+
+    assert check_origin(tmp_path, origin_of(MEMBER, load_experiment(TINY))) is None
+    assert check_origin(tmp_path, origin_of(MEMBER, load_experiment(TINY, both))).endswith(
+        'island.ema="host" (was "device"): the same samples, other noise and rounding and averages'
+    )
 
 
 @pytest.mark.parametrize(("schedule", "changed"), [("constant", None), ("cosine", "max_steps")])
