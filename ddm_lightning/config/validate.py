@@ -268,7 +268,12 @@ def _problems_of_expert(name: str, experiment: Experiment) -> Iterator[Problem]:
 
 def _problems_of_island(name: str, batch_size: int, experiment: Experiment) -> Iterator[Problem]:
     """Problems of the island of the member ``name``, whose steps have ``batch_size`` samples."""
-    for key, problem in _problems_of_devices(name, batch_size, island_of(name, experiment)):
+    section, train = "expert", expert_section(name, experiment).train
+    if name == "router":
+        section, train = "router", experiment.router.train
+
+    problems = _problems_of_devices(name, batch_size, island_of(name, experiment), section, train.optimizer)
+    for key, problem in problems:
         # Only the first problem is reported, so the narrowest section comes first.
         for section in (name, name.partition("-")[0]):
             if section in experiment.islands:
@@ -277,7 +282,9 @@ def _problems_of_island(name: str, batch_size: int, experiment: Experiment) -> I
         yield f"island.{key}", problem
 
 
-def _problems_of_devices(name: str, batch_size: int, island: IslandConfig) -> Iterator[Problem]:
+def _problems_of_devices(
+    name: str, batch_size: int, island: IslandConfig, section: str, optimizer: str
+) -> Iterator[Problem]:
     times = f"times nodes = {island.nodes} " if island.nodes > 1 else ""
     if batch_size % island.num_ranks:
         yield "devices", f"{times}must divide the {batch_size} samples per step of {name}; change one of them"
@@ -287,6 +294,10 @@ def _problems_of_devices(name: str, batch_size: int, island: IslandConfig) -> It
 
     if island.attention == "xformers" and island.accelerator == "cpu":
         yield "attention", "needs a CUDA device, but island.accelerator = 'cpu'; set sdpa or auto"
+
+    if island.precision == "bf16-true" and optimizer == "muon":
+        needs = f"{section}.train.optimizer = 'muon' needs"
+        yield "precision", f"keeps no weights in float32, which {needs}; set bf16-mixed, or adamw"
 
 
 def _problems_of_sampling(sample: SampleConfig, condition: ConditionConfig) -> Iterator[Problem]:

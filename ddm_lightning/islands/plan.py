@@ -289,6 +289,8 @@ class Planner:
         if plan.device_bytes is None:
             return plan
 
+        gpu = find_gpu(plan.device)
+        has_bfloat16 = gpu is None or "bf16" in gpu.peaks
         planned = []
         for one, member in zip(plan.members, self.members, strict=True):
             cost, _, _ = self._cost(member)
@@ -300,7 +302,7 @@ class Planner:
             else:
                 nodes = nodes[own:]
 
-            setting = smallest(cost, island, plan.device_bytes, nodes)
+            setting = smallest(cost, island, plan.device_bytes, nodes, has_bfloat16=has_bfloat16)
             planned.append(replace(one, suggestion=setting))
 
         return replace(plan, members=tuple(planned))
@@ -387,7 +389,9 @@ def _key(member: Member) -> str:
     return repr(replace(member, name="", clusters=(), interval=(0.0, 1.0), bucket_shares=()))
 
 
-def smallest(cost: MemberCost, island: IslandConfig, num_bytes: int, nodes: Sequence[int]) -> Setting | None:
+def smallest(
+    cost: MemberCost, island: IslandConfig, num_bytes: int, nodes: Sequence[int], *, has_bfloat16: bool
+) -> Setting | None:
     """Find the cheapest change of settings under which a member fits.
 
     Smaller micro-batches are tried first, because they cost no FLOPs. Then come activation checkpointing, averages in
@@ -398,6 +402,7 @@ def smallest(cost: MemberCost, island: IslandConfig, num_bytes: int, nodes: Sequ
         island: its settings, to change; its micro-batches are the largest.
         num_bytes: memory of a device.
         nodes: numbers of devices to try, the best first.
+        has_bfloat16: whether the device has bfloat16 units.
     """
     most = micro_batch_of(cost.member, island)[0]
     now = (island.precision, cost.member.train.optimizer, island.ema, island.activation_checkpointing)
@@ -414,6 +419,13 @@ def smallest(cost: MemberCost, island: IslandConfig, num_bytes: int, nodes: Sequ
         )
         changed = cost.with_optimizer(optimizer)
         strategy = chosen_strategy(tried, changed.state(tried), num_bytes)
+        # What ``fit`` would refuse.
+        by_muon = optimizer == "muon"
+        if precision == "bf16-true" and (by_muon or not has_bfloat16):
+            continue
+        if strategy.startswith("fsdp") and (by_muon or precision == "16-mixed"):
+            continue
+
         size = _largest(changed, tried, strategy, most, USABLE * num_bytes)
         if size is None:
             continue

@@ -214,12 +214,6 @@ def choose_strategy(island: IslandConfig, state: State, optimizer: str = "adamw"
     Raises:
         UserError: a precision or optimizer that FSDP2 does not support.
     """
-    if optimizer == "muon" and island.precision == "bf16-true":
-        raise UserError(
-            "key 'island.precision' = 'bf16-true': Muon trains weights in float32; set it to bf16-mixed, or "
-            "train.optimizer to adamw"
-        )
-
     size = island.size
     name = chosen_strategy(island, state, device_bytes(island.accelerator))
     if name == "single":

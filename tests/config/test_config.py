@@ -280,6 +280,10 @@ def test_numbers_that_yaml_reads_in_another_base_are_refused(path: Path, text: s
             ["island.accelerator=cpu", "island.attention=xformers"],
             "'island.attention' = 'xformers': needs a CUDA",
         ),
+        (
+            ["islands={router: {precision: bf16-true}}", "router.train.optimizer=muon"],
+            "'islands.router' = {'precision': 'bf16-true'}: precision keeps no weights in float32, which router.train.o",
+        ),
         (["sample.strategy=best"], "'sample.strategy' = 'best': is unknown; known: bayes, full, "),
         (["condition.kind=text"], "'condition.kind' = 'text': needs prepare.caption_encoder, which is null"),
         (["sample.prompts=[a]"], "'condition.kind' = 'none': sample.prompts need"),

@@ -216,6 +216,22 @@ def test_the_cheapest_change_that_fits_is_suggested(tmp_path):
     assert [len(one) for one in found] == [0, 1, 2, 3]
 
 
+def test_no_setting_is_suggested_that_fit_refuses(tmp_path):
+    """bfloat16 where the device has none, or for Muon; FSDP2 under float16, or for Muon."""
+    made = planner(*GPU, *PLAIN, network(1024, 2), f"run_dir={tmp_path}", "expert.train.global_batch_size=16")
+    cost, island = MemberCost(made.members[0]), made.experiment.island
+
+    def changes(optimizer="adamw", precision="32-true", has_bfloat16=True):
+        tried = replace(island, precision=precision)
+        found = plan.smallest(cost.with_optimizer(optimizer), tried, 600_000_000, [1, 8], has_bfloat16=has_bfloat16)
+        return found and found.changes
+
+    assert changes().startswith("island.precision=bf16-true ")
+    assert changes(has_bfloat16=False) == "island.devices=8"
+    assert changes("muon") is None
+    assert changes(precision="16-mixed") is None
+
+
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("stem", ["laion_8x", "laion_24b"])

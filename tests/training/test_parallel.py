@@ -49,7 +49,6 @@ def island(**settings):
         ({"strategy": "fsdp"}, 1, "muon", r"'train\.optimizer' = 'muon'.*FSDP2.*adamw, or island\.strategy=ddp"),
         ({"strategy": "fsdp-shard-grad-op"}, 1, "muon", "FSDP2.*adamw, or"),
         ({}, 10**9, "muon", "FSDP2.*adamw, or"),
-        ({"precision": "bf16-true"}, 1, "muon", "'bf16-true': Muon trains weights in float32; set it to bf16-mixed"),
     ],
 )
 def test_what_fsdp2_does_not_support_is_refused(settings, num_parameters, optimizer, words):
