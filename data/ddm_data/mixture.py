@@ -48,6 +48,9 @@ class Mixture:
         max_samples: number of samples to use at most of all sources together, each in proportion; null for all.
     """
 
+    least_size: Any = None
+    """Handed on to the sources that take it."""
+
     def __init__(self, sources: Sequence[Mapping[str, Any]], max_samples: int | None = None) -> None:
         if max_samples is not None and max_samples < 1:
             raise ValueError(f"max_samples = {max_samples} must be at least 1")
@@ -99,6 +102,9 @@ class Mixture:
         number = part.where["source"]
         quota = part.where.get("quota")
         child = self._children[number]
+        if hasattr(child.source, "least_size"):
+            child.source.least_size = self.least_size
+
         found: Iterable[Record | BrokenSample] = child.source.read(Part(**part.where["part"]))
         if quota is not None:
             found = _choose(found, quota)

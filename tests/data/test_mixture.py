@@ -12,6 +12,7 @@ from source_files import encoded, noise, write
 from ddm_lightning.config.experiment import ImagesConfig, PluginConfig
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import SOURCES
+from ddm_lightning.prepare.plugins import Plugins
 from ddm_lightning.prepare.records import BrokenSample
 from ddm_lightning.prepare.stages import prepare
 from ddm_lightning.testing import check_source
@@ -47,6 +48,18 @@ def test_sources_of_one_name_stay_apart():
     mixed = partial(build, {**BLOBS, "prefix": ""}, {**BLOBS, "prefix": ""}, {"name": "digits", "max_samples": 30})
     assert mixed().class_names == ["blobs", "blobs-2", "digits"]
     check_source(mixed)
+
+
+def test_jpegs_of_its_sources_are_decoded_no_larger_than_needed(tmp_path):
+    (tmp_path / "a.jpg").write_bytes(encoded(noise(200, 160, 3), "JPEG"))
+    folder = {"name": "imagefolder", "params": {"path": str(tmp_path)}}
+    nested = {"name": "mixture", "params": {"sources": [folder]}}
+    for sources in ([BLOBS, folder], [nested]):
+        source = PluginConfig("mixture", {"sources": sources})
+        plugins = Plugins(experiment_of(source, images=ImagesConfig(size=16)).prepare)
+        (found,) = [one for part in plugins.parts for one in plugins.read(part) if one.key.endswith("a.jpg")]
+
+        assert found.image.shape == (50, 40, 3), "a quarter, as an eighth is less than twice the size"
 
 
 @pytest.mark.parametrize("sized", [True, False])
