@@ -33,6 +33,7 @@ from ddm_lightning.members.artifact import hand_over
 from ddm_lightning.members.checkpoints import step_of
 from ddm_lightning.members.cost import State, state_of, step_cost
 from ddm_lightning.members.member import Member
+from ddm_lightning.members.roles import STUDENT
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import lock_member
 from ddm_lightning.members.signatures import sign_artifact
@@ -121,9 +122,10 @@ def _train(member: Member, run: Run, status: MemberStatus, mine: Ranks) -> Membe
 
     too_small = _too_small(member, run)
     if too_small:
+        section = "distill" if member.name == STUDENT else f"{member.role.section}.train"
         tell(
             f"{', '.join(too_small)}: a share of {member.train.max_steps} steps that is less than one batch, so it may "
-            "never be trained on; raise train.max_steps, or leave it out of prepare.images.buckets"
+            f"never be trained on; raise {section}.max_steps, or leave it out of prepare.images.buckets"
         )
 
     origin = checkpoint.origin_of(member, run.experiment)

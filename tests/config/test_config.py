@@ -282,7 +282,7 @@ def test_numbers_that_yaml_reads_in_another_base_are_refused(path: Path, text: s
         ),
         (
             ["islands={router: {precision: bf16-true}}", "router.train.optimizer=muon"],
-            "'islands.router' = {'precision': 'bf16-true'}: precision keeps no weights in float32, which router.train.o",
+            "'islands.router' = {'precision': 'bf16-true'}: precision keeps no weights in float32, which router.",
         ),
         (["sample.strategy=best"], "'sample.strategy' = 'best': is unknown; known: bayes, full, "),
         (["condition.kind=text"], "'condition.kind' = 'text': needs prepare.caption_encoder, which is null"),

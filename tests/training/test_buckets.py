@@ -12,12 +12,13 @@ from PIL import Image
 from safetensors.torch import load_file
 from sample_log import LOGS_SAMPLES
 from shards.mds import WARNINGS
-from tiny_runs import TINY, bucket_settings, copy_run, read_status
+from tiny_runs import TINY, bucket_experiment, bucket_settings, copy_run, read_status
 from torch.utils.data import DataLoader
 from training.members import Recorder, batch, expert, fitted
 from training.short_fits import events, fit, groups, member
 from training.two_processes import in_two_processes, trainer_of
 
+from ddm_lightning.cli.parser import main
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.buckets import Bucket
 from ddm_lightning.core.sharded import local
@@ -126,6 +127,14 @@ def test_buckets_that_fill_no_batch_are_named(finished, bucket_prepared, tmp_pat
     expected = [name for name, size in zip(NAMES, sizes, strict=True) if 0 < 3 * size < sum(sizes)]
 
     assert expected and len(lines) == 1 and lines[0].startswith(f"expert-0: {', '.join(expected)}: a share of 3 steps")
+    assert "raise expert.train.max_steps, or leave" in lines[0]
+
+
+def test_a_student_of_too_few_steps_is_told_its_own_key(bucket_finished, tmp_path, capsys):
+    run = copy_run(bucket_finished, tmp_path / "run")
+
+    assert main(["fit", *bucket_experiment(run), "member=student", "distill.max_steps=1"]) == 0
+    assert "may never be trained on; raise distill.max_steps, or leave" in capsys.readouterr().err
 
 
 SMALL = {"x_shape": (3, 4, 4), "condition": ConditionSpec("text", 6), "width": 16, "depth": 2, "num_heads": 2}
