@@ -1,35 +1,40 @@
-"""Memory of a training step, measured."""
+"""Memory of a member's training steps, measured."""
 
 from __future__ import annotations
 
+import gc
+from functools import partial
 from typing import Any
 
 import torch
-from step_clock import timed
-from step_member import TrainingStep
-from torch import Tensor
+from step_networks import forget_compiled
 from torch.profiler import ProfilerActivity, profile
 
+from ddm_lightning.config.experiment import IslandConfig
+from ddm_lightning.core.devices import device_of
+from ddm_lightning.members.member import Member
+from ddm_lightning.training.measure import samples_per_second
 
-def peak_bytes(step: TrainingStep) -> int:
-    """Measure the peak memory of the step's own tensors while ``step`` is taken once."""
-    step.optimizer.zero_grad()
-    state = bytes_held(step)
-    if step.device.type == "cuda":
-        torch.cuda.synchronize(step.device)
-        before = torch.cuda.memory_allocated(step.device)
-        torch.cuda.reset_peak_memory_stats(step.device)
-        timed(step.take, step.device)
-        return state + torch.cuda.max_memory_allocated(step.device) - before
+
+def peak_bytes(member: Member, island: IslandConfig) -> int:
+    """Most bytes that torch holds at once in some steps of a training: weights, state, averages, a batch and all else.
+
+    Args:
+        member: trained on random data, without checkpoints.
+        island: its settings, for one device.
+    """
+    gc.collect()  # tensors of earlier trainings
+    forget_compiled()
+    train = partial(samples_per_second, member, island)
+    if device_of(island.accelerator).type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        train()
+        return torch.cuda.max_memory_allocated()
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        step.take()
+        train()
 
-    return state + most_allocated(profiled)
-
-
-def most_allocated(profiled: profile) -> int:
-    """Most bytes of torch's CPU allocator at once, of those allocated while a profiler recorded its memory."""
     assert profiled.profiler is not None
     results: Any = profiled.profiler.kineto_results
     now = most = 0
@@ -39,17 +44,3 @@ def most_allocated(profiled: profile) -> int:
             most = max(most, now)
 
     return most
-
-
-def bytes_held(step: TrainingStep) -> int:
-    """Bytes of tensors that outlast a step: weights, buffers and optimizer state."""
-    tensors = [*step.network.parameters(), *step.network.buffers()]
-    for kept in step.optimizer.state.values():
-        tensors += [value for value in kept.values() if isinstance(value, Tensor)]
-
-    storages = {}
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        storages[storage.data_ptr()] = storage.nbytes()
-
-    return sum(storages.values())

@@ -1,28 +1,26 @@
 """Memory of a step: what is planned, by hand and beside torch's own count of its allocations."""
 
 import pytest
-import torch
-from step_member import TrainingStep
 from step_memory import peak_bytes
 from tiny_runs import TINY
 
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.members.cost import MemberCost
+from ddm_lightning.members.member import Member
 from ddm_lightning.shards.manifest import DataSizes
+from ddm_lightning.training import measure
 
-CPU = torch.device("cpu")
 LATENTS = DataSizes((4, 16, 16), 0, (12, 16), 10)
 DIT = "expert.network={name: dit, params: {width: 96, depth: 5, num_heads: 4, patch_size: 2}}"
 MMDIT = "expert.network={name: mmdit, params: {width: 64, depth: 5, num_heads: 4, patch_size: 2}}"
 
 
-def step_of(*overrides):
-    settings = ("condition.kind=tokens", "sample.prompts=[]", "expert.train.global_batch_size=16", *overrides)
-    return TrainingStep("expert-0", load_experiment(TINY, settings), LATENTS, CPU)
-
-
-def planned(step):
-    return MemberCost(step.member).memory(step.island, "single")
+def planned(*overrides):
+    """The member, its island, and the memory that is planned."""
+    settings = ("condition.kind=tokens", "sample.prompts=[]", "expert.train.global_batch_size=16")
+    experiment = load_experiment(TINY, (*settings, "island.accelerator=cpu", *overrides))
+    member = Member.resolve("expert-0", experiment, LATENTS)
+    return member, experiment.island, MemberCost(member).memory(experiment.island, "single")
 
 
 def test_a_block_that_is_computed_twice_keeps_its_input_alone():
@@ -30,7 +28,7 @@ def test_a_block_that_is_computed_twice_keeps_its_input_alone():
     settings = ("island.activation_checkpointing=true", "island.precision=bf16-mixed", "condition.kind=class")
 
     kept = [
-        planned(step_of(DIT.replace("depth: 5", depth), *settings)).activations for depth in ("depth: 2", "depth: 5")
+        planned(DIT.replace("depth: 5", depth), *settings)[-1].activations for depth in ("depth: 2", "depth: 5")
     ]
 
     assert kept[1] - kept[0] == 3 * 4 * 8 * 64 * 96
@@ -47,7 +45,7 @@ def test_a_block_that_is_computed_twice_keeps_its_input_alone():
     ],
     ids=["bf16", "checkpointing", "parts", "muon", "mmdit"],
 )
-def test_the_plan_comes_true(overrides):
-    step = step_of(*overrides)
-    step.take()
-    assert peak_bytes(step) == pytest.approx(planned(step).peak, rel=0.02)
+def test_the_plan_comes_true(overrides, monkeypatch):
+    monkeypatch.setattr(measure, "_SECONDS", 0.0)
+    member, island, memory = planned(*overrides)
+    assert peak_bytes(member, island) == pytest.approx(memory.peak, rel=0.02)
