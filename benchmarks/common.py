@@ -12,8 +12,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import contextmanager
+from concurrent.futures import Future, as_completed, wait
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any, ClassVar, TypeVar
@@ -21,13 +21,12 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from matplotlib.figure import Figure
 from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
 from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write, atomic_write_json, atomic_write_text
+from ddm_lightning.core.formatting import Bars, table
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TINY = REPOSITORY / "experiments" / "tiny_2x.yaml"
@@ -37,6 +36,8 @@ LOGS_SAMPLES = "island.callbacks=[{name: sample-log}]"
 """Setting that writes each step's sample ids to the member's folder, by a plug-in of ``tests``."""
 GRIDS = ((8, 8), (6, 10), (10, 6), (4, 17), (17, 4), (7, 9), (9, 7), (5, 13), (13, 5))
 """Rows and columns of the patches of nine shapes: as many together as of nine squares."""
+ACCELERATORS = {"cpu": "cpu", "cuda": "gpu"}
+"""``island.accelerator`` by the type of a device."""
 INTERRUPTED = 130
 T = TypeVar("T")
 
@@ -125,6 +126,8 @@ class Child(subprocess.Popen[bytes]):
 
     running: ClassVar[list[Child]] = []
     """All of them that nobody has ended; see ``end_all``."""
+    seconds: ClassVar[float | None] = None
+    """Limit of ``ended``, which then kills it."""
 
     def __init__(
         self, *words: str, shown: bool = False, before: Sequence[str] = (), variables: Mapping[str, str] | None = None
@@ -152,6 +155,10 @@ class Child(subprocess.Popen[bytes]):
         while cls.running:
             cls.running.pop().terminate()
 
+    def children(self) -> list[int]:
+        """Process ids of those that it has started."""
+        return list(map(int, Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()))
+
     def output(self) -> str:
         """Return what it printed; call it once, after the end."""
         if self.log is None:
@@ -161,19 +168,15 @@ class Child(subprocess.Popen[bytes]):
             self.log.seek(0)
             return self.log.read().decode(errors="replace")
 
-    def ended(self, code: int = 0, seconds: float | None = None) -> str:
-        """Wait for the end and return what it printed.
-
-        Args:
-            code: expected exit code.
-            seconds: kill it after so many.
+    def ended(self, code: int = 0) -> str:
+        """Wait for the end with the exit code ``code``, and return what it printed.
 
         Raises:
             UserError: another exit code.
             KeyboardInterrupt: this process or the child was interrupted.
         """
         try:
-            self.wait(seconds)
+            self.wait(self.seconds)
         except subprocess.TimeoutExpired:
             self.kill()
         except KeyboardInterrupt:
@@ -214,16 +217,10 @@ def all_of(futures: Sequence[Future[T]], title: str = "") -> list[T]:
         futures: running in the threads or processes of one pool.
         title: of a progress bar; none is shown if it is empty.
     """
-    waiting = set(futures)
-    with progress() as bars:
-        bar = bars.add_task(title, total=len(futures), visible=bool(title))
+    with Bars(show=bool(title)) as bars:
         try:
-            while waiting:
-                done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-                for one in done:
-                    one.result()
-
-                bars.update(bar, completed=len(futures) - len(waiting))
+            for one in bars.track(as_completed(futures), len(futures), description=title):
+                one.result()
         except BaseException:
             for one in futures:
                 one.cancel()
@@ -256,16 +253,6 @@ def store(folder: Path, kind: str = "s3") -> Iterator[tuple[str, Any]]:
         yield served
 
 
-def console() -> Console:
-    """Console for tables; 130 columns wide unless it is a terminal."""
-    return Console(width=None if sys.stdout.isatty() else 130)
-
-
-def progress() -> Progress:
-    """Progress bars with the remaining time."""
-    return Progress(console=console())
-
-
 class Report:
     """Table for people and named figures for programs.
 
@@ -293,17 +280,12 @@ class Report:
 
     def show(self) -> None:
         """Print the table and its notes."""
-        table = Table(title=self.title, title_justify="left")
-        for heading in self.headings:
-            table.add_column(heading, justify="right" if table.columns else "left")
+        console = Console()
+        if not console.is_terminal:
+            console.width = 130
 
-        for cells in self.rows:
-            table.add_row(*cells)
-
-        shown = console()
-        shown.print(table)
-        for line in self.notes:
-            shown.print(line, markup=False, highlight=False, soft_wrap=True)
+        console.print(table(self.headings, self.rows, self.title, self.headings[:1]))
+        print(*self.notes, sep="\n")
 
     def finish(self, path: Path | None) -> None:
         """Print the report; write it if a path is given."""
@@ -379,17 +361,15 @@ def commit() -> str:
 
 def device() -> str:
     """Processor, GPU if torch sees one, and torch's version."""
-    info = Path("/proc/cpuinfo")
-    model = None
-    if info.exists():
-        model = re.search(r"model name\s*: (.*)", info.read_text())
+    name = platform.machine()
+    with suppress(OSError, IndexError):  # on Linux and x86-64 alone
+        name = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[0]
 
-    name = model[1] if model else platform.machine()
-    parts = [f"{name}, {os.cpu_count()} cores"]
+    parts = [name, f"{os.cpu_count()} cores", f"torch {torch.__version__}"]
     if torch.cuda.is_available():
         parts.append(torch.cuda.get_device_name())
 
-    return ", ".join([*parts, f"torch {torch.__version__}"])
+    return ", ".join(parts)
 
 
 def save_figure(path: Path, figure: Figure) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from common import MEMBER, Report, device_of, load, parse, parser, run
+from common import ACCELERATORS, MEMBER, Report, device_of, load, parse, parser, run
 from step_memory import peak_bytes
 
 from ddm_lightning.config.experiment import Experiment
@@ -23,7 +23,6 @@ from ddm_lightning.training.measure import samples_per_second
 
 LATENTS = DataSizes((4, 32, 32), 768, (77, 768), 1000)
 """Sizes of 256 x 256 images encoded by Stable Diffusion's VAE, and of captions encoded by CLIP ViT-L/14."""
-ACCELERATORS = {"cpu": "cpu", "cuda": "gpu"}
 
 
 def main(arguments: Sequence[str] | None) -> None:

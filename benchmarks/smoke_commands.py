@@ -14,15 +14,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from common import LOGS_SAMPLES, MEMBER, REPOSITORY, TINY, Child
+from common import ACCELERATORS, LOGS_SAMPLES, MEMBER, REPOSITORY, TINY, Child
 
 from ddm_lightning.core.registry import STRATEGIES
 from ddm_lightning.members.skipped import SkippedStep, skipped_file
 from ddm_lightning.members.status import MemberStatus
 from ddm_lightning.use.ensemble import DecentralizedEnsemble
 
-SECONDS = 300.0
-"""Limit of a child process."""
+SIZES = ("width: 64, depth: 2, num_heads: 2", "width: 384, depth: 12, num_heads: 12")
+"""Of the network, small and large."""
 MAX_STEPS = 120
 STOP_AT = 30
 RANDOM = 0.08
@@ -77,8 +77,7 @@ def at_most(what: str, found: float, limit: float) -> Check:
 class Watched(Child):
     """A child process that is looked at while it runs."""
 
-    def ended(self, code: int = 0, seconds: float | None = SECONDS) -> str:
-        return super().ended(code, seconds)
+    seconds = 300.0
 
     def wait_until(self, is_there: Callable[[], bool]) -> None:
         """Return once ``is_there``, which may fail until its files appear.
@@ -96,17 +95,6 @@ class Watched(Child):
         raise RuntimeError(f"ended too early: {self.ended()}")
 
 
-def processes_of(folder: Path) -> list[int]:
-    """Processes whose commands name a folder, in the order of their starts."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with suppress(OSError):  # it has ended
-            if str(folder) in path.read_text():
-                found.append(int(path.parent.name))
-
-    return sorted(found)
-
-
 @dataclass(frozen=True)
 class Place:
     """Where the steps run, and how large."""
@@ -122,16 +110,15 @@ class Place:
         return self.device.type == "cuda"
 
     @property
-    def compiles(self) -> bool:
-        """Whether commands compile."""
+    def is_large(self) -> bool:
+        """Whether networks are large, and commands compile."""
         return self.on_gpu and not self.quick
 
     @property
     def island(self) -> list[str]:
         """Settings of the island."""
-        kind = "gpu" if self.on_gpu else "cpu"
-        compiled = str(self.compiles).lower()
-        return [f"island.accelerator={kind}", "island.precision=bf16-mixed", f"island.compile={compiled}"]
+        settings = [f"island.compile={str(self.is_large).lower()}", "island.precision=bf16-mixed"]
+        return [*settings, f"island.accelerator={ACCELERATORS[self.device.type]}"]
 
     def start(self, command: str, run: str, *more: str) -> Watched:
         """Start a command on a run, which has the folder's shards if there are any."""
@@ -145,8 +132,7 @@ class Place:
 
     def fit(self, run: str, *more: str) -> Watched:
         """Start to train the first expert of two; the first call of all prepares."""
-        sizes = "width: 384, depth: 12, num_heads: 12" if self.compiles else "width: 64, depth: 2, num_heads: 2"
-        network = f"{{{sizes}, patch_size: 4, qk_norm: true}}"
+        network = f"{{{SIZES[self.is_large]}, patch_size: 4, qk_norm: true}}"
         settings = [
             "prepare.source.params={num_samples: 600, image_size: 16}",
             f"expert.network={{name: dit, params: {network}}}",
@@ -240,8 +226,7 @@ def ensemble(place: Place) -> Iterator[Check]:
 
     yield from images(whole)
     yield same("evaluate", "results:" in whole.start("evaluate", "run", METRIC).ended())
-    lines = (whole.member("run") / "sample_ids.txt").read_text(encoding="utf-8").splitlines()
-    ids = list(map(int, lines[40].split()[1:]))
+    ids = sorted(whole.sample_ids("run")[40])
     numbers = [0.5] * len(ids)
     line = SkippedStep(40, 0, ids, numbers, numbers).line()
     skipped_file(whole.member("run"), 0, 1).write_text(f"{line}\n", encoding="utf-8")
@@ -258,7 +243,7 @@ def images(place: Place) -> Iterator[Check]:
     few = DecentralizedEnsemble.from_pretrained(run, device, resident_experts=2)
     full = {"strategy": "full"}
     yield _compared(few, on_cpu, full)
-    yield _compared(here, on_cpu, full | {"compile": place.compiles})
+    yield _compared(here, on_cpu, full | {"compile": place.is_large})
     yield _compared(here, on_cpu, full | {"precision": "auto"})
     for way in ("expert", "mixture"):
         yield _compared(here, on_cpu, {"guidance_scale": 3.0, "guidance": way})
@@ -277,9 +262,9 @@ def _compared(ensemble: DecentralizedEnsemble, reference: DecentralizedEnsemble,
 
 
 def _pixels(ensemble: DecentralizedEnsemble, settings: Mapping[str, Any]) -> np.ndarray:
-    settings = {"precision": "32-true", **settings}
-    images = ensemble.sample(["red disc", "blue square"], num=4, seed=0, **settings)
-    return np.stack([np.asarray(image, np.float32).ravel() / 255 for image in images])
+    prompts = ["red disc", "blue square"] * 4
+    images, _ = ensemble(prompts, seed=0, output_type="np", return_dict=False, **{"precision": "32-true", **settings})
+    return np.reshape(images, (len(prompts), -1))
 
 
 def options(place: Place) -> Iterator[Check]:
@@ -303,7 +288,7 @@ def two_devices(place: Place) -> Iterator[Check]:
     child = place.fit("killed", "island.devices=2", "island.strategy=ddp")
     child.wait_until(lambda: place.status("killed").step >= STOP_AT)
     start = time.monotonic()
-    os.kill(processes_of(place.folder / "killed")[-1], signal.SIGKILL)
+    os.kill(child.children()[-1], signal.SIGKILL)
     child.wait(60)
     child.output()
     yield at_most("end after a killed rank, s", time.monotonic() - start, 30)

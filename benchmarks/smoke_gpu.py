@@ -17,7 +17,7 @@ from pathlib import Path
 import smoke_commands
 import smoke_networks
 import torch
-from common import Child, Report, device_of, parse, parser, run
+from common import ACCELERATORS, Child, Report, device_of, parse, parser, run
 from smoke_commands import Check, Place
 
 from ddm_lightning.core import processes
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None) -> None:
     cli.add_argument("--steps", type=int, nargs="+", choices=STEPS, help="default: all; 11 needs two GPUs")
     options = parse(cli, arguments)
     device = device_of(options)
-    configure_torch("gpu" if device.type == "cuda" else "cpu", torch.get_num_threads())  # as commands do
+    configure_torch(ACCELERATORS[device.type], torch.get_num_threads())  # as commands do
     numbers = options.steps or list(STEPS)
     if options.steps is None and torch.cuda.device_count() < 2:
         numbers.remove(11)

@@ -17,20 +17,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import step_networks
 import torch
 from common import GRIDS, Report, call, device_of, load, parse, parser, run
 from step_clock import Seconds, grouped, in_turn, median, ratio, ratios
 from step_loops import Trained, train
-from step_networks import XL2, Sizes
+from step_networks import XL2, Sizes, Step, diffusers_side, our_side, random_batch
 
 from ddm_lightning.core import processes
 
 STEPS_PER_TURN = 5
 TURNS_PER_GROUP = 5
 STEPS_PER_GROUP = STEPS_PER_TURN * TURNS_PER_GROUP
+HALF = "bf16-mixed"
 HEADINGS = ["", "ours, ms per step", "other, ms per step", "ratio", "lowest", "highest", "ratio of CPU times"]
-SMALL = Sizes(width=384, depth=6, num_heads=6, patch_size=2, channels=4, edge=16, batch_size=4)
+SMALL = Sizes(width=384, depth=6, num_heads=6, edge=16, batch_size=4)
 
 
 @dataclass(frozen=True)
@@ -40,23 +40,22 @@ class Networks:
     end: str
     """Suffix of its figures' names."""
     sizes: Sizes
-    fast: bool
-    """Whether all networks run under bfloat16 autocast, and our blocks are compiled, as with ``island.compile``."""
+    precision: str
+    """As ``island.precision``; in bfloat16, our blocks are compiled, too, as with ``island.compile``."""
+
+    @property
+    def compiled(self) -> bool:
+        """Whether our blocks are compiled."""
+        return self.precision == HALF
 
 
-@dataclass(frozen=True)
-class Loop:
+@dataclass(frozen=True, kw_only=True)
+class Loop(Sizes):
     """Sizes of a member to train on coloured shapes."""
 
-    end: str
+    end: str = ""
     """Suffix of its figures' names."""
-    width: int
-    depth: int
-    num_heads: int
-    patch_size: int
-    image_size: int
     text_size: int
-    batch_size: int
 
     def overrides(self, folder: Path, num_groups: int, device: str, num_samples: int) -> list[str]:
         """Overrides of ``tiny_2x.yaml``; it has two clusters, so the expert takes half of the global batch."""
@@ -64,7 +63,7 @@ class Loop:
         num_steps = num_groups * STEPS_PER_GROUP
         settings = [
             f"run_dir={folder}",
-            f"prepare.source.params={{num_samples: {num_samples}, image_size: {self.image_size}}}",
+            f"prepare.source.params={{num_samples: {num_samples}, image_size: {self.edge}}}",
             f"prepare.caption_encoder.params.size={self.text_size}",
             f"expert.network={{name: dit, params: {{{sizes}}}}}",
             f"expert.train.max_steps={num_steps}",
@@ -79,17 +78,19 @@ class Loop:
 
 ISLANDS = {
     "cpu": ["island.accelerator=cpu", "island.precision=32-true", "island.compile=false"],
-    "cuda": ["island.accelerator=gpu", "island.precision=bf16-mixed", "island.compile=true"],
+    "cuda": ["island.accelerator=gpu", f"island.precision={HALF}", "island.compile=true"],
 }
 LOOPS = {
-    "cpu": Loop("", 256, 4, 4, 2, image_size=16, text_size=64, batch_size=8),
-    "cuda": Loop("", 1152, 28, 16, 2, image_size=32, text_size=768, batch_size=16),
+    "cpu": Loop(width=256, depth=4, num_heads=4, edge=16, text_size=64, batch_size=8),
+    "cuda": Loop(width=1152, depth=28, num_heads=16, edge=32, text_size=768, batch_size=16),
 }
 NETWORKS = {
-    "cpu": (Networks("", SMALL, fast=False), Networks("_bf16_compiled", SMALL, fast=True)),
-    "cuda": (Networks("", XL2, fast=True),),
+    "cpu": (Networks("", SMALL, "32-true"), Networks("_bf16_compiled", SMALL, HALF)),
+    "cuda": (Networks("", XL2, HALF),),
 }
-DEMO = Loop("_demo", 128, 4, 4, 4, image_size=24, text_size=512, batch_size=16)
+DEMO = Loop(end="_demo", width=128, depth=4, num_heads=4, patch_size=4, edge=24, text_size=512, batch_size=16)
+SIZES = ((16, 200, 30), (3, 40, 3))
+"""Groups of turns, batches of an epoch (a new one costs time), and rounds of the networks: in all, with ``--quick``."""
 
 
 def main(arguments: Sequence[str] | None) -> None:
@@ -103,8 +104,7 @@ def main(arguments: Sequence[str] | None) -> None:
     device = device_of(options)
     name = device.type
     torch.set_num_threads(1)
-    # About 100 steps per epoch, or 20 with --quick; each new epoch costs time.
-    num_groups, num_batches, num_rounds = (3, 40, 3) if options.quick else (16, 200, 30)
+    num_groups, num_batches, num_rounds = SIZES[options.quick]
     report = Report(f"One optimizer step on {name}, one thread", HEADINGS)
     if options.shapes:
         for kind in NETWORKS[name]:
@@ -136,65 +136,44 @@ def main(arguments: Sequence[str] | None) -> None:
 def trained(options: Namespace, overrides: Sequence[str]) -> Trained:
     """Prepare the data in a process of its own, then train with both loops."""
     call("prepare", options, *overrides)
-    experiment = load(options, *overrides)
-    if experiment.island.compile:
-        step_networks.forget_compiled()
-
-    return train(experiment, STEPS_PER_TURN)
+    torch.compiler.reset()
+    return train(load(options, *overrides), STEPS_PER_TURN)
 
 
 def add_loop(report: Report, loop: Loop, trained: Trained) -> None:
     """Add the row and the figures of the loops, without the first group, which warms up."""
     ours = grouped(trained.ours, TURNS_PER_GROUP, STEPS_PER_GROUP)[1:]
     bare = grouped(trained.bare, TURNS_PER_GROUP, STEPS_PER_GROUP)[1:]
-    num_tokens = (loop.image_size // loop.patch_size) ** 2
-    sizes = f"width {loop.width}, depth {loop.depth}, {num_tokens} tokens, batch {loop.batch_size}"
-    name = f"trainer_over_bare_loop{loop.end}"
-    add_ratio(report, name, f"Trainer against a bare loop{loop.end.replace('_', ', ')}: {sizes}", ours, bare)
-    is_same = same(trained)
-    report.figures[f"same_weights{loop.end}"] = float(is_same)
-    equal = "bit-identical" if is_same else "not identical"
-    num_steps = len(trained.ours) * STEPS_PER_TURN
-    report.note(f"{name}: weights and averages of both are {equal} after {num_steps} steps.")
-
-
-def same(trained: Trained) -> bool:
-    """Whether both loops ended with the same weights and averages."""
-    pairs = zip(trained.our_weights, trained.bare_weights, strict=True)
-    # The Trainer moves its network back to the host.
-    return all(torch.equal(ours.cpu(), bare.cpu()) for ours, bare in pairs)
+    title = f"Trainer against a bare loop{loop.end.replace('_', ', ')}: {loop}; same weights: {trained.same}"
+    add_ratio(report, f"trainer_over_bare_loop{loop.end}", title, ours, bare)
+    report.figures[f"same_weights{loop.end}"] = float(trained.same)
 
 
 def add_networks(report: Report, kind: Networks, device: torch.device, num_rounds: int) -> None:
     """Add rows and figures of our network against diffusers'."""
-    sides = {
-        "ours": step_networks.our_side(kind.sizes),
-        "diffusers": step_networks.diffusers_side(kind.sizes, nearest=False),
-        "diffusers_nearest": step_networks.diffusers_side(kind.sizes, nearest=True),
+    others = {
+        "diffusers": diffusers_side(kind.sizes, nearest=False),
+        "diffusers_nearest": diffusers_side(kind.sizes, nearest=True),
     }
-    steps = {}
-    for name, side in sides.items():
-        compiled = kind.fast and name == "ours"
-        steps[name] = step_networks.Step(side, kind.sizes, device, half=kind.fast, compiled=compiled).take
+    ways = {"ours": Step(our_side(kind.sizes), kind.sizes, device, kind.precision, compiled=kind.compiled).take}
+    for name, side in others.items():
+        ways[name] = Step(side, kind.sizes, device, kind.precision, compiled=False).take
 
-    found = in_turn(steps, device, num_rounds, STEPS_PER_TURN)
-    kinds = "compiled, bfloat16" if kind.fast else "32 bits"
-    ours = sides.pop("ours")
-    for name, side in sides.items():
-        millions = f"{ours.num_parameters / 1e6:.2f} M and {side.num_parameters / 1e6:.2f} M parameters"
-        title = f"DiT, {kinds}, against {side.title}: {millions}, {kind.sizes}"
+    found = in_turn(ways, device, num_rounds, STEPS_PER_TURN)
+    for name, side in others.items():
+        title = f"DiT, {kind.precision}, against {side.title}: {kind.sizes}"
         add_ratio(report, f"ours_over_{name}{kind.end}", title, found["ours"], found[name])
 
 
 def add_shapes(report: Report, kind: Networks, device: torch.device, num_rounds: int) -> None:
     """Add the row and the figures of our network on nine shapes against one; each turn takes a step of each shape."""
     sizes = kind.sizes
-    step = step_networks.Step(step_networks.our_side(sizes), sizes, device, half=kind.fast, compiled=kind.fast)
+    step = Step(our_side(sizes), sizes, device, kind.precision, compiled=kind.compiled)
 
     def steps(grids: Sequence[tuple[int, int]]) -> Callable[[], None]:
         scale = sizes.edge // 8
         shapes = [(sizes.channels, scale * rows, scale * columns) for rows, columns in grids]
-        batches = itertools.cycle([step_networks.random_batch(sizes.batch_size, one, device) for one in shapes])
+        batches = itertools.cycle([random_batch(sizes.batch_size, one, device) for one in shapes])
 
         def take() -> None:
             step.x_t, step.target, step.t = next(batches)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ddm_lightning.config.experiment import Experiment, TrainConfig
-from ddm_lightning.core.devices import resolve_accelerator
+from ddm_lightning.core.devices import autocast, device_of
 from ddm_lightning.encoders.interfaces import StoredForm
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.path import interpolate
@@ -24,8 +24,6 @@ from ddm_lightning.flow.timesteps import sample_timesteps
 from ddm_lightning.members.cost import state_of
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.status import MemberStatus
-from ddm_lightning.networks.attention import set_attention
-from ddm_lightning.networks.blocks import compile_blocks
 from ddm_lightning.shards.datamodule import ClusterDataModule
 from ddm_lightning.training.callbacks import RollingCheckpoints
 from ddm_lightning.training.checkpoint import origin_of
@@ -33,7 +31,7 @@ from ddm_lightning.training.fit import build_data, build_trainer
 from ddm_lightning.training.module import MemberModule
 from ddm_lightning.training.objective import build_objective
 from ddm_lightning.training.optimizer import build_optimizer, build_schedule
-from ddm_lightning.training.parallel import choose_strategy
+from ddm_lightning.training.parallel import apply_island, choose_strategy
 
 Batch = dict[str, Tensor]
 
@@ -55,15 +53,12 @@ class BareLoop:
         self.timesteps = member.timesteps
         self.seed = experiment.seed
         self.dropout = experiment.condition.dropout
-        self.half = experiment.island.precision == "bf16-mixed"
+        self.precision = experiment.island.precision
         self.device = device
         self.batches = batches
         self.stored = StoredForm(manifest.stores, manifest.normalisation)
         self.network = member.build_network().to(device)
-        set_attention(self.network, experiment.island.attention)
-        if experiment.island.compile:
-            compile_blocks(self.network)
-
+        apply_island(self.network, experiment.island)
         self.optimizer = build_optimizer(self.network, self.train)
         self.schedule = build_schedule(self.optimizer, self.train)
         self.parameters: list[Tensor] = list(self.network.parameters())
@@ -84,7 +79,7 @@ class BareLoop:
             noise = torch.randn(x_0.shape, generator=generator, device=self.device)
             texts = batch["text"].to(self.device, non_blocking=True)
             dropped = torch.rand(num, generator=generator, device=self.device) < self.dropout
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.half):
+            with autocast(self.precision, self.device):
                 predicted = self.network(interpolate(x_0, noise, t), t, Condition(texts, ~dropped))
                 loss = functional.mse_loss(predicted.float(), noise - x_0)
 
@@ -156,44 +151,40 @@ class Trained:
     """Time of each turn of the Trainer."""
     bare: list[Seconds]
     """Time of each turn of the bare loop."""
-    our_weights: list[Tensor]
-    """Weights of our loop, then their averages."""
-    bare_weights: list[Tensor]
-    """Those of the bare loop, in the same order."""
+    same: bool
+    """Whether both end with the same weights and averages, bit for bit."""
 
 
-def our_trainer(experiment: Experiment, name: str = MEMBER) -> tuple[L.Trainer, MemberModule, ClusterDataModule]:
-    """Build what ``fit`` trains a member of a prepared run with, from scratch."""
+def our_trainer(experiment: Experiment) -> tuple[L.Trainer, MemberModule, ClusterDataModule]:
+    """Build what ``fit`` trains ``MEMBER`` of a prepared run with, from scratch."""
     run = Run(experiment)
-    member = run.member(name)
-    folder = run.folder.member(name)
-    folder.mkdir(parents=True, exist_ok=True)
+    member = run.member(MEMBER)
+    run.folder.member(MEMBER).mkdir(parents=True, exist_ok=True)
     module = MemberModule(build_objective(member, run), experiment.island)
     strategy, _ = choose_strategy(experiment.island, state_of(module.network, member.train, experiment.island))
-    status = MemberStatus(name, member.train.max_steps)
+    status = MemberStatus(MEMBER, member.train.max_steps)
     trainer, _ = build_trainer(member, run, status, strategy, origin_of(member, experiment))
     return trainer, module, build_data(member, run)
 
 
 def train(experiment: Experiment, steps: int) -> Trained:
     """Train ``MEMBER`` of a prepared run as ``fit`` does and with the bare loop, alternating every ``steps`` steps."""
-    device = torch.device("cuda" if resolve_accelerator(experiment.island.accelerator) == "gpu" else "cpu")
     run = Run(experiment)
     trainer, module, data_of_ours = our_trainer(experiment)
     data = build_data(module.member, run)
     data.prepare_data()
-    loader = data.train_dataloader()
-    batches = itertools.chain.from_iterable(iter(loader) for _ in itertools.count())
-    loop = BareLoop(run, batches, device)
+    batches = itertools.chain.from_iterable(itertools.repeat(data.train_dataloader()))
+    loop = BareLoop(run, batches, device_of(experiment.island.accelerator))
     turns = TakeTurns(loop, steps)
     # Just before the callback that saves after the last step, so that saving is not part of the last turn.
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning's list
     kinds = [type(callback) for callback in callbacks]
     callbacks.insert(kinds.index(RollingCheckpoints), turns)
     trainer.fit(module, datamodule=data_of_ours)
-    parameters = list(module.network.parameters())
     state = trainer.optimizers[0].state
-    averages = [state[parameter]["ema"] for parameter in parameters]
-    ours = [*parameters, *averages]
-    bare = [*loop.parameters, *loop.averages]
-    return Trained(turns.ours, turns.bare, ours, bare)
+    same = True
+    for ours, bare, average in zip(module.network.parameters(), loop.parameters, loop.averages, strict=True):
+        # The Trainer moves its network back to the host.
+        same &= torch.equal(ours.cpu(), bare.cpu()) and torch.equal(state[ours]["ema"].cpu(), average.cpu())
+
+    return Trained(turns.ours, turns.bare, same)

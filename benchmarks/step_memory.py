@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from step_networks import forget_compiled
 from torch.profiler import ProfilerActivity, profile
 
 from ddm_lightning.config.experiment import IslandConfig
@@ -24,7 +23,7 @@ def peak_bytes(member: Member, island: IslandConfig) -> int:
         island: its settings, for one device.
     """
     gc.collect()  # tensors of earlier trainings
-    forget_compiled()
+    torch.compiler.reset()
     train = partial(samples_per_second, member, island)
     if device_of(island.accelerator).type == "cuda":
         torch.cuda.empty_cache()

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ddm_lightning.config.experiment import TrainConfig
+from ddm_lightning.core.devices import autocast
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.spec import ConditionSpec
 from ddm_lightning.networks.blocks import compile_blocks
@@ -19,15 +20,15 @@ from ddm_lightning.training.optimizer import build_optimizer
 NUM_CLASSES = 10
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Sizes:
     """Sizes of a class-conditional DiT and of its batch."""
 
     width: int
     depth: int
     num_heads: int
-    patch_size: int
-    channels: int
+    patch_size: int = 2
+    channels: int = 4
     edge: int
     """Height and width of a latent in cells."""
     batch_size: int
@@ -42,7 +43,7 @@ class Sizes:
         return f"width {self.width}, depth {self.depth}, {num_tokens} tokens, batch {self.batch_size}"
 
 
-XL2 = Sizes(width=1152, depth=28, num_heads=16, patch_size=2, channels=4, edge=32, batch_size=32)
+XL2 = Sizes(width=1152, depth=28, num_heads=16, edge=32, batch_size=32)
 """DiT-XL/2 on latents of 256 x 256 images."""
 
 
@@ -53,11 +54,6 @@ class Side:
     title: str
     network: nn.Module
     predict: Callable[[Tensor, Tensor, Tensor], Tensor]
-
-    @property
-    def num_parameters(self) -> int:
-        """Number of parameters; shared ones count once."""
-        return sum(parameter.numel() for parameter in self.network.parameters())
 
 
 def our_side(sizes: Sizes) -> Side:
@@ -109,16 +105,6 @@ def diffusers_side(sizes: Sizes, *, nearest: bool) -> Side:
     return Side(title, network.train(), predict)
 
 
-def forget_compiled() -> None:
-    """Reset the compiler, so that the next network gets kernels for its own sizes.
-
-    All networks share the code of a block. Otherwise torch would treat their sizes as one dynamic size, with slower
-    kernels, and would stop compiling after several of them. Earlier networks are compiled again when called.
-    """
-    torch.compiler.reset()
-    torch._dynamo.config.automatic_dynamic_shapes = False
-
-
 class Step:
     """Forward, backward and a step of fused AdamW on fixed random data.
 
@@ -126,17 +112,17 @@ class Step:
         side: the network.
         sizes: sizes of its batch.
         device: training device.
-        half: whether to use bfloat16 autocast.
+        precision: as ``island.precision``.
         compiled: whether to compile our blocks.
     """
 
-    def __init__(self, side: Side, sizes: Sizes, device: torch.device, *, half: bool, compiled: bool) -> None:
+    def __init__(self, side: Side, sizes: Sizes, device: torch.device, precision: str, *, compiled: bool) -> None:
         self.side = side
         self.device = device
-        self.half = half
+        self.precision = precision
         self.network = side.network.to(device)
         if compiled:
-            forget_compiled()
+            torch.compiler.reset()  # networks share the code of a block, and each shall have kernels for its own sizes
             compile_blocks(self.network)
 
         self.optimizer = build_optimizer(self.network, TrainConfig(1, sizes.batch_size))
@@ -145,7 +131,7 @@ class Step:
 
     def loss(self) -> Tensor:
         """Compute the loss of the batch."""
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.half):
+        with autocast(self.precision, self.device):
             predicted = self.side.predict(self.x_t, self.t, self.classes)
             return functional.mse_loss(predicted.float(), self.target)
 

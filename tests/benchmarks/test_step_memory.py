@@ -27,9 +27,7 @@ def test_a_block_that_is_computed_twice_keeps_its_input_alone():
     """4 bytes a feature of the residual stream, which is float32 under autocast, too."""
     settings = ("island.activation_checkpointing=true", "island.precision=bf16-mixed", "condition.kind=class")
 
-    kept = [
-        planned(DIT.replace("depth: 5", depth), *settings)[-1].activations for depth in ("depth: 2", "depth: 5")
-    ]
+    kept = [planned(DIT.replace("depth: 5", depth), *settings)[-1].activations for depth in ("depth: 2", "depth: 5")]
 
     assert kept[1] - kept[0] == 3 * 4 * 8 * 64 * 96
 
