@@ -40,7 +40,19 @@ from unittest.mock import patch
 
 import numpy as np
 from common import Report, all_of, commit, load, parse, parser, run, start, store
-from faults_island import CLOCK, FULL_DISK, LEASE, Island, clock_variables, flip, small_disk
+from faults_island import (
+    CLOCK,
+    FULL_DISK,
+    HARMED,
+    LEASE,
+    PAUSES,
+    REFUSED,
+    TAKEN_OVER,
+    Island,
+    clock_variables,
+    flip,
+    small_disk,
+)
 
 from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core import remote
@@ -52,15 +64,16 @@ from ddm_lightning.members.run import Run
 from ddm_lightning.prepare.stages import prepare
 
 MEMBERS = ("expert-0", "expert-1", "router", "monolith")
-NUM_FAULTS = 200
+NUM_FAULTS = (200, 1)
+"""In all, and with ``--quick``."""
 SIZE = SimpleNamespace(
     max_steps=400,
     step_seconds=0.4,
     outages=4,
     faults=(
         *("SIGKILL", "SIGSTOP for 5 s", CLOCK) * 3,
-        *("SIGTERM", LEASE, "SIGSTOP for 5 s"),
-        *("SIGSTOP for a minute", "SIGSTOP for a minute, taken over elsewhere", "two processes for a member"),
+        *("SIGTERM", LEASE, TAKEN_OVER, "two processes for a member"),
+        *PAUSES,
         *(FULL_DISK, "lost disk, restart elsewhere", "lost disk, corrupted download"),
     ),
 )
@@ -68,7 +81,7 @@ QUICK = SimpleNamespace(
     max_steps=120, step_seconds=0.05, outages=1, faults=("SIGKILL", "SIGSTOP for 5 s", "two processes for a member")
 )
 OUTAGES = ("store down", "store silent", "store answers garbage", "store answers a web page")
-HARMS = ("members_harmed", "artifacts_lost", "bits_lost")
+HARMS = (HARMED, "artifacts_lost", "bits_lost")
 _OUTAGE_SECONDS = 10.0
 _PAGE = b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: 26\r\n\r\n<html>Please log in</html>"
 
@@ -76,12 +89,9 @@ _PAGE = b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: 26\r\n\r
 def main(arguments: Sequence[str] | None) -> None:
     """Run the benchmark."""
     cli = parser(__doc__ or "", fixed=True)
-    cli.add_argument("--faults", type=int, default=None, help=f"trials go on until so many (default: {NUM_FAULTS})")
+    cli.add_argument("--faults", type=int, help=f"trials go on until so many (default: {NUM_FAULTS[0]})")
     options = parse(cli, arguments)
-    wanted = options.faults
-    if wanted is None:
-        wanted = 1 if options.quick else NUM_FAULTS
-
+    wanted = options.faults or NUM_FAULTS[options.quick]
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         trials = Trials(options, Path(folder))
         while len(trials.faults) < wanted:
@@ -142,7 +152,7 @@ class Trials:
         kind = "sftp" if number % 2 else "s3"
         faults = plan(number, self.size)
         record: dict[str, Any] = {"trial": number, "store": kind, "commit": commit()}
-        for key in ("faults", "starts_refused", *HARMS):
+        for key in ("faults", REFUSED, *HARMS):
             record[key] = []
 
         with ExitStack() as stack:
@@ -192,7 +202,7 @@ class Trials:
             if sha256_file(reader.folder.artifact(name) / WEIGHTS_FILE) != self.bits[name]:
                 record["bits_lost"].append(name)
                 if not island.faults:
-                    record["members_harmed"].append(f"{name}: other weights")
+                    record[HARMED].append(f"{name}: other weights")
 
         number = record["trial"]
         island = islands[number % len(islands)]

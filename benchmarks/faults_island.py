@@ -7,7 +7,6 @@ import os
 import random
 import shutil
 import signal
-import statistics
 import subprocess
 import threading
 import time
@@ -19,6 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from common import LOGS_SAMPLES, Child
 
 from ddm_lightning.core import remote
@@ -28,6 +28,10 @@ FULL_DISK = "full disk"
 CLOCK = "clock jump"
 LEASE = "end of a lease"
 MINUTE = 60.0
+PAUSES = {"SIGSTOP for 5 s": 5.0, "SIGSTOP for a minute": MINUTE}
+TAKEN_OVER = "SIGSTOP for a minute, taken over elsewhere"
+HARMED = "members_harmed"
+REFUSED = "starts_refused"
 STALL_SECONDS = 5.0
 """A step that lasts longer, instead of half a second, is a stall. A busy machine alone causes two or three seconds."""
 _DISK_MEGABYTES = 64
@@ -57,44 +61,43 @@ int clock_gettime(clockid_t clock, struct timespec *now) {
 _ELSEWHERE = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
 
 
-class Training:
+class Training(Child):
     """A process that trains a member, and the steps that it has begun."""
 
-    def __init__(self, words: Sequence[str], log: Path, before: Sequence[str], variables: dict[str, str]) -> None:
-        self.log = log
-        self.is_elsewhere = bool(before)
+    def __init__(self, words: Sequence[str], file: Path, elsewhere: bool, variables: dict[str, str]) -> None:
+        self.file = file
+        self.is_elsewhere = elsewhere
         self.until = float("inf")
         """Monotonic time after which its steps do not count."""
-        self.process = Child("ddm_lightning", *words, before=before, variables={**variables, "STEP_LOG": str(log)})
+        before = _ELSEWHERE if elsewhere else ()
+        super().__init__("ddm_lightning", *words, before=before, variables={**variables, "STEP_LOG": str(file)})
 
     def steps(self) -> list[tuple[int, float]]:
         """Number and monotonic time of each step that it has begun."""
-        if not self.log.exists():
-            return []
-
         found = []
-        for line in self.log.read_text(encoding="utf-8").splitlines(keepends=True):
-            number, _, began = line.partition(" ")
-            if line.endswith("\n") and float(began) < self.until:
-                found.append((int(number), float(began)))
+        with suppress(FileNotFoundError):
+            *lines, _ = self.file.read_text(encoding="utf-8").split("\n")  # the last one is not yet whole
+            for number, began in map(str.split, lines):
+                if float(began) < self.until:
+                    found.append((int(number), float(began)))
 
         return found
 
     def signal(self, number: int) -> None:
         """Send a signal to the training itself; nothing happens if it has ended."""
-        pid = self.process.pid
-        if self.process.poll() is None:
-            children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()
-            os.kill(int(children[0]) if self.is_elsewhere else pid, number)
+        if self.is_elsewhere and self.poll() is None:
+            os.kill(self.children()[0], number)
+        else:
+            self.send_signal(number)
 
     def end(self) -> tuple[int, str]:
         """Wait for the end; return exit code and last line."""
         try:
-            self.process.wait(_MOST_SECONDS)
+            self.wait(_MOST_SECONDS)
         finally:
-            self.process.kill()
+            self.kill()
 
-        return self.process.returncode, self.process.output().strip().rpartition("\n")[2]
+        return self.returncode, self.output().strip().rpartition("\n")[2]
 
 
 @dataclass
@@ -156,11 +159,11 @@ class Island:
     def kill(self) -> None:
         """Leave no process behind."""
         for training in self.trainings:
-            training.process.kill()
+            training.kill()
 
     def repeat(self) -> None:
         """Run the command of the finished member once more."""
-        self._expect(self._spawn(self._folder).end(), 0)
+        self._expect(self._spawn(self._folder), 0)
 
     def _strike(self, kind: str, began: float) -> float:
         """Do what a fault does, and see to it that the member goes on; return the fault's own seconds."""
@@ -172,39 +175,40 @@ class Island:
             return 0.0
 
         if kind == "two processes for a member":
-            self._expect(self._spawn(self.disk / "rival").end(), 2)
+            self._expect(self._spawn(self.disk / "rival"), 2)
             return 0.0
 
-        if kind.startswith("SIGSTOP"):
+        if kind in PAUSES:
             training.signal(signal.SIGSTOP)
-            if not kind.endswith("taken over elsewhere"):
-                time.sleep(MINUTE if kind.endswith("minute") else 5.0)
-                training.signal(signal.SIGCONT)
-                return time.monotonic() - began
+            time.sleep(PAUSES[kind])
+            training.signal(signal.SIGCONT)
+            return time.monotonic() - began
 
+        if kind == TAKEN_OVER:
+            training.signal(signal.SIGSTOP)
             training.until = began
             self._move()
-            seconds = self._restart(began, _ELSEWHERE)
+            seconds = self._restart(began, elsewhere=True)
             time.sleep(max(0.0, began + MINUTE - time.monotonic()))
             training.signal(signal.SIGCONT)
-            self._expect(training.end(), 2, "has taken it over")
+            self._expect(training, 2, "has taken it over")
             return seconds
 
         if kind == FULL_DISK:
             fill(self.disk / "filler")
-            self._expect(training.end(), 2, "is full")
+            self._expect(training, 2, "is full")
             (self.disk / "filler").unlink()
         elif kind == LEASE:
             self._lease.write_text(str(time.time() + 3600 * self._hours + 10), encoding="ascii")
-            self._expect(training.end(), 130)
+            self._expect(training, 130)
             self._lease.unlink()
             began = training.steps()[-1][1]
         elif kind == "SIGTERM":
             training.signal(signal.SIGTERM)
-            self._expect(training.end(), 130)
+            self._expect(training, 130)
         else:
             training.signal(signal.SIGKILL)
-            training.process.wait()
+            training.wait()
 
         if kind.endswith("corrupted download"):
             with self.works:
@@ -214,44 +218,43 @@ class Island:
             shutil.rmtree(self._folder)
             self._move()
 
-        return self._restart(began, _ELSEWHERE if kind.endswith("elsewhere") else ())
+        return self._restart(began, elsewhere=kind.endswith("elsewhere"))
 
     def _move(self) -> None:
         self._folder = self.disk / f"run-{len(self.trainings)}"
 
-    def _spawn(self, folder: Path, before: Sequence[str] = ()) -> Training:
+    def _spawn(self, folder: Path, elsewhere: bool = False) -> Training:
         words = ["fit", "-c", self.options.config, *self.options.overrides, LOGS_SAMPLES, f"run_dir={folder}"]
         log = self.disk.parent / f"{self.member}-{folder.name}-{len(self.trainings)}.steps"
         words += [f"island.lease_file={self._lease}", f"remote={self.url}", f"member={self.member}"]
-        return Training(words, log, before, self._variables)
+        return Training(words, log, elsewhere, self._variables)
 
-    def _restart(self, since: float | None = None, before: Sequence[str] = ()) -> float:
+    def _restart(self, since: float | None = None, *, elsewhere: bool = False) -> float:
         """Start the member until it trains or is finished; return the seconds from ``since`` to its first step."""
         end = time.monotonic() + _MOST_SECONDS
         while time.monotonic() < end and not self.over.is_set():
-            training = self._spawn(self._folder, before)
+            training = self._spawn(self._folder, elsewhere)
             self.trainings.append(training)
-            while training.process.poll() is None and not training.steps():
+            while training.poll() is None and not training.steps():
                 time.sleep(_POLL_SECONDS)
 
-            if training.steps() or training.process.poll() == 0:
-                steps = training.steps() or [(0, time.monotonic())]
-                began = steps[0][1]
+            if training.steps() or training.poll() == 0:
+                _, began = [*training.steps(), (0, time.monotonic())][0]
                 return began - (since or began)
 
             code, said = training.end()
-            key = "starts_refused" if code == 2 else "members_harmed"
+            key = REFUSED if code == 2 else HARMED
             self.record[key].append(f"{self.member}: a start ended with code {code}: {said}")
             time.sleep(1)
 
-        raise UserError(f"{self.member}: does not start: {self.record['starts_refused']}")
+        raise UserError(f"{self.member}: does not start: {self.record[REFUSED]}")
 
     def _reached(self, step: int | None) -> bool:
         """Wait for a step, or for the end; return whether the member still trains."""
-        while self.training.process.poll() != 0:
+        while self.training.poll() != 0:
             steps = self.training.steps()
-            if self.training.process.poll() is not None:
-                self._expect(self.training.end(), 0)
+            if self.training.poll() is not None:
+                self._expect(self.training, 0)
                 self._restart()
             elif step is not None and steps and steps[-1][0] >= step:
                 return True
@@ -260,9 +263,10 @@ class Island:
 
         return False
 
-    def _expect(self, end: tuple[int, str], code: int, words: str = "") -> None:
-        if end[0] != code or words not in end[1]:
-            self.record["members_harmed"].append(f"{self.member}: ended with code {end[0]}, not {code}: {end[1]}")
+    def _expect(self, training: Training, code: int, words: str = "") -> None:
+        found, said = training.end()
+        if found != code or words not in said:
+            self.record[HARMED].append(f"{self.member}: ended with code {found}, not {code}: {said}")
 
     def useful_and_total(self) -> tuple[float, float]:
         """Seconds of useful steps, and all seconds less those that the faults took themselves; see ``useful_time``."""
@@ -280,14 +284,12 @@ def useful_time(logs: Sequence[Sequence[tuple[int, float]]]) -> tuple[float, flo
     """
     seconds: dict[int, float] = {}
     for log in logs:
-        for (step, began), (_, after) in pairwise(log):
+        for (step, began), (_, after) in pairwise([*log, (0, math.nan)]):
             seconds[step] = after - began
 
-        for step, _ in log[-1:]:
-            seconds[step] = math.nan
-
-    usual = statistics.median(one for one in seconds.values() if not math.isnan(one))
-    useful = sum(one if one <= STALL_SECONDS else usual for one in seconds.values())
+    each = np.array(list(seconds.values()))
+    usual = np.nanmedian(each)
+    useful = np.where(each <= STALL_SECONDS, each, usual).sum()
     times = [began for log in logs for _, began in log]
     return useful, max(times) + usual - min(times)
 

@@ -27,7 +27,7 @@ from common import Report, load, origin_of_results, parse, parser, run, save_fig
 from flop_report import Results, curves_figure, tables_of
 from flop_sampling import METHODS, Settings, Task, sample_all
 from flop_scores import HEADLINE, OTHER, PLAIN, Judge, Point, figures_of
-from flop_training import TRAIN, Job, Study, Variant, check_shares, variants_of
+from flop_training import TRAIN, Job, Study, Variant, variants_of
 
 from ddm_lightning.config.validate import check_experiment
 from ddm_lightning.core.errors import UserError
@@ -67,7 +67,6 @@ def main(arguments: Sequence[str] | None) -> None:
         options.overrides = [*options.overrides, *_quick(options)]
 
     budgets = sorted(set(options.budgets))
-    check_shares("--budgets", budgets)
     check_experiment(load(options), options.config)
     seeds = range(options.first_seed, options.first_seed + options.seeds)
     study = Study(options, [Variant("main", budgets=budgets, seeds=seeds), *variants_of(options.variants)])
@@ -103,13 +102,10 @@ def show_plan(study: Study) -> None:
     table = Report("Trainings", ["variant, member", "trainings", "steps", "TFLOP each"])
     groups: dict[tuple[str, str], list[Job]] = {}
     total = 0.0
-    left = 0.0
     for job in study.jobs():
         kind = "expert" if job.member.startswith("expert-") else job.member
         groups.setdefault((job.variant.name, kind), []).append(job)
         total += job.flops
-        if not study.is_done(job):
-            left += job.flops
 
     for (variant, kind), group in groups.items():
         job = group[0]
@@ -122,7 +118,7 @@ def show_plan(study: Study) -> None:
         "all images and k-means, paid once and charged at every budget). The monolith takes the same FLOPs in more "
         "steps."
     )
-    table.note(f"All trainings: {total / 1e12:,.1f} TFLOP, {left / 1e12:,.1f} of them left.")
+    table.note(f"All trainings: {total / 1e12:,.1f} TFLOP.")
     table.show()
 
 

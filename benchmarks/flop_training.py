@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 from common import all_of, call, load, start
@@ -21,22 +22,26 @@ from omegaconf import OmegaConf
 from torch.utils.flop_counter import FlopCounterMode
 
 from ddm_lightning.config.experiment import Experiment
+from ddm_lightning.config.load import read_yaml
 from ddm_lightning.config.merge import expert_clusters
-from ddm_lightning.core.errors import UserError, first_line
+from ddm_lightning.core import checks
+from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_folder
 from ddm_lightning.core.registry import FEATURES
 from ddm_lightning.ensemble.manifest import write_ensemble
+from ddm_lightning.islands.plan_data import data_of
 from ddm_lightning.members.cost import MemberCost
 from ddm_lightning.members.member import Member
 from ddm_lightning.members.meta import read_meta
 from ddm_lightning.members.roles import MONOLITH, ROUTER, batch_size_of, ensemble_members
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import RunFolder
-from ddm_lightning.shards.manifest import DataSizes, Manifest, manifest_path
+from ddm_lightning.shards.manifest import manifest_path
 
 ENSEMBLE = "ensemble"
 TRAIN = {"both": (ENSEMBLE, MONOLITH), ENSEMBLE: (ENSEMBLE,), MONOLITH: (MONOLITH,)}
 """What a variant trains."""
+_FORM = "benchmarks/variants_….yaml show the form"
 
 
 @dataclass(frozen=True)
@@ -51,13 +56,15 @@ class Costs:
     """Features of all images, and k-means on them; 0 for a partition that needs no features."""
 
     @classmethod
-    def of(cls, experiment: Experiment, sizes: Manifest | DataSizes, num_samples: int) -> Costs:
+    def of(cls, experiment: Experiment, num_samples: int) -> Costs:
         """Count the operations of the networks, and the multiply-adds of k-means."""
-        flops = dict.fromkeys((MONOLITH, ROUTER), 0.0)
-        for name in {MONOLITH, *ensemble_members(experiment)} & flops.keys():
-            flops[name] = MemberCost(Member.resolve(name, experiment, sizes)).flops()
+        sizes = data_of(experiment).sizes
+        expert = MemberCost(Member.resolve(MONOLITH, experiment, sizes)).flops()
+        router = 0.0
+        if ROUTER in ensemble_members(experiment):
+            router = MemberCost(Member.resolve(ROUTER, experiment, sizes)).flops()
 
-        return cls(flops[MONOLITH], flops[ROUTER], partition_flops(experiment, num_samples))
+        return cls(expert, router, partition_flops(experiment, num_samples))
 
 
 def partition_flops(experiment: Experiment, num_samples: int) -> float:
@@ -81,10 +88,10 @@ def partition_flops(experiment: Experiment, num_samples: int) -> float:
 class Variant:
     """Settings under which the ensemble, the monolith or both are trained."""
 
-    name: str
+    name: str = ""
     overrides: Sequence[str] = ()
     """Settings ``key=value`` that differ from the experiment's."""
-    train: str = "both"
+    train: Annotated[str, checks.one_of(TRAIN)] = "both"
     """A key of ``TRAIN``."""
     budgets: Sequence[float] = (1.0,)
     """Shares of the experiment's budget, ascending."""
@@ -94,11 +101,9 @@ class Variant:
     """Share of the budget at which the experts branch off the main monolith of their seed, whose FLOPs are charged to
     them; 0 for random initial weights."""
 
-
-def check_shares(where: str, budgets: Sequence[float]) -> None:
-    """Refuse budgets that are no shares of the experiment's steps."""
-    if min(budgets) <= 0 or max(budgets) > 1:
-        raise UserError(f"{where} = {budgets}: give shares above 0 and at most 1")
+    def __post_init__(self) -> None:
+        if min(self.budgets) <= 0 or max(self.budgets) > 1:
+            raise UserError(f"budgets = {self.budgets}: give shares above 0 and at most 1")
 
 
 def variants_of(words: Sequence[str]) -> list[Variant]:
@@ -114,27 +119,14 @@ def variants_of(words: Sequence[str]) -> list[Variant]:
         return []
 
     path, *names = words
-    where = f"--variants {path}"
-    known = {}
-    try:
-        document: Any = OmegaConf.to_container(OmegaConf.load(path))
-        for name, entry in document.items():
-            known[name] = Variant(name, **entry)
-    except (OSError, TypeError) as error:
-        problem = f"is not a file of variants ({first_line(error)}); benchmarks/variants_….yaml show the form"
-        raise UserError(f"{where}: {problem}") from None
-
+    document = OmegaConf.to_container(read_yaml(Path(path), _FORM))
+    known = checks.record(document, dict[str, Variant], path, _FORM)
     chosen = []
     for name in names or known:
         if name not in known:
-            raise UserError(f"{where}: no variant {name!r}; known: {', '.join(known)}")
+            raise UserError(f"{path}: no variant {name!r}; known: {', '.join(known)}")
 
-        variant = known[name]
-        if variant.train not in TRAIN:
-            raise UserError(f"{where}: {name}: train = {variant.train!r} is none of {', '.join(TRAIN)}")
-
-        check_shares(f"{where}: {name}: budgets", variant.budgets)
-        chosen.append(variant)
+        chosen.append(replace(known[name], name=name))
 
     return chosen
 
@@ -189,7 +181,7 @@ class Study:
                 "add it with --seeds, or change the variant's seeds"
             )
 
-        experiment = self.settings_of(variant)
+        experiment = self.prepared(variant).experiment
         if experiment.expert.overrides:
             raise UserError(f"variant {variant.name}: FLOPs are matched for equal experts; remove expert.overrides")
 
@@ -200,17 +192,13 @@ class Study:
                 "learning rate; set expert.train.schedule and router.train.schedule, or give one budget"
             )
 
-    def settings_of(self, variant: Variant) -> Experiment:
-        """The variant's experiment."""
-        return load(self.options, *variant.overrides)
-
     def prepared(self, variant: Variant) -> Run:
         """The variant's run: shards are those of the experiment, or its own if it prepares otherwise."""
-        folder = RunFolder.of(self.experiment)
-        if any(override.startswith("prepare.") for override in variant.overrides):
-            folder = RunFolder(self.root / variant.name / "data")
+        settings = [*variant.overrides]
+        if any(override.startswith("prepare.") for override in settings):
+            settings.append(f"run_dir={self.root / variant.name / 'data'}")
 
-        return Run(self.settings_of(variant), folder)
+        return Run(load(self.options, *settings))
 
     @property
     def main(self) -> Run:
@@ -225,14 +213,13 @@ class Study:
         """
         for variant in self.variants:
             folder = self.prepared(variant).folder
-            if not is_prepared(folder):
+            if not manifest_path(folder.root).exists():
                 call("prepare", self.options, *variant.overrides, f"run_dir={folder.root}")
 
     @cached_property
     def costs(self) -> Costs:
         """Costs of the main experiment."""
-        manifest = self.main.manifest
-        return Costs.of(self.experiment, manifest, manifest.num_samples)
+        return Costs.of(self.experiment, self.main.manifest.num_samples)
 
     @property
     def expert_flops(self) -> float:
@@ -259,16 +246,8 @@ class Study:
         return jobs
 
     def _jobs_of(self, variant: Variant) -> Iterator[Job]:
-        run = self.prepared(variant)
-        experiment = run.experiment
-        main = self.main.manifest
-        if is_prepared(run.folder):
-            costs = Costs.of(experiment, run.manifest, main.num_samples)
-        else:
-            # With --plan, sizes are those of the main comparison, which may have other clusters.
-            sizes = DataSizes(main.x_shape, main.text_size, main.token_shape, main.num_classes)
-            costs = Costs.of(experiment, sizes, main.num_samples)
-
+        experiment = self.prepared(variant).experiment
+        costs = Costs.of(experiment, self.main.manifest.num_samples)
         members: list[str] = []
         for model in TRAIN[variant.train]:
             members += ensemble_members(experiment) if model == ENSEMBLE else [model]
@@ -361,10 +340,6 @@ class Study:
                 for share in variant.budgets:
                     yield variant, seed, share
 
-    def is_done(self, job: Job) -> bool:
-        """Whether the training has passed its last budget."""
-        return self.at_budget(job.variant, job.seed, job.variant.budgets[-1]).has_artifact(job.member)
-
     def _train(self, job: Job) -> None:
         """Train one member from budget to budget, by the command line, as a user would."""
         run = RunFolder(self.root / job.variant.name / f"seed-{job.seed}" / job.member)
@@ -394,8 +369,3 @@ class Study:
             found = read_meta(kept.artifact(job.member)).step
             if found != steps:
                 raise UserError(f"{kept.root}: has {found} steps, the budget asks for {steps}; move it away")
-
-
-def is_prepared(run: RunFolder) -> bool:
-    """Whether the folder has a manifest of shards."""
-    return manifest_path(run.root).exists()

@@ -263,7 +263,7 @@ def _compared(ensemble: DecentralizedEnsemble, reference: DecentralizedEnsemble,
 
 def _pixels(ensemble: DecentralizedEnsemble, settings: Mapping[str, Any]) -> np.ndarray:
     prompts = ["red disc", "blue square"] * 4
-    images, _ = ensemble(prompts, seed=0, output_type="np", return_dict=False, **{"precision": "32-true", **settings})
+    images = ensemble(prompts, seed=0, output_type="np", **{"precision": "32-true", **settings}).images
     return np.reshape(images, (len(prompts), -1))
 
 

@@ -79,10 +79,10 @@ def test_trainings_that_cannot_be_compared_are_refused(tmp_path, override, varia
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("a: {train: nothing}", "train = 'nothing' is none of both, ensemble, monolith"),
-        ("a: {colour: red}", "is not a file of variants"),
+        ("a: {train: nothing}", "key 'a.train' = 'nothing': must be one of both, ensemble, monolith"),
+        ("a: {colour: red}", "unknown key 'a.colour'"),
         ("b: {}", "no variant 'a'; known: b"),
-        ("a: {budgets: [2]}", r"a: budgets = \[2\]: give shares above 0 and at most 1"),
+        ("a: {budgets: [2]}", r"budgets = \[2.0\]: give shares above 0 and at most 1"),
     ],
 )
 def test_bad_variants_are_refused(tmp_path, text, words):
