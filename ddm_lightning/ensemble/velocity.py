@@ -21,7 +21,7 @@ from ddm_lightning.ensemble.residency import ResidentExperts
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.path import Samples, Times, expand_rows, guided, velocity_of
 from ddm_lightning.flow.spec import ConditionSpec
-from ddm_lightning.members.cost import flops_per_sample
+from ddm_lightning.members.cost import forward_flops
 from ddm_lightning.networks.blocks import check_compiler, compile_blocks
 from ddm_lightning.networks.calibration import temperature_at
 from ddm_lightning.networks.rows import IndependentRows
@@ -184,7 +184,7 @@ class Ensemble:
 
             for x_shape, num in work.images.items():
                 if rows:
-                    flops += rows * num / num_images * flops_per_sample(network, x_shape, condition, backward=False)
+                    flops += rows * num / num_images * forward_flops(network, x_shape, condition)
 
         return Cost(flops / num_images / 1e9, work.active / max(1, work.rows))
 

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import BaseTorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from ddm_lightning.config.experiment import IslandConfig, TrainConfig
 from ddm_lightning.core.devices import peak_of_this_device
@@ -34,6 +35,15 @@ NUM_AT_ONCE = 1 << 20
 """Elements that ``CompactAdamW`` brings to float32 at once, unless one parameter has more."""
 _COMPACT_STEP = 25
 """Bytes that it takes for each of them: weight, moments, random bits and codes."""
+_SMALL = 2e10
+"""Most parameters times height and width of a network that is evaluated to count its FLOPs, in less than a second."""
+_FORMULAS = {
+    # The counter does not know attention as torch computes it on a CPU.
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[
+        torch.ops.aten._scaled_dot_product_flash_attention
+    ],
+    **flop_registry,
+}
 
 
 def flops_per_sample(
@@ -53,6 +63,49 @@ def flops_per_sample(
             output.sum().backward()
 
     return counter.get_total_flops() / num
+
+
+class _Counter:
+    """FLOPs of the operations inside.
+
+    The method is not in the mode's own class, because torch would import its compiler for it, which takes a second.
+    """
+
+    flops = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        out = function(*args, **given)
+        formula = _FORMULAS.get(function.overloadpacket)
+        if formula is not None:
+            self.flops += formula(*args, **given, out_val=out)
+
+        return out
+
+
+class _CountingMode(_Counter, TorchDispatchMode):
+    """See ``_Counter``."""
+
+
+def forward_flops(network: nn.Module, x_shape: tuple[int, int, int], condition: ConditionSpec) -> float:
+    """``flops_per_sample`` of a forward pass, of a network with its weights.
+
+    A small one is evaluated on its own device. For the meta device torch would import its compiler, which takes longer.
+    """
+    num_parameters = sum(parameter.numel() for parameter in network.parameters())
+    if num_parameters * math.prod(x_shape[1:]) > _SMALL:
+        return flops_per_sample(network, x_shape, condition, backward=False)
+
+    num = 2
+    device = next(network.parameters(), torch.empty(0)).device
+    uncompiled = copy.deepcopy(network, _shared(network)).eval()
+    inputs = _example(x_shape, condition, num, device)
+    counting = _CountingMode()  # type: ignore[no-untyped-call]  # of torch
+    # Torch has fused operators without a formula; it does not take them inside a mode of functions.
+    with torch.inference_mode(False), torch.no_grad(), BaseTorchFunctionMode(), counting:
+        uncompiled(*inputs)
+
+    return counting.flops / num
 
 
 def flops_by_shape(network: nn.Module, member: Member, *, backward: bool) -> list[float]:
@@ -86,7 +139,7 @@ def mean_flops(flops: Sequence[float], member: Member) -> float:
 
 
 def _example(
-    x_shape: tuple[int, int, int], condition: ConditionSpec, num: int, device: str
+    x_shape: tuple[int, int, int], condition: ConditionSpec, num: int, device: str | torch.device
 ) -> tuple[Tensor, Tensor, Condition | None]:
     """``x_t``, ``t`` and condition of ``num`` samples."""
     rows = None
@@ -113,11 +166,16 @@ def _tensors(value: object) -> Iterator[Tensor]:
             yield from _tensors(part)
 
 
+def _shared(network: nn.Module) -> dict[int, Tensor]:
+    """All tensors of a network by identity: a memo for a deep copy that shares them."""
+    tensors = (value for module in network.modules() for value in _tensors(vars(module)))
+    return {id(value): value for value in tensors}
+
+
 def _empty_copy(network: nn.Module, device: str, dtype: torch.dtype | None = None) -> nn.Module:
     """A copy with empty tensors on ``device``; ``dtype`` is that of its parameters, by default their own."""
     # Tensors that are neither, such as tables of positions, are shared: fake ones cannot be copied.
-    plain = (value for module in network.modules() for value in _tensors(vars(module)))
-    memo: dict[int, Tensor] = {id(value): value for value in plain}
+    memo = _shared(network)
     memo |= {
         id(parameter): nn.Parameter(torch.empty_like(parameter, device=device, dtype=dtype), parameter.requires_grad)
         for parameter in network.parameters()

@@ -1,8 +1,11 @@
 import pytest
 import torch
+from torch import nn
 
+from ddm_lightning.core.registry import EXPERTS
 from ddm_lightning.flow.spec import ConditionSpec
-from ddm_lightning.members.cost import flops_per_sample
+from ddm_lightning.members import cost
+from ddm_lightning.members.cost import flops_per_sample, forward_flops
 from ddm_lightning.networks.dit import DiT, RouterDiT
 from ddm_lightning.networks.mmdit import MMDiT
 
@@ -67,3 +70,62 @@ def test_dit_xl_2_is_that_of_its_paper():
         network = DiT(x_shape=(4, 32, 32), condition=spec, size="XL", patch_size=2)
 
     assert flops_per_sample(network, (4, 32, 32), spec, backward=False) == pytest.approx(237.3e9, rel=0.02)
+
+
+class Plugin(nn.Module):
+    """Layers that torch fuses without gradients, convolutions of groups, and one that is transposed."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.ConvTranspose2d(3, 6, 2, 2, groups=3)
+        self.down = nn.Conv2d(6, 16, 3, 2, 1, groups=2)
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, batch_first=True), 2)
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.memory = nn.GRU(16, 16, batch_first=True)
+
+    def forward(self, x_t, t, condition):
+        x = self.encoder(self.down(self.up(x_t)).flatten(2).mT)
+        x, _ = self.attention(x, x, x, need_weights=False)
+        x, _ = self.memory(x)
+        return torch.einsum("bnc,bmc->bnm", x, x) + t.view(-1, 1, 1)
+
+
+def networks():
+    """Every expert that needs no other package, of every condition that it takes; a router and a plug-in."""
+    for spec in SPECS:
+        for name in ("dit", "mmdit", "unet"):
+            if name != "mmdit" or spec.kind == "tokens":
+                params = {"width": 16} if name == "unet" else SMALL
+                yield spec, EXPERTS.build(name, params, x_shape=SHAPE, condition=spec)
+
+    yield SPECS[1], DiT(x_shape=SHAPE, condition=SPECS[1], **SMALL, **ALL_OPTIONS)
+    yield SPECS[0], RouterDiT(x_shape=SHAPE, condition=SPECS[0], num_clusters=2, **SMALL)
+    yield SPECS[0], Plugin()
+
+
+def test_the_count_with_weights_is_that_without():
+    """On the CPU as on the meta device; nothing of the network is changed."""
+    for spec, network in networks():
+        with torch.no_grad():
+            expected = flops_per_sample(network, SHAPE, spec, backward=False)
+
+        assert forward_flops(network, SHAPE, spec) == expected > 0
+        assert network.training
+
+
+@pytest.mark.parametrize(("limit", "device"), [(1e9, "cpu"), (1, "meta")])
+def test_a_large_network_is_counted_without_data(limit, device, monkeypatch):
+    monkeypatch.setattr(cost, "_SMALL", limit)
+    network = Plugin()
+    devices = []
+    network.down.register_forward_pre_hook(lambda _, inputs: devices.append(inputs[0].device.type))
+    forward_flops(network, SHAPE, SPECS[0])
+    assert devices == [device]
+
+
+def test_a_compiled_network_is_counted_without_its_compiler():
+    network = DiT(x_shape=SHAPE, condition=SPECS[1], **SMALL)
+    expected = forward_flops(network, SHAPE, SPECS[1])
+    network.compile(backend=lambda *_: pytest.fail("it was compiled"))
+    with torch.inference_mode():
+        assert forward_flops(network, SHAPE, SPECS[1]) == expected

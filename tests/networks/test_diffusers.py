@@ -29,7 +29,7 @@ from ddm_lightning.ensemble.manifest import single
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.spec import ConditionSpec
 from ddm_lightning.members.artifact import write_artifact
-from ddm_lightning.members.cost import MemberCost
+from ddm_lightning.members.cost import MemberCost, flops_per_sample, forward_flops
 from ddm_lightning.members.load import build_network, load_network
 from ddm_lightning.members.member import Member
 from ddm_lightning.members.run import Run
@@ -373,6 +373,13 @@ def test_an_adapter_is_written_merged_with_its_base(tmp_path):
     with torch.no_grad():
         expected = network.eval()(x_t, t, Condition.of(tokens))
         torch.testing.assert_close(again(x_t, t, tokens).sample, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_count_with_weights_is_that_without(kind):
+    condition = CLASSES if kind == DIT else TOKENS
+    network = built(condition, config={"_class_name": kind} | MODELS[kind])
+    assert forward_flops(network, SHAPE, condition) == flops_per_sample(network, SHAPE, condition, backward=False)
 
 
 @pytest.mark.parametrize("kind", MODELS)

@@ -6,6 +6,7 @@ import itertools
 from typing import Any
 
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from ddm_lightning.networks.blocks import SelfAttention
 from ddm_lightning.training.objective import Objective
@@ -18,7 +19,7 @@ def watch(note):
 
     def noting(self: SelfAttention, *inputs: Any) -> Tensor:
         output = forward(self, *inputs)
-        if not output.is_meta:  # which FLOPs are counted on
+        if not is_in_torch_dispatch_mode():  # of those that count FLOPs
             note(str(output.dtype))
 
         return output
