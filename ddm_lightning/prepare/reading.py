@@ -301,7 +301,7 @@ def _resized(image: Pixels, size: Size, box: tuple[float, ...], whole: bool) -> 
         image = np.array(image[round(top) :, round(left) :][: int(height), : int(width)])
         inner = None
         if _HAS_LANCZOS:
-            pixels = torch.from_numpy(image[None]).permute(0, 3, 1, 2)
+            pixels = torch.from_numpy(image)[None].permute(0, 3, 1, 2)
             resized = functional.interpolate(pixels, size, mode="lanczos", antialias=True)
             return resized[0].permute(1, 2, 0).numpy()
 
