@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ from sample_log import LOGS_SAMPLES
 from shards.mds import WARNINGS
 from tiny_runs import TINY, copy_run, read_status
 from training.members import MEMBER
-from training.short_fits import events, fit, member, trained, weights
+from training.short_fits import SHORT, events, fit, member, trained, weights
+from training.two_processes import fit_in_rank, in_two_processes
 
+from ddm_lightning.cli.parser import main
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.training.checkpoint import check_origin, origin_of
@@ -168,21 +171,67 @@ def test_a_finished_member_without_checkpoints_is_not_trained_on(finished, tmp_p
     assert weights(run) == weights(finished)
 
 
-def test_in_less_memory_too_it_resumes_to_the_bit_and_may_change_its_precision(finished, tmp_path, capsys):
-    less = ("expert.train.optimizer=adamw-8bit", "island.precision=bf16-true")
-    straight = trained(finished / "prepared", tmp_path, *less)
-    wanted = weights(straight)
-    for step in (18, 20):
-        shutil.rmtree(member(straight, "checkpoints", f"step-000000{step}.ckpt"))
+LESS = ("expert.train.optimizer=adamw-8bit", "island.precision=bf16-true", "island.ema=host")
 
-    shutil.rmtree(member(straight, "artifact"))
+
+def interrupt(run, *steps):
+    """Leave the folder as a kill does before ``steps``, each with a checkpoint."""
+    for step in steps:
+        shutil.rmtree(member(run, "checkpoints", f"step-{step:08d}.ckpt"))
+
+    shutil.rmtree(member(run, "artifact"))
+
+
+def test_in_less_memory_too_it_resumes_to_the_bit_and_may_change_its_island(finished, tmp_path, capsys):
+    straight = trained(finished / "prepared", tmp_path, *LESS)
+    wanted = weights(straight)
+    interrupt(straight, 18, 20)
     capsys.readouterr()
-    assert fit(straight, *less) == 0
+
+    assert fit(straight, *LESS) == 0
     assert "from here on" not in capsys.readouterr().err
     assert weights(straight) == wanted != weights(finished)
 
-    assert fit(straight, less[0], "expert.train.max_steps=22") == 0
-    assert 'from here on with island.precision="32-true" (was "bf16-true")' in capsys.readouterr().err
+    one = ["-c", str(TINY), f"run_dir={straight}", *SHORT, *LESS, "sample.member=expert-0", "--num=1"]
+
+    assert main(["sample", *one, f"--out={tmp_path / 'one.png'}"]) == 0
+    assert (tmp_path / "one.png").exists()
+
+    capsys.readouterr()
+    assert fit(straight, LESS[0], "expert.train.max_steps=22") == 0
+
+    words = 'island.precision="32-true" (was "bf16-true"), island.ema="device" (was "host")'
+    assert f"from here on with {words}: the same samples, other rounding and averages" in capsys.readouterr().err
+    assert fit(straight, *LESS[1:], "expert.train.max_steps=24") == 2
+    assert 'expert.train.optimizer (was "adamw-8bit"); set those keys back' in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_two_ranks_in_less_memory_resume_to_the_bit_between_averages_and_one_goes_on(tiny_prepared, tmp_path, capsys):
+    """The last matrix has three rows, for two ranks. Averages take in steps 1 and 10, and the kill is between them."""
+    run = tmp_path / "run"
+    shutil.copytree(tiny_prepared, run / "prepared")
+    settings = (
+        *(
+            *LESS,
+            "expert.network.params.patch_size=1",
+            "expert.train.max_steps=12",
+            "island.checkpoint_every_n_steps=7",
+        ),
+        *("expert.train.ema_widths=[0.1]", "expert.train.ema_snapshots=2", "island.accelerator=cpu"),
+    )
+    two = (*settings, "island.devices=2", "island.strategy=fsdp")
+
+    assert in_two_processes(partial(fit_in_rank, run, two)) == {0: 0, 1: 0}
+
+    files = [member(run, "artifact", "model.safetensors"), *member(run, "ema").glob("*.safetensors")]
+    wanted = [path.read_bytes() for path in files]
+    interrupt(run, 12)
+
+    assert in_two_processes(partial(fit_in_rank, run, two)) == {0: 0, 1: 0}
+    assert len(files) == 3 and [path.read_bytes() for path in files] == wanted
+    assert fit(run, *settings, "expert.train.max_steps=13") == 0
+    assert "island.devices=1 (was 2)" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -9,10 +9,13 @@ import lightning as L
 import torch.distributed as dist
 from deadline import within
 from lightning.fabric.utilities.warnings import disable_possible_user_warnings
+from torch.distributed.distributed_c10d import _get_default_store
+from training.short_fits import fit
 
 from ddm_lightning.config.experiment import IslandConfig
 from ddm_lightning.core.environment import Ranks
 from ddm_lightning.members.cost import State
+from ddm_lightning.training import ranks
 from ddm_lightning.training.parallel import choose_strategy, environment
 
 WORLD = 2
@@ -48,6 +51,13 @@ def in_two_processes(task):
         assert problem is None, problem
 
     return {rank: answer for rank, answer, _ in answers}
+
+
+def fit_in_rank(run, settings, rank):
+    """The exit code of a ``fit`` in one of the processes, which need not meet again."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    ranks._store = _get_default_store
+    return fit(run, *settings)
 
 
 def trainer_of(rank, strategy="ddp", num_ranks=WORLD, **settings):
