@@ -15,6 +15,7 @@ import lightning as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.warnings import disable_possible_user_warnings
 
+from ddm_lightning.config.experiment import IslandConfig
 from ddm_lightning.core.devices import (
     autocast,
     check_precision,
@@ -68,10 +69,7 @@ def fit_member(member: Member, run: Run, mine: Ranks) -> MemberStatus:
     if "wandb" in run.experiment.island.loggers:
         require("key 'island.loggers': 'wandb'", "wandb", extra="wandb")
 
-    if member.train.optimizer == "adamw-8bit":
-        require(f"key '{member.role.section}.train.optimizer': 'adamw-8bit'", "torchao", extra="lowmem")
-
-    check_precision(run.experiment.island.precision, device_of(run.experiment.island.accelerator))
+    check_machine(member, run.experiment.island)
     name = member.name
     folder = run.folder.member(name)
     waits = FITTED_BY in os.environ  # a ``fit`` of several members started this process
@@ -94,6 +92,18 @@ def fit_member(member: Member, run: Run, mine: Ranks) -> MemberStatus:
 
     status.state = "done"  # even if it was stopped here and another island finished it
     return status
+
+
+def check_machine(member: Member, island: IslandConfig) -> None:
+    """Check that this machine has what the member's optimizer and the island's precision need.
+
+    Raises:
+        UserError: it has not.
+    """
+    if member.train.optimizer == "adamw-8bit":
+        require(f"key '{member.role.section}.train.optimizer': 'adamw-8bit'", "torchao", extra="lowmem")
+
+    check_precision(island.precision, device_of(island.accelerator))
 
 
 def _train(member: Member, run: Run, status: MemberStatus, mine: Ranks) -> MemberStatus:

@@ -15,7 +15,7 @@ from ddm_lightning.core.environment import ALONE
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.encoders.interfaces import StoredForm
 from ddm_lightning.members.member import Member
-from ddm_lightning.training.fit import quieten
+from ddm_lightning.training.fit import check_machine, quieten
 from ddm_lightning.training.module import MemberModule
 from ddm_lightning.training.objective import OBJECTIVES
 from ddm_lightning.training.parallel import environment
@@ -42,6 +42,7 @@ def samples_per_second(member: Member, island: IslandConfig) -> float:
     if member.role.objective == "distillation":
         raise UserError(f"{member.name}: cannot be measured, as its teacher is not trained yet; name a GPU")
 
+    check_machine(member, island)
     configure_torch(island.accelerator, island.num_threads)
     network = member.add_adapters(member.build_network())
     form = StoredForm("x_0", {"scale": 1.0, "shift": 0.0})

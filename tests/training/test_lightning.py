@@ -15,6 +15,7 @@ from shards.mds import WARNINGS
 from tiny_runs import TINY, copy_run
 from training.short_fits import SHORT, checkpoints, events, fit, member, trained, weights
 
+from ddm_lightning.cli.parser import main
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core import registry
 from ddm_lightning.core.registry import CALLBACKS
@@ -125,6 +126,19 @@ def test_plug_in_callbacks_and_flags_reach_the_trainer(tiny_run, monkeypatch, ca
     assert "counted 120 with SimpleProfiler, anomalies: True" in capsys.readouterr().out
 
 
+@pytest.fixture
+def without_torchao(monkeypatch):
+    installed = registry.distribution
+
+    def distribution(name):
+        if name == "torchao":
+            raise PackageNotFoundError
+        return installed(name)
+
+    monkeypatch.setattr(registry, "distribution", distribution)
+
+
+@pytest.mark.usefixtures("without_torchao")
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
@@ -137,19 +151,19 @@ def test_plug_in_callbacks_and_flags_reach_the_trainer(tiny_run, monkeypatch, ca
         ("island.loggers=[csv,csv]", "each at most once"),
     ],
 )
-def test_what_fit_cannot_use_is_one_line(tiny_run, capsys, monkeypatch, setting, words):
-    installed = registry.distribution
-
-    def without_torchao(name):
-        if name == "torchao":
-            raise PackageNotFoundError
-        return installed(name)
-
-    monkeypatch.setattr(registry, "distribution", without_torchao)
+def test_what_fit_cannot_use_is_one_line(tiny_run, capsys, setting, words):
     assert fit(tiny_run, setting) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert words in line
     assert not member(tiny_run, "checkpoints").exists()
+
+
+@pytest.mark.usefixtures("without_torchao")
+def test_a_plan_that_measures_this_machine_needs_what_fit_needs(tmp_path, capsys):
+    given = ["-c", str(TINY), f"run_dir={tmp_path}", "expert.train.optimizer=adamw-8bit"]
+
+    assert main(["plan", *given, "--only", "expert-0", "--device", "here"]) == 2
+    assert "install it with: pip install 'ddm_lightning[lowmem]'" in capsys.readouterr().err
 
 
 def test_images_go_to_weights_and_biases():
