@@ -24,7 +24,7 @@ SETTINGS = (
     "island.validate_every_n_steps=25",
     "island.checkpoint_every_n_steps=7",
 )
-COMPACT = ["island.precision=bf16-true", "expert.train.optimizer=adamw-8bit"]
+COMPACT = ["island.precision=bf16-true", "expert.train.optimizer=adamw-8bit", "island.ema=host"]
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
