@@ -1,6 +1,9 @@
 """Every experiment file loads, says what it is, and names only plug-ins that exist or admits that they do not."""
 
+import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -143,3 +146,46 @@ def test_ensemble_over_monolith_is_that_of_the_paper(stem, ratio):
         costs[name] = per_sample * member.batch_size * member.train.max_steps
     ensemble = experiment.prepare.partition.num_clusters * costs["expert-0"] + costs["router"]
     assert ensemble / costs["monolith"] == pytest.approx(ratio, abs=0.002)
+
+
+IN_CELLS = {
+    "as it is": "island.devices=1",
+    "checkpointing": "island.activation_checkpointing=true",
+    "`bf16-true`": "island.precision=bf16-true",
+    "`ema: host`": "island.ema=host",
+    "`adamw-8bit`": "expert.train.optimizer=adamw-8bit",
+}
+
+
+# In a process of its own, as compiled blocks need annotations unchecked.
+PEAKS = """
+import json, sys
+from ddm_lightning.config.load import load_experiment
+from ddm_lightning.members.cost import MemberCost
+from ddm_lightning.members.member import Member
+from ddm_lightning.shards.manifest import DataSizes
+
+path, sizes, cells = json.loads(sys.argv[1])
+sizes = DataSizes(**{name: tuple(value) if isinstance(value, list) else value for name, value in sizes.items()})
+for settings in cells:
+    experiment = load_experiment(path, [*settings, "island.devices=1"])
+    cost = MemberCost(Member.resolve("expert-0", experiment, sizes))
+    print(cost.memory(experiment.island, "single").peak)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("stem", LARGE)
+def test_the_table_of_cards_says_what_is_counted(stem):
+    """The settings of each cell fit the card of its column, and take what it says."""
+    text = (FOLDER.parent / "docs" / "training.md").read_text(encoding="utf-8")
+    (row,) = re.findall(rf"^\| `{stem}` \([\d,]+ M.*?\) \| (.+) \|$", text, re.MULTILINE)
+    cells = [re.fullmatch(r"(.+?)(?:: ([\d.]+ GB))?", cell).groups() for cell in row.split(" | ")]
+    settings = [[IN_CELLS.get(word, f"island.{word.strip('`')}") for word in words.split(", ")] for words, _ in cells]
+    sizes = vars(OF_PRX if stem == "prx_8x" else SIZES)
+    given = json.dumps([str(FOLDER / f"{stem}.yaml"), sizes, settings])
+    done = subprocess.run([sys.executable, "-c", PEAKS, given], capture_output=True, check=True, text=True)
+    for gigabytes, (_, told), peak in zip((24, 40, 48, 80), cells, map(int, done.stdout.split()), strict=True):
+        assert peak <= 0.9e9 * gigabytes
+        assert told in (None, f"{peak / 1e9:.1f} GB")
