@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, as_completed, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import FrameType, MappingProxyType, SimpleNamespace
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -85,7 +85,7 @@ def run(main: Callable[[Sequence[str] | None], None]) -> None:
     signal.signal(signal.SIGTERM, interrupt)
     try:
         main(None)
-    except UserError as error:
+    except (UserError, subprocess.CalledProcessError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
@@ -130,7 +130,11 @@ class Child(subprocess.Popen[bytes]):
     """Limit of ``ended``, which then kills it."""
 
     def __init__(
-        self, *words: str, shown: bool = False, before: Sequence[str] = (), variables: Mapping[str, str] | None = None
+        self,
+        *words: str,
+        shown: bool = False,
+        before: Sequence[str] = (),
+        variables: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.words = words
         self.log = None
@@ -143,9 +147,9 @@ class Child(subprocess.Popen[bytes]):
             [*before, sys.executable, "-m", *words],
             stdin=subprocess.DEVNULL,
             stdout=self.log,
-            stderr=None if shown else subprocess.STDOUT,
+            stderr=subprocess.STDOUT,
             start_new_session=True,
-            env={**os.environ, **(variables or {}), "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+            env={**os.environ, **variables, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
         )
         self.running.append(self)
 
@@ -335,25 +339,21 @@ def write_results(
 
 def origin_of_results() -> dict[str, str]:
     """Commit, device and command line."""
-    script = Path(sys.argv[0]).resolve()
-    if script.is_relative_to(REPOSITORY):
-        script = script.relative_to(REPOSITORY)
-
-    command = shlex.join(["python", str(script), *sys.argv[1:]])
+    script, *options = sys.argv
+    command = shlex.join(["python", os.path.relpath(script, REPOSITORY), *options])
     return {"commit": commit(), "device": device(), "command": command}
 
 
 def commit() -> str:
     """Commit of this repository, followed by ``+changes`` if tracked files outside ``results/`` differ from it."""
-    git = ["git", "-C", str(REPOSITORY)]
-    status = ["status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results"]
+    git = "git status --porcelain=v2 --branch --untracked-files=no -- . :!benchmarks/results"
     try:
-        name = subprocess.check_output([*git, "rev-parse", "HEAD"], text=True).strip()
-        changes = subprocess.check_output([*git, *status])
+        oid, *lines = subprocess.check_output(git.split(), cwd=REPOSITORY, text=True).splitlines()
     except (OSError, subprocess.CalledProcessError):
         return "unknown: no git repository"
 
-    if changes:
+    name = oid.rpartition(" ")[2]
+    if not lines[-1].startswith("#"):
         return f"{name}+changes"
 
     return name

@@ -27,11 +27,12 @@ import tempfile
 import threading
 import time
 from argparse import Namespace
-from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import cached_property
+from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from statistics import mean
 from types import SimpleNamespace
@@ -49,7 +50,6 @@ from faults_island import (
     REFUSED,
     TAKEN_OVER,
     Island,
-    clock_variables,
     flip,
     small_disk,
 )
@@ -112,7 +112,7 @@ class Trials:
         self.options = options
         self.folder = folder
         self.home = folder / "undisturbed"
-        self.size = QUICK if options.quick else SIZE
+        self.size = (SIZE, QUICK)[options.quick]
         num_steps = self.size.max_steps
         options.overrides = [
             f"expert.train.max_steps={num_steps}",
@@ -149,8 +149,7 @@ class Trials:
         number = len(self.records)
         folder = self.folder / f"trial-{number}"
         began = time.monotonic()
-        kind = "sftp" if number % 2 else "s3"
-        faults = plan(number, self.size)
+        kind = ("s3", "sftp")[number % 2]
         record: dict[str, Any] = {"trial": number, "store": kind, "commit": commit()}
         for key in ("faults", REFUSED, *HARMS):
             record[key] = []
@@ -162,14 +161,12 @@ class Trials:
             publish_prepared(Run(self._load(self.home, f"remote={url}")), lambda _done, _total: None)
             works = threading.Lock()
             over = threading.Event()
-            impossible = set() if clock_variables(folder / "c") else {CLOCK}
             islands = []
-            for name in MEMBERS:
-                if not stack.enter_context(small_disk(folder / name)):
-                    impossible.add(FULL_DISK)
+            for name, mine in plan(number, self.size).items():
+                if FULL_DISK in dict(mine):
+                    stack.enter_context(small_disk(folder / name))
 
-                usable = [(kind, step) for kind, step in faults[name] if kind not in impossible]
-                islands.append(Island(name, self.options, folder / name, url, usable, works, over, record))
+                islands.append(Island(name, self.options, folder / name, url, mine, works, over, record))
 
             with ThreadPoolExecutor() as pool:
                 failing = pool.submit(fail_store, plan_outages(number, self.size), line, works, over)
@@ -235,20 +232,17 @@ class Trials:
         for kind, each in seconds.items():
             report.row(kind, str(len(each)), f"{mean(each):.1f}")
 
-        totals: Counter[str] = Counter()
-        for record in self.records:
-            totals.update(useful=record["useful_seconds"], total=record["total_seconds"])
-            for key in HARMS:
-                totals[key] += len(record[key])
-                report.notes += map(f"{key}: {{}}".format, record[key])
-
         figures = report.figures
         figures["faults"] = len(self.faults)
         for key in HARMS:
-            figures[key] = totals[key]
+            found = list(chain.from_iterable(map(itemgetter(key), self.records)))
+            figures[key] = len(found)
+            report.notes += map(f"{key}: {{}}".format, found)
 
-        figures["goodput"] = totals["useful"] / totals["total"]
-        figures["hours_of_training"] = totals["total"] / 3600
+        seconds_of = itemgetter("useful_seconds", "total_seconds")
+        useful, total = np.sum(list(map(seconds_of, self.records)), axis=0)
+        figures["goodput"] = useful / total
+        figures["hours_of_training"] = total / 3600
         report.note(", ".join(map("{0[0]} {0[1]:.4g}".format, figures.items())))
         report.details = {"trials": self.records}
         return report
@@ -258,13 +252,12 @@ def plan(number: int, size: SimpleNamespace) -> dict[str, list[tuple[str, int]]]
     """Deal the faults of a trial to all members but one, each at a random step."""
     generator = random.Random(number)
     hit = list(MEMBERS)
-    hit.pop(number % len(MEMBERS))
+    found: dict[str, list[tuple[str, int]]] = {hit.pop(number % len(MEMBERS)): []}
     kinds = generator.sample(size.faults, len(size.faults))
-    found: dict[str, list[tuple[str, int]]] = {member: [] for member in MEMBERS}
     for index, member in enumerate(hit):
         mine = kinds[index :: len(hit)]
-        steps = sorted(generator.sample(range(size.max_steps // 20, int(0.85 * size.max_steps)), len(mine)))
-        found[member] = list(zip(mine, steps, strict=True))
+        steps = generator.sample(range(size.max_steps // 20, int(0.85 * size.max_steps)), len(mine))
+        found[member] = list(zip(mine, sorted(steps), strict=True))
 
     return found
 

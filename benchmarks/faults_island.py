@@ -69,7 +69,7 @@ class Training(Child):
         self.is_elsewhere = elsewhere
         self.until = float("inf")
         """Monotonic time after which its steps do not count."""
-        before = _ELSEWHERE if elsewhere else ()
+        before = _ELSEWHERE * elsewhere
         super().__init__("ddm_lightning", *words, before=before, variables={**variables, "STEP_LOG": str(file)})
 
     def steps(self) -> list[tuple[int, float]]:
@@ -108,7 +108,7 @@ class Island:
     options: Namespace
     """As ``common.start`` takes them."""
     disk: Path
-    """An empty folder."""
+    """An empty folder, or one to be."""
     url: str
     """Where the islands meet."""
     faults: Sequence[tuple[str, int]]
@@ -243,7 +243,7 @@ class Island:
                 return began - (since or began)
 
             code, said = training.end()
-            key = REFUSED if code == 2 else HARMED
+            key = (HARMED, REFUSED)[code == 2]
             self.record[key].append(f"{self.member}: a start ended with code {code}: {said}")
             time.sleep(1)
 
@@ -295,15 +295,11 @@ def useful_time(logs: Sequence[Sequence[tuple[int, float]]]) -> tuple[float, flo
 
 
 def clock_variables(file: Path) -> dict[str, str]:
-    """Environment of a process whose time of day is off by the seconds in ``file``; empty without a C compiler."""
+    """Environment of a process whose time of day is off by the seconds in ``file``; takes a C compiler."""
     file.write_text("0", encoding="ascii")
     library = file.with_suffix(".so")
-    try:
-        command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(library)]
-        subprocess.run(command, input=_CLOCK_SOURCE, text=True, check=True, timeout=60)
-    except (OSError, subprocess.CalledProcessError):
-        return {}
-
+    command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(library)]
+    subprocess.run(command, input=_CLOCK_SOURCE, text=True, check=True, timeout=60)
     return {"LD_PRELOAD": str(library), "CLOCK_FILE": str(file)}
 
 
@@ -339,13 +335,12 @@ def fill(path: Path) -> None:
 
 
 @contextmanager
-def small_disk(folder: Path) -> Iterator[bool]:
-    """Mount a small tmpfs on ``folder`` within the block; yield whether that worked."""
+def small_disk(folder: Path) -> Iterator[None]:
+    """Mount a small tmpfs on ``folder`` within the block; takes the right to do so."""
     folder.mkdir()
     options = ["-t", "tmpfs", "-o", f"size={_DISK_MEGABYTES}m", "tmpfs", str(folder)]
-    mounted = subprocess.run(["mount", *options], capture_output=True, timeout=20, check=False).returncode == 0
+    subprocess.run(["mount", *options], check=True, timeout=20)
     try:
-        yield mounted
+        yield
     finally:
-        if mounted:
-            subprocess.run(["umount", "--lazy", str(folder)], check=True, timeout=20)
+        subprocess.run(["umount", "--lazy", str(folder)], check=True, timeout=20)

@@ -8,6 +8,7 @@ text tokens, with the experiment's precision, compilation and activation checkpo
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 
 import torch
@@ -15,7 +16,6 @@ from common import ACCELERATORS, MEMBER, Report, device_of, load, parse, parser,
 from step_memory import peak_bytes
 
 from ddm_lightning.config.experiment import Experiment
-from ddm_lightning.core import processes
 from ddm_lightning.members.cost import MemberCost, step_cost
 from ddm_lightning.members.member import Member
 from ddm_lightning.shards.manifest import DataSizes
@@ -27,8 +27,7 @@ LATENTS = DataSizes((4, 32, 32), 768, (77, 768), 1000)
 
 def main(arguments: Sequence[str] | None) -> None:
     """Run the benchmark."""
-    processes.begin()
-    processes.end_imports()
+    gc.freeze()  # what is imported is never scanned again, as in ``fit``
     cli = parser(__doc__ or "", device=True)
     cli.add_argument("--batch", type=int, nargs="+", default=[32], help="samples per step; several are taken in turn")
     options = parse(cli, arguments)

@@ -11,10 +11,8 @@ import re
 import resource
 import tempfile
 import time
-from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from common import Report, parse, parser, run, start
 
@@ -23,52 +21,34 @@ SIZES = ((100_000, 1_000_000), (1_000, 10_000))
 _STAGE = re.compile(r"(\w+): done in ([\d.,]+) s")
 
 
-class Measured(NamedTuple):
-    """One call of ``prepare``."""
-
-    stages: dict[str, float]
-    """Seconds by stage."""
-    seconds: float
-    peak_gb: float
-    """Largest memory of a process so far, of this call and earlier ones."""
-    num_files: int
-
-
 def main(arguments: Sequence[str] | None) -> None:
     """Run the benchmark."""
     options = parse(parser(__doc__ or "", fixed=True), arguments)
-    fewer, more = SIZES[options.quick]
-    small = measure(options, fewer)
-    large = measure(options, more)
-    report = Report("Seconds of `prepare` by the number of images", ["stage", f"{fewer:,}", f"{more:,}"])
-    for name, seconds in large.stages.items():
-        report.row(name, f"{small.stages[name]:.1f}", f"{seconds:.1f}")
+    sizes = SIZES[options.quick]
+    found = []
+    for num_samples in sizes:
+        source = f"prepare.source.params={{num_samples: {num_samples}, image_size: 8}}"
+        with tempfile.TemporaryDirectory(prefix="prepare-scale-") as folder:
+            began = time.monotonic()
+            told = start("prepare", options, source, "prepare.num_processes=1", f"run_dir={folder}").ended()
+            seconds = {name: float(number.replace(",", "")) for name, number in _STAGE.findall(told)}
+            seconds["in all"] = time.monotonic() - began
+            found.append(seconds)
+            num_files = sum(path.is_file() for path in (Path(folder) / "prepared").rglob("*"))
 
-    report.row("in all", f"{small.seconds:.1f}", f"{large.seconds:.1f}")
-    figures = report.figures
-    figures["seconds_1m_over_100k"] = large.seconds / small.seconds
-    figures["seconds_1m"] = large.seconds
-    figures["peak_gb_1m"] = large.peak_gb
-    figures["files_1m"] = large.num_files
-    report.note(f"Of {more:,} images: {large.num_files:,} files, at most {large.peak_gb:.2f} GB in a process.")
-    report.finish(options.json)
-
-
-def measure(options: Namespace, num_samples: int) -> Measured:
-    """Prepare so many generated images in one process."""
-    source = f"prepare.source.params={{num_samples: {num_samples}, image_size: 8}}"
-    with tempfile.TemporaryDirectory(prefix="prepare-scale-") as folder:
-        began = time.monotonic()
-        told = start("prepare", options, source, "prepare.num_processes=1", f"run_dir={folder}").ended()
-        seconds = time.monotonic() - began
-        num_files = sum(path.is_file() for path in (Path(folder) / "prepared").rglob("*"))
-
-    stages = {}
-    for name, number in _STAGE.findall(told):
-        stages[name] = float(number.replace(",", ""))
+    fewer, more = found
+    report = Report("Seconds of `prepare` by the number of images", ["stage", *map("{:,}".format, sizes)])
+    for name, each in more.items():
+        report.row(name, f"{fewer[name]:.1f}", f"{each:.1f}")
 
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 / 1e9
-    return Measured(stages, seconds, peak, num_files)
+    figures = report.figures
+    figures["seconds_1m_over_100k"] = more["in all"] / fewer["in all"]
+    figures["seconds_1m"] = more["in all"]
+    figures["peak_gb_1m"] = peak
+    figures["files_1m"] = num_files
+    report.note(f"Of {sizes[1]:,} images: {num_files:,} files, at most {peak:.2f} GB in a process.")
+    report.finish(options.json)
 
 
 if __name__ == "__main__":

@@ -245,7 +245,7 @@ def images(place: Place) -> Iterator[Check]:
     full = {"strategy": "full"}
     yield _compared(few, on_cpu, full)
     yield _compared(here, on_cpu, full | {"compile": place.is_large})
-    yield _compared(here, on_cpu, full | {"precision": "auto"})
+    yield _compared(here, on_cpu, full | {"precision": "auto"}, limit=0.03)
     for way in ("expert", "mixture"):
         yield _compared(here, on_cpu, {"guidance_scale": 3.0, "guidance": way})
 
@@ -254,9 +254,10 @@ def images(place: Place) -> Iterator[Check]:
             yield _compared(here, on_cpu, {"strategy": name})
 
 
-def _compared(ensemble: DecentralizedEnsemble, reference: DecentralizedEnsemble, settings: dict[str, Any]) -> Check:
+def _compared(
+    ensemble: DecentralizedEnsemble, reference: DecentralizedEnsemble, settings: Mapping[str, Any], limit: float = 0.01
+) -> Check:
     difference = abs(_pixels(ensemble, settings) - _pixels(reference, settings)).mean(axis=1)
-    limit = 0.03 if "precision" in settings else 0.01
     what = f"{settings}, {ensemble.about.sample.resident_experts or 'all'} experts resident"
     # Rounding may flip the choice of an expert for a few of them.
     return at_most(f"{what}: median difference of images", float(np.median(difference)), limit)

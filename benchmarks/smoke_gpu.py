@@ -8,6 +8,7 @@ Without a GPU it runs the steps in small sizes.
 
 from __future__ import annotations
 
+import gc
 import tempfile
 import time
 import traceback
@@ -20,7 +21,6 @@ import torch
 from common import ACCELERATORS, Child, Report, device_of, parse, parser, run
 from smoke_commands import Check, Place
 
-from ddm_lightning.core import processes
 from ddm_lightning.core.devices import configure_torch
 from ddm_lightning.core.errors import UserError, first_line
 
@@ -48,8 +48,7 @@ STEPS: dict[int, Step] = dict(
 
 def main(arguments: Sequence[str] | None) -> None:
     """Run the steps."""
-    processes.begin()
-    processes.end_imports()
+    gc.freeze()  # what is imported is never scanned again, as in ``fit``
     cli = parser(__doc__ or "", fixed=True, device=True)
     cli.add_argument("--steps", type=int, nargs="+", choices=STEPS, help="default: all; 11 needs two GPUs")
     options = parse(cli, arguments)

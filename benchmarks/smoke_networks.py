@@ -107,7 +107,7 @@ class Between(L.Callback):
         """Allow waiting in steps that log, and before the first one that does."""
         waits = trainer.global_step < LOG_EVERY or (trainer.global_step + 1) % LOG_EVERY == 0
         if self.on_gpu:
-            torch.cuda.set_sync_debug_mode("default" if waits else "error")
+            torch.cuda.set_sync_debug_mode(("error", "default")[waits])
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
         """Keep a loss that was logged."""

@@ -9,6 +9,7 @@ batch of each in turn, with those on one shape instead.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import statistics
 import tempfile
@@ -22,8 +23,6 @@ from common import GRIDS, Report, call, device_of, load, parse, parser, run
 from step_clock import Seconds, grouped, in_turn, median, ratio, ratios
 from step_loops import Trained, train
 from step_networks import XL2, Sizes, Step, diffusers_side, our_side, random_batch
-
-from ddm_lightning.core import processes
 
 STEPS_PER_TURN = 5
 TURNS_PER_GROUP = 5
@@ -95,9 +94,7 @@ SIZES = ((16, 200, 30), (3, 40, 3))
 
 def main(arguments: Sequence[str] | None) -> None:
     """Run the benchmark."""
-    # As ``fit`` does: exempt imported objects from garbage collection.
-    processes.begin()
-    processes.end_imports()
+    gc.freeze()  # what is imported is never scanned again, as in ``fit``
     cli = parser(__doc__ or "", fixed=True, device=True)
     cli.add_argument("--shapes", action="store_true", help="compare nine shapes with one, and nothing else")
     options = parse(cli, arguments)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import lightning as L
 import torch
 from common import MEMBER
-from step_clock import Seconds, now, since
+from step_clock import Seconds, now, since, timed
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -108,10 +109,9 @@ class BareLoop:
 
 
 class TakeTurns(L.Callback):
-    """Stops the Trainer's clock every ``steps`` steps while the bare loop takes equally many.
+    """Stops the Trainer's clock after every ``steps`` steps while the bare loop takes equally many.
 
-    A turn of the Trainer lasts from the beginning of a step to the beginning of a later one, so it includes all work
-    between steps.
+    A turn of the Trainer lasts from the end of a step to the end of a later one, so it includes all work between steps.
     """
 
     def __init__(self, loop: BareLoop, steps: int) -> None:
@@ -123,24 +123,12 @@ class TakeTurns(L.Callback):
         """Time of each turn of the bare loop."""
         self._start = now()
 
-    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
         """Let the bare loop take its turn when it is due."""
         if trainer.global_step % self.steps == 0:
-            if trainer.global_step > 0:
-                self._end_of_turn()
-
-            start = now()
-            self.loop.take(self.steps)
-            self.bare.append(since(start, self.loop.device))
+            self.ours.append(since(self._start, self.loop.device))
+            self.bare.append(timed(partial(self.loop.take, self.steps), self.loop.device))
             self._start = now()
-
-    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
-        """End the last turn, which no further step ends."""
-        if trainer.global_step == trainer.max_steps:
-            self._end_of_turn()
-
-    def _end_of_turn(self) -> None:
-        self.ours.append(since(self._start, self.loop.device))
 
 
 @dataclass(frozen=True)

@@ -82,6 +82,12 @@ def diffusers_side(sizes: Sizes, *, nearest: bool) -> Side:
     """
     from diffusers import DiTTransformer2DModel
 
+    title = "diffusers"
+    activation = "gelu-approximate"
+    if nearest:
+        title = "diffusers, shared embedder, exact GELU"
+        activation = "gelu"
+
     network = DiTTransformer2DModel(
         num_attention_heads=sizes.num_heads,
         attention_head_dim=sizes.width // sizes.num_heads,
@@ -91,7 +97,7 @@ def diffusers_side(sizes: Sizes, *, nearest: bool) -> Side:
         sample_size=sizes.edge,
         patch_size=sizes.patch_size,
         num_embeds_ada_norm=NUM_CLASSES,
-        activation_fn="gelu" if nearest else "gelu-approximate",
+        activation_fn=activation,
     )
     if nearest:
         for block in network.transformer_blocks:
@@ -101,7 +107,6 @@ def diffusers_side(sizes: Sizes, *, nearest: bool) -> Side:
         predicted: Tensor = network(x_t, (1000 * t).long(), classes, return_dict=False)[0]
         return predicted
 
-    title = "diffusers, shared embedder, exact GELU" if nearest else "diffusers"
     return Side(title, network.train(), predict)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -38,9 +39,9 @@ def test_repeated_steps_and_stalls_are_not_useful():
 
 
 def test_a_clock_jumps_for_one_process_and_its_other_clocks_do_not(tmp_path):
-    variables = clock_variables(tmp_path / "clock")
-    if not variables:
+    if not shutil.which("cc"):
         pytest.skip("needs a C compiler")
+    variables = clock_variables(tmp_path / "clock")
     (tmp_path / "clock").write_text("-3600")
     command = [sys.executable, "-c", "import time; print(time.time(), time.monotonic())"]
     done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, check=True)

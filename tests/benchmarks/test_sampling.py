@@ -19,4 +19,4 @@ def test_the_ways_differ_in_time_alone(tmp_path: Path) -> None:
     assert not torch.allclose(images["top-1"], images["full"])
     times = {name: [Seconds(float(k + 1), 0.0)] for k, name in enumerate(ways)}
     figures = sampling.report_of(times, experiment).figures
-    assert figures["full_over_k_monoliths"] == 4 / 8 and figures["residency_over_resident"] == 5 / 4
+    assert figures["ours_over_paper_loop"] == 2 / 3 and figures["residency_over_resident"] == 5 / 4
