@@ -20,8 +20,7 @@ import boto3
 import torch
 from common import Report, parse, parser, run, store
 from dataloader import BATCH_SIZE, NUM_SAMPLES, epoch, write
-from step import HEADINGS, add_ratio
-from step_clock import Seconds, timed
+from step_clock import HEADINGS, Seconds, add_ratio, timed
 
 import ddm_lightning.core.filesystems  # noqa: F401  # before the clock starts
 from ddm_lightning.shards.datamodule import ClusterDataModule

@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from common import GRIDS, Report, parse, parser, run
-from step import HEADINGS, add_ratio
-from step_clock import grouped, in_turn
+from step_clock import HEADINGS, add_ratio, grouped, in_turn
 
 from ddm_lightning.core.buckets import Bucket
 from ddm_lightning.core.files import sha256_file

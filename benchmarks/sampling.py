@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from common import Report, device_of, load, parse, parser, run
 from safetensors.torch import load_file, save_file
-from step_clock import Seconds, in_turn, median, ratio
+from step_clock import HEADINGS, Seconds, add_ratio, in_turn
 from torch import Tensor, nn
 
 from ddm_lightning.config.experiment import Experiment, SampleConfig
@@ -142,13 +142,10 @@ def report_of(times: Mapping[str, list[Seconds]], experiment: Experiment) -> Rep
     """The table and the figures."""
     experts = f"K = {experiment.prepare.partition.num_clusters} experts of {experiment.expert.network.params}"
     title = f"Sampling {BATCH_SIZE} images in {NUM_STEPS} steps: {experts}"
-    report = Report(title, ["", "seconds", "over the monolith"])
-    for name, turns in times.items():
-        report.row(name, f"{median(turns):.2f}", f"{ratio(turns, times['monolith']):.2f}")
-
+    report = Report(title, HEADINGS)
     for figure, (way, other) in RATIOS.items():
         if way in times:
-            report.figures[figure] = ratio(times[way], times[other])
+            add_ratio(report, figure, f"{way} (ours), {other} (other)", times[way], times[other])
 
     return report
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import statistics
 import tempfile
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -20,40 +19,24 @@ from pathlib import Path
 
 import torch
 from common import GRIDS, Report, call, device_of, load, parse, parser, run
-from step_clock import Seconds, grouped, in_turn, median, ratio, ratios
+from step_clock import HEADINGS, add_ratio, grouped, in_turn
 from step_loops import Trained, train
 from step_networks import XL2, Sizes, Step, diffusers_side, our_side, random_batch
 
 STEPS_PER_TURN = 5
 TURNS_PER_GROUP = 5
 STEPS_PER_GROUP = STEPS_PER_TURN * TURNS_PER_GROUP
+FULL = "32-true"
 HALF = "bf16-mixed"
-HEADINGS = ["", "ours, ms per step", "other, ms per step", "ratio", "lowest", "highest", "ratio of CPU times"]
+ENDS = {FULL: "", HALF: "_bf16_compiled"}
+"""Ends of the figures' names: in bfloat16, our blocks are compiled, too, as with ``island.compile``."""
 SMALL = Sizes(width=384, depth=6, num_heads=6, edge=16, batch_size=4)
-
-
-@dataclass(frozen=True)
-class Networks:
-    """Settings under which our network is compared with others."""
-
-    end: str
-    """Suffix of its figures' names."""
-    sizes: Sizes
-    precision: str
-    """As ``island.precision``; in bfloat16, our blocks are compiled, too, as with ``island.compile``."""
-
-    @property
-    def compiled(self) -> bool:
-        """Whether our blocks are compiled."""
-        return self.precision == HALF
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loop(Sizes):
     """Sizes of a member to train on coloured shapes."""
 
-    end: str = ""
-    """Suffix of its figures' names."""
     text_size: int
 
     def overrides(self, folder: Path, num_groups: int, device: str, num_samples: int) -> list[str]:
@@ -76,18 +59,16 @@ class Loop(Sizes):
 
 
 ISLANDS = {
-    "cpu": ["island.accelerator=cpu", "island.precision=32-true", "island.compile=false"],
+    "cpu": ["island.accelerator=cpu", f"island.precision={FULL}", "island.compile=false"],
     "cuda": ["island.accelerator=gpu", f"island.precision={HALF}", "island.compile=true"],
 }
 LOOPS = {
     "cpu": Loop(width=256, depth=4, num_heads=4, edge=16, text_size=64, batch_size=8),
     "cuda": Loop(width=1152, depth=28, num_heads=16, edge=32, text_size=768, batch_size=16),
 }
-NETWORKS = {
-    "cpu": (Networks("", SMALL, "32-true"), Networks("_bf16_compiled", SMALL, HALF)),
-    "cuda": (Networks("", XL2, HALF),),
-}
-DEMO = Loop(end="_demo", width=128, depth=4, num_heads=4, patch_size=4, edge=24, text_size=512, batch_size=16)
+DEMO = Loop(width=128, depth=4, num_heads=4, patch_size=4, edge=24, text_size=512, batch_size=16)
+NETWORKS = {"cpu": [(SMALL, FULL), (SMALL, HALF)], "cuda": [(XL2, HALF)]}
+"""Sizes and precision of our network and others."""
 SIZES = ((16, 200, 30), (3, 40, 3))
 """Groups of turns, batches of an epoch (a new one costs time), and rounds of the networks: in all, with ``--quick``."""
 
@@ -103,27 +84,23 @@ def main(arguments: Sequence[str] | None) -> None:
     torch.set_num_threads(1)
     num_groups, num_batches, num_rounds = SIZES[options.quick]
     report = Report(f"One optimizer step on {name}, one thread", HEADINGS)
-    if options.shapes:
-        for kind in NETWORKS[name]:
-            add_shapes(report, kind, device, num_rounds // 3)
+    add = add_shapes
+    if not options.shapes:
+        add = add_networks
+        for end, loop in (("", LOOPS[name]), ("_demo", DEMO)):
+            with tempfile.TemporaryDirectory(prefix="step-") as folder:
+                overrides = loop.overrides(Path(folder), num_groups, name, num_batches * loop.batch_size)
+                add_loop(report, end, loop, trained(options, overrides))
 
-        report.finish(options.json)
-        return
+        report.note(
+            "Networks are compared by forward, backward and fused AdamW. In diffusers' AdaLayerNormZero each block has "
+            "its own embedder of time and class; with a shared embedder, which each block still calls, it has as many "
+            "parameters as ours."
+        )
 
-    with tempfile.TemporaryDirectory(prefix="step-") as folder:
-        for loop in (LOOPS[name], DEMO):
-            run_dir = Path(folder) / f"run{loop.end}"
-            overrides = loop.overrides(run_dir, num_groups, name, num_batches * loop.batch_size)
-            add_loop(report, loop, trained(options, overrides))
+    for sizes, precision in NETWORKS[name]:
+        add(report, sizes, precision, device, num_rounds)
 
-    for kind in NETWORKS[name]:
-        add_networks(report, kind, device, num_rounds)
-
-    report.note(
-        "Networks are compared by forward, backward and fused AdamW. In diffusers' AdaLayerNormZero each block has its "
-        "own embedder of time and class; with a shared embedder, which each block still calls, it has as many "
-        "parameters as ours."
-    )
     report.note(
         "Ratios are medians over neighbouring groups of turns. CPU times are disturbed less. Times are medians."
     )
@@ -137,35 +114,34 @@ def trained(options: Namespace, overrides: Sequence[str]) -> Trained:
     return train(load(options, *overrides), STEPS_PER_TURN)
 
 
-def add_loop(report: Report, loop: Loop, trained: Trained) -> None:
+def add_loop(report: Report, end: str, loop: Loop, trained: Trained) -> None:
     """Add the row and the figures of the loops, without the first group, which warms up."""
     ours = grouped(trained.ours, TURNS_PER_GROUP, STEPS_PER_GROUP)[1:]
     bare = grouped(trained.bare, TURNS_PER_GROUP, STEPS_PER_GROUP)[1:]
-    title = f"Trainer against a bare loop{loop.end.replace('_', ', ')}: {loop}; same weights: {trained.same}"
-    add_ratio(report, f"trainer_over_bare_loop{loop.end}", title, ours, bare)
-    report.figures[f"same_weights{loop.end}"] = float(trained.same)
+    title = f"Trainer against a bare loop: {loop}; same weights: {trained.same}"
+    add_ratio(report, f"trainer_over_bare_loop{end}", title, ours, bare)
+    report.figures[f"same_weights{end}"] = float(trained.same)
 
 
-def add_networks(report: Report, kind: Networks, device: torch.device, num_rounds: int) -> None:
+def add_networks(report: Report, sizes: Sizes, precision: str, device: torch.device, num_rounds: int) -> None:
     """Add rows and figures of our network against diffusers'."""
     others = {
-        "diffusers": diffusers_side(kind.sizes, nearest=False),
-        "diffusers_nearest": diffusers_side(kind.sizes, nearest=True),
+        "diffusers": diffusers_side(sizes, nearest=False),
+        "diffusers_nearest": diffusers_side(sizes, nearest=True),
     }
-    ways = {"ours": Step(our_side(kind.sizes), kind.sizes, device, kind.precision, compiled=kind.compiled).take}
+    ways = {"ours": Step(our_side(sizes), sizes, device, precision, compiled=precision == HALF).take}
     for name, side in others.items():
-        ways[name] = Step(side, kind.sizes, device, kind.precision, compiled=False).take
+        ways[name] = Step(side, sizes, device, precision, compiled=False).take
 
     found = in_turn(ways, device, num_rounds, STEPS_PER_TURN)
     for name, side in others.items():
-        title = f"DiT, {kind.precision}, against {side.title}: {kind.sizes}"
-        add_ratio(report, f"ours_over_{name}{kind.end}", title, found["ours"], found[name])
+        title = f"DiT, {precision}, against {side.title}: {sizes}"
+        add_ratio(report, f"ours_over_{name}{ENDS[precision]}", title, found["ours"], found[name])
 
 
-def add_shapes(report: Report, kind: Networks, device: torch.device, num_rounds: int) -> None:
+def add_shapes(report: Report, sizes: Sizes, precision: str, device: torch.device, num_rounds: int) -> None:
     """Add the row and the figures of our network on nine shapes against one; each turn takes a step of each shape."""
-    sizes = kind.sizes
-    step = Step(our_side(sizes), sizes, device, kind.precision, compiled=kind.compiled)
+    step = Step(our_side(sizes), sizes, device, precision, compiled=precision == HALF)
 
     def steps(grids: Sequence[tuple[int, int]]) -> Callable[[], None]:
         scale = sizes.edge // 8
@@ -178,19 +154,9 @@ def add_shapes(report: Report, kind: Networks, device: torch.device, num_rounds:
 
         return take
 
-    found = in_turn({"shapes": steps(GRIDS), "one": steps(GRIDS[:1])}, device, num_rounds, len(GRIDS))
-    title = f"DiT{kind.end.replace('_', ', ')}, nine shapes (ours) or one (other): {sizes}"
-    add_ratio(report, f"shapes_over_one{kind.end}", title, found["shapes"], found["one"])
-
-
-def add_ratio(report: Report, name: str, title: str, ours: Sequence[Seconds], others: Sequence[Seconds]) -> None:
-    """Add a row, and the figures ``name`` and ``name_cpu_seconds``."""
-    each = ratios(ours, others)
-    value = statistics.median(each)
-    cpu = ratio(ours, others, "cpu")
-    report.figures |= {name: value, f"{name}_cpu_seconds": cpu}
-    figures = (1000 * median(ours), 1000 * median(others), value, min(each), max(each), cpu)
-    report.row(title, *map("{:.3f}".format, figures))
+    found = in_turn({"shapes": steps(GRIDS), "one": steps(GRIDS[:1])}, device, num_rounds // 3, len(GRIDS))
+    title = f"DiT, {precision}, nine shapes (ours) or one (other): {sizes}"
+    add_ratio(report, f"shapes_over_one{ENDS[precision]}", title, found["shapes"], found["one"])
 
 
 if __name__ == "__main__":

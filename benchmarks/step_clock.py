@@ -10,6 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from common import Report
+
+HEADINGS = ["", "ours, ms per step", "other, ms per step", "ratio", "lowest", "highest", "ratio of CPU times"]
 
 
 class Seconds(NamedTuple):
@@ -80,6 +83,16 @@ def ratios(ours: Sequence[Seconds], theirs: Sequence[Seconds], kind: str = "wall
     """Our times over theirs, pair by pair."""
     clock = attrgetter(kind)
     return list(map(truediv, map(clock, ours), map(clock, theirs)))
+
+
+def add_ratio(report: Report, name: str, title: str, ours: Sequence[Seconds], others: Sequence[Seconds]) -> None:
+    """Add a row, and the figures ``name`` and ``name_cpu_seconds``."""
+    each = ratios(ours, others)
+    value = statistics.median(each)
+    cpu = ratio(ours, others, "cpu")
+    report.figures |= {name: value, f"{name}_cpu_seconds": cpu}
+    figures = (1000 * median(ours), 1000 * median(others), value, min(each), max(each), cpu)
+    report.row(title, *map("{:.3f}".format, figures))
 
 
 def median(turns: Sequence[Seconds], kind: str = "wall") -> float:

@@ -17,6 +17,6 @@ def test_the_ways_differ_in_time_alone(tmp_path: Path) -> None:
     images = {name: way() for name, way in ways.items()}
     assert torch.equal(images["full, two experts at a time"], images["full"])
     assert not torch.allclose(images["top-1"], images["full"])
-    times = {name: [Seconds(float(k + 1), 0.0)] for k, name in enumerate(ways)}
+    times = {name: [Seconds(k + 1.0, 1.0)] for k, name in enumerate(ways)}
     figures = sampling.report_of(times, experiment).figures
     assert figures["ours_over_paper_loop"] == 2 / 3 and figures["residency_over_resident"] == 5 / 4

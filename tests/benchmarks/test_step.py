@@ -6,7 +6,7 @@ import step_loops
 import step_networks
 import torch
 from common import GRIDS, TINY, Report
-from step_clock import Seconds, ratio
+from step_clock import HEADINGS, Seconds, ratio
 from step_loops import Trained
 from step_networks import Sizes
 
@@ -41,9 +41,9 @@ def test_figures_of_the_loops_leave_the_first_group_out():
     a_group = step.TURNS_PER_GROUP
     ours = walls(*[50.0] * a_group, *[3.0] * a_group)
     bare = walls(*[1.0] * a_group, *[2.0] * a_group)
-    report = Report("", step.HEADINGS)
+    report = Report("", HEADINGS)
 
-    step.add_loop(report, step.LOOPS["cpu"], Trained(ours, bare, True))
+    step.add_loop(report, "", step.LOOPS["cpu"], Trained(ours, bare, True))
 
     assert report.figures["trainer_over_bare_loop"] == pytest.approx(1.5)
     assert report.rows[0][1:4] == [f"{1000 * mean / step.STEPS_PER_TURN:.3f}" for mean in (3, 2)] + ["1.500"]
@@ -81,11 +81,11 @@ def test_ours_has_as_many_parameters_as_diffusers_with_one_embedder():
 def test_networks_are_compared_in_float32_and_in_bfloat16_compiled(monkeypatch):
     compiled = []
     monkeypatch.setattr(step_networks, "compile_blocks", compiled.append)
-    report = Report("", step.HEADINGS)
+    report = Report("", HEADINGS)
 
-    step.add_networks(report, step.Networks("", SIZES, "32-true"), CPU, num_rounds=2)
+    step.add_networks(report, SIZES, step.FULL, CPU, num_rounds=2)
     assert not compiled
-    step.add_networks(report, step.Networks("_bf16_compiled", SIZES, step.HALF), CPU, num_rounds=2)
+    step.add_networks(report, SIZES, step.HALF, CPU, num_rounds=2)
 
     assert len(compiled) == 1
     for end in ("", "_bf16_compiled"):
@@ -96,9 +96,9 @@ def test_networks_are_compared_in_float32_and_in_bfloat16_compiled(monkeypatch):
 def test_turns_of_nine_shapes_and_of_one_have_as_many_steps_and_tokens(monkeypatch):
     seen = []
     monkeypatch.setattr(step.Step, "take", lambda self: seen.append(tuple(self.x_t.shape[2:])))
-    report = Report("", step.HEADINGS)
+    report = Report("", HEADINGS)
 
-    step.add_shapes(report, step.Networks("", replace(SIZES, edge=16), "32-true"), CPU, num_rounds=1)
+    step.add_shapes(report, replace(SIZES, edge=16), step.FULL, CPU, num_rounds=3)
 
     mixed = [(2 * rows, 2 * columns) for rows, columns in GRIDS]
     square = 9 * [(16, 16)]
@@ -107,7 +107,7 @@ def test_turns_of_nine_shapes_and_of_one_have_as_many_steps_and_tokens(monkeypat
     assert report.figures.keys() == {"shapes_over_one", "shapes_over_one_cpu_seconds"}
 
 
-@pytest.mark.parametrize(("precision", "dtype"), [("32-true", torch.float32), (step.HALF, torch.bfloat16)])
+@pytest.mark.parametrize(("precision", "dtype"), [(step.FULL, torch.float32), (step.HALF, torch.bfloat16)])
 def test_half_precision_is_that_of_the_products_in_a_step(precision, dtype):
     taken = step_networks.Step(step_networks.our_side(SIZES), SIZES, CPU, precision, compiled=False)
     seen = []
