@@ -42,10 +42,10 @@ def main(arguments: Sequence[str] | None) -> None:
             order = [*SIDES]
             for _ in range(_ROUNDS[options.quick]):
                 for name in order:
+                    work = partial(SIDES[name], folder)
                     with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
-                        found[name].append(
-                            pool.submit(timed, partial(SIDES[name], folder), torch.device("cpu")).result()
-                        )
+                        turn = pool.submit(timed, work, torch.device("cpu"))
+                        found[name].append(turn.result())
 
                 order.reverse()
 

@@ -143,13 +143,15 @@ class Child(subprocess.Popen[bytes]):
 
         # The tests' plug-ins, for ``LOGS_SAMPLES``.
         paths = [str(REPOSITORY), str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH", "")]
+        environment = {**os.environ, **variables}
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         super().__init__(
             [*before, sys.executable, "-m", *words],
             stdin=subprocess.DEVNULL,
             stdout=self.log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env={**os.environ, **variables, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+            env=environment,
         )
         self.running.append(self)
 
@@ -161,7 +163,11 @@ class Child(subprocess.Popen[bytes]):
 
     def children(self) -> list[int]:
         """Process ids of those that it has started."""
-        return list(map(int, Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()))
+        found: list[int] = []
+        for file in Path(f"/proc/{self.pid}/task").glob("*/children"):
+            found += map(int, file.read_text().split())
+
+        return sorted(found)
 
     def output(self) -> str:
         """Return what it printed; call it once, after the end."""
@@ -288,7 +294,8 @@ class Report:
         if not console.is_terminal:
             console.width = 130
 
-        console.print(table(self.headings, self.rows, self.title, self.headings[:1]))
+        texts = self.headings[:1]
+        console.print(table(self.headings, self.rows, self.title, texts))
         print(*self.notes, sep="\n")
 
     def finish(self, path: Path | None) -> None:
@@ -340,8 +347,8 @@ def write_results(
 def origin_of_results() -> dict[str, str]:
     """Commit, device and command line."""
     script, *options = sys.argv
-    command = shlex.join(["python", os.path.relpath(script, REPOSITORY), *options])
-    return {"commit": commit(), "device": device(), "command": command}
+    command = ["python", os.path.relpath(script, REPOSITORY), *options]
+    return {"commit": commit(), "device": device(), "command": shlex.join(command)}
 
 
 def commit() -> str:

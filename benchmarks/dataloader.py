@@ -40,7 +40,8 @@ def main(arguments: Sequence[str] | None) -> None:
     """Run the benchmark."""
     options = parse(parser(__doc__ or "", fixed=True), arguments)
     torch.set_num_threads(1)
-    compare_shapes(NUM_SAMPLES[options.quick], NUM_ROUNDS[options.quick]).finish(options.json)
+    report = compare_shapes(NUM_SAMPLES[options.quick], NUM_ROUNDS[options.quick])
+    report.finish(options.json)
 
 
 def compare_shapes(num_samples: int, num_rounds: int) -> Report:

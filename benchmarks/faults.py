@@ -66,20 +66,11 @@ from ddm_lightning.prepare.stages import prepare
 MEMBERS = ("expert-0", "expert-1", "router", "monolith")
 NUM_FAULTS = (200, 1)
 """In all, and with ``--quick``."""
-SIZE = SimpleNamespace(
-    max_steps=400,
-    step_seconds=0.4,
-    outages=4,
-    faults=(
-        *("SIGKILL", "SIGSTOP for 5 s", CLOCK) * 3,
-        *("SIGTERM", LEASE, TAKEN_OVER, "two processes for a member"),
-        *PAUSES,
-        *(FULL_DISK, "lost disk, restart elsewhere", "lost disk, corrupted download"),
-    ),
-)
-QUICK = SimpleNamespace(
-    max_steps=120, step_seconds=0.05, outages=1, faults=("SIGKILL", "SIGSTOP for 5 s", "two processes for a member")
-)
+FEW = ("SIGKILL", "SIGSTOP for 5 s", "two processes for a member")
+LOSSES = (FULL_DISK, "lost disk, restart elsewhere", "lost disk, corrupted download")
+ALL = (*FEW, *PAUSES, *LOSSES, "SIGTERM", LEASE, TAKEN_OVER, CLOCK, "SIGKILL", CLOCK, "SIGKILL", CLOCK, FEW[1])
+SIZE = SimpleNamespace(max_steps=400, step_seconds=0.4, outages=4, faults=ALL)
+QUICK = SimpleNamespace(max_steps=120, step_seconds=0.05, outages=1, faults=FEW)
 OUTAGES = ("store down", "store silent", "store answers garbage", "store answers a web page")
 HARMS = (HARMED, "artifacts_lost", "bits_lost")
 _OUTAGE_SECONDS = 10.0
@@ -158,7 +149,8 @@ class Trials:
             stack.enter_context(patch.dict(os.environ, STEP_SECONDS=str(self.size.step_seconds)))
             url, line = stack.enter_context(store(folder, kind))
             remote.disconnect()
-            publish_prepared(Run(self._load(self.home, f"remote={url}")), lambda _done, _total: None)
+            prepared = Run(self._load(self.home, f"remote={url}"))
+            publish_prepared(prepared, lambda _done, _total: None)
             works = threading.Lock()
             over = threading.Event()
             islands = []
@@ -240,7 +232,8 @@ class Trials:
             report.notes += map(f"{key}: {{}}".format, found)
 
         seconds_of = itemgetter("useful_seconds", "total_seconds")
-        useful, total = np.sum(list(map(seconds_of, self.records)), axis=0)
+        each = list(map(seconds_of, self.records))
+        useful, total = np.sum(each, axis=0)
         figures["goodput"] = useful / total
         figures["hours_of_training"] = total / 3600
         report.note(", ".join(map("{0[0]} {0[1]:.4g}".format, figures.items())))
@@ -252,11 +245,13 @@ def plan(number: int, size: SimpleNamespace) -> dict[str, list[tuple[str, int]]]
     """Deal the faults of a trial to all members but one, each at a random step."""
     generator = random.Random(number)
     hit = list(MEMBERS)
-    found: dict[str, list[tuple[str, int]]] = {hit.pop(number % len(MEMBERS)): []}
+    spared = hit.pop(number % len(MEMBERS))
+    found: dict[str, list[tuple[str, int]]] = {spared: []}
     kinds = generator.sample(size.faults, len(size.faults))
     for index, member in enumerate(hit):
         mine = kinds[index :: len(hit)]
-        steps = generator.sample(range(size.max_steps // 20, int(0.85 * size.max_steps)), len(mine))
+        possible = range(size.max_steps // 20, int(0.85 * size.max_steps))
+        steps = generator.sample(possible, len(mine))
         found[member] = list(zip(mine, sorted(steps), strict=True))
 
     return found

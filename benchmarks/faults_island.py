@@ -199,7 +199,8 @@ class Island:
             self._expect(training, 2, "is full")
             (self.disk / "filler").unlink()
         elif kind == LEASE:
-            self._lease.write_text(str(time.time() + 3600 * self._hours + 10), encoding="ascii")
+            ends = time.time() + 3600 * self._hours + 10
+            self._lease.write_text(str(ends), encoding="ascii")
             self._expect(training, 130)
             self._lease.unlink()
             began = training.steps()[-1][1]
@@ -224,10 +225,11 @@ class Island:
         self._folder = self.disk / f"run-{len(self.trainings)}"
 
     def _spawn(self, folder: Path, elsewhere: bool = False) -> Training:
-        words = ["fit", "-c", self.options.config, *self.options.overrides, LOGS_SAMPLES, f"run_dir={folder}"]
-        log = self.disk.parent / f"{self.member}-{folder.name}-{len(self.trainings)}.steps"
+        words = ["fit", "-c", self.options.config, *self.options.overrides]
+        words += [LOGS_SAMPLES, f"run_dir={folder}"]
         words += [f"island.lease_file={self._lease}", f"remote={self.url}", f"member={self.member}"]
-        return Training(words, log, elsewhere, self._variables)
+        name = f"{self.member}-{folder.name}-{len(self.trainings)}.steps"
+        return Training(words, self.disk.parent / name, elsewhere, self._variables)
 
     def _restart(self, since: float | None = None, *, elsewhere: bool = False) -> float:
         """Start the member until it trains or is finished; return the seconds from ``since`` to its first step."""

@@ -95,7 +95,8 @@ def compare(points: Mapping[float, Sequence[Point]], network: str, other: str) -
 
         kids = [f"{mean_kid(row, network):.3f}" for row in rows.values()]
         chosen = " ".join(map("{:g}".format, best.scales))
-        report.row(label, *kids, f"{kid:.3f}", chosen, *(ratios or [""] * 3))
+        ratios = ratios or [""] * 3
+        report.row(label, *kids, f"{kid:.3f}", chosen, *ratios)
 
     better_kid = mean_kid(tuned(monoliths["main"], network).points, network)
     report.figures["kid_better_monolith"] = better_kid
@@ -124,9 +125,10 @@ def comparable(points: Mapping[float, Sequence[Point]]) -> dict[tuple[str, str],
         for group in groups.values():
             everywhere.update(point.seed for point in group.get(key, []))
 
+        seeds = {seed for seed, num in everywhere.items() if num == len(groups)}
         rows = {}
         for scale, group in groups.items():
-            rows[scale] = [point for point in group.get(key, []) if everywhere[point.seed] == len(groups)]
+            rows[scale] = [point for point in group.get(key, []) if point.seed in seeds]
 
         if len(next(iter(rows.values()))) > 1:
             tables[variant, method] = rows
@@ -154,7 +156,12 @@ def tuned(candidates: Sequence[Rows], network: str) -> Tuned:
 
     best = Tuned([], [])
     for index in range(len(rows[0][1])):
-        kids = [mean_kid([*row[:index], *row[index + 1 :]], network) for _, row in rows]
+        kids = []
+        for _, row in rows:
+            others = [*row]
+            del others[index]
+            kids.append(mean_kid(others, network))
+
         scale, row = rows[kids.index(min(kids))]
         best.points.append(row[index])
         best.scales.append(scale)

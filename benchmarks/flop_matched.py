@@ -109,16 +109,15 @@ def show_plan(study: Study) -> None:
 
     for (variant, kind), group in groups.items():
         job = group[0]
-        table.row(f"{variant}, {kind}", str(len(group)), " ".join(map(str, job.steps)), f"{job.flops / 1e12:.2f}")
+        steps = " ".join(map(str, job.steps))
+        table.row(f"{variant}, {kind}", str(len(group)), steps, f"{job.flops / 1e12:.2f}")
 
-    equal_steps = study.expert_flops
+    partition = study.costs.partition / study.budget(1.0)
     table.note(
-        f"The ensemble costs {study.budget(1.0) / equal_steps:.4f} of a monolith of as many steps: the router adds "
-        f"{study.router_flops / equal_steps:.2%}, the partition {study.costs.partition / equal_steps:.2%} (features of "
-        "all images and k-means, paid once and charged at every budget). The monolith takes the same FLOPs in more "
-        "steps."
+        f"All trainings: {total / 1e12:,.1f} TFLOP. The partition (features of all images and k-means), {partition:.2%} "
+        "of the whole budget, is charged at every budget. The monolith takes as many FLOPs as experts, router and "
+        "partition."
     )
-    table.note(f"All trainings: {total / 1e12:,.1f} TFLOP.")
     table.show()
 
 
@@ -142,12 +141,8 @@ def score(study: Study, options: Namespace, settings: str, before: dict[str, Any
     origin = origin_of_results()
     commits = dict.fromkeys([*before["commit"].split(), origin["commit"]])
     origin["commit"] = " ".join(commits)
-    document = {
-        "settings": settings,
-        "features": [features, OTHER.name],
-        "figures": figures,
-        "points": list(map(Point.to_dict, points)),
-    }
+    document: dict[str, Any] = {"settings": settings, "features": [features, OTHER.name], "figures": figures}
+    document["points"] = list(map(Point.to_dict, points))
     results = Results(document)
     figure = study.root / "curves.png"
     save_figure(figure, curves_figure(results))

@@ -104,13 +104,15 @@ class Task:
     def path(self) -> Path:
         """Its result; the name holds a hash of all inputs."""
         member = None if self.method.model == ENSEMBLE else self.method.model
+        weights = RunFolder(self.weights).sampled_from(member)
         described = {
-            "weights": sha256_file(RunFolder(self.weights).sampled_from(member)),
+            "weights": sha256_file(weights),
             "method": asdict(self.method),
             "settings": asdict(self.settings),
             "condition": self.data.experiment.condition.kind,
         }
-        return self.out / f"{self.method.name}-{sha256_json(described)[:12]}.npz"
+        name = sha256_json(described)[:12]
+        return self.out / f"{self.method.name}-{name}.npz"
 
     def load(self) -> tuple[Ensemble, ArtifactMeta]:
         """Load the weights, and the metadata that their experts share."""
@@ -135,7 +137,8 @@ class Images:
     def read(cls, path: Path) -> Images:
         """Read the result of ``sample_task``."""
         with np.load(path, allow_pickle=False) as stored:
-            return cls(stored["images"], dict(zip(COSTS, stored["cost"].tolist(), strict=True)))
+            cost = zip(COSTS, stored["cost"].tolist(), strict=True)
+            return cls(stored["images"], dict(cost))
 
 
 def sample_all(tasks: Sequence[Task], num_jobs: int) -> list[Images]:
@@ -210,7 +213,8 @@ def held_out_conditions(data: Run, settings: Settings) -> tuple[Condition | None
 
 def features_of(images: UInt8[np.ndarray, "n h w 3"], network: PluginConfig, stored: Path) -> Float[Tensor, "n d"]:
     """Features of images, kept in the folder ``stored`` under a hash of images and network."""
-    name = sha256_json([hashlib.sha256(images.tobytes()).hexdigest(), network.name, network.params])[:16]
+    of_images = hashlib.sha256(images.tobytes()).hexdigest()
+    name = sha256_json([of_images, network.name, network.params])[:16]
     path = stored / f"{network.name}-{name}.npz"
     if not path.exists():
         features = FEATURES.build(network.name, network.params).encode(images)

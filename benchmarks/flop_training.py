@@ -221,21 +221,13 @@ class Study:
         """Costs of the main experiment."""
         return Costs.of(self.experiment, self.main.manifest.num_samples)
 
-    @property
-    def expert_flops(self) -> float:
-        """Training FLOPs of all main experts."""
-        train = self.experiment.expert.train
-        return self.costs.expert * train.global_batch_size * train.max_steps
-
-    @property
-    def router_flops(self) -> float:
-        """Training FLOPs of the main router."""
-        train = self.experiment.router.train
-        return self.costs.router * train.global_batch_size * train.max_steps
-
     def budget(self, share: float) -> float:
         """Training FLOPs of the ensemble at a share of its steps, with router and partition."""
-        return share * (self.expert_flops + self.router_flops) + self.costs.partition
+        expert = self.experiment.expert.train
+        router = self.experiment.router.train
+        experts = self.costs.expert * expert.global_batch_size * expert.max_steps
+        routers = self.costs.router * router.global_batch_size * router.max_steps
+        return share * (experts + routers) + self.costs.partition
 
     def jobs(self) -> list[Job]:
         """All trainings, in the order in which they start: the longest first, so that none is left over at the end."""
@@ -273,13 +265,15 @@ class Study:
 
         if member != MONOLITH:
             # The partition of the main experiment is charged to every ensemble, however its clusters are made.
-            budget -= costs.router * router.global_batch_size * router_steps + self.costs.partition
+            budget -= self.costs.partition
+            budget -= costs.router * router.global_batch_size * router_steps
 
-        return max(1, round(budget / (costs.expert * experiment.expert.train.global_batch_size)))
+        per_step = costs.expert * experiment.expert.train.global_batch_size
+        return max(1, round(budget / per_step))
 
     def at_budget(self, variant: Variant, seed: int, share: float) -> RunFolder:
         """Folder of the artifacts at one budget: an ensemble, a monolith, or both."""
-        return RunFolder(self.root / variant.name / f"seed-{seed}" / f"budget-{share:g}")
+        return RunFolder(self.root / f"{variant.name}/seed-{seed}/budget-{share:g}")
 
     def losses(self, variant: Variant, seed: int, share: float, model: str) -> dict[str, float]:
         """Held-out loss of ``model`` at one budget, over all noise levels and at the highest ones.
@@ -328,10 +322,9 @@ class Study:
             if ENSEMBLE in TRAIN[variant.train]:
                 run = self.prepared(variant)
                 kept = self.at_budget(variant, seed, share)
+                folders = list(map(kept.artifact, run.names))
                 clusters = expert_clusters(run.experiment)
-                write_ensemble(
-                    kept.root, list(map(kept.artifact, run.names)), run.manifest.priors, expert_clusters=clusters
-                )
+                write_ensemble(kept.root, folders, run.manifest.priors, expert_clusters=clusters)
 
     def points(self) -> Iterator[tuple[Variant, int, float]]:
         """Variant, seed and share of every comparison."""
@@ -342,15 +335,11 @@ class Study:
 
     def _train(self, job: Job) -> None:
         """Train one member from budget to budget, by the command line, as a user would."""
-        run = RunFolder(self.root / job.variant.name / f"seed-{job.seed}" / job.member)
+        run = RunFolder(self.root / f"{job.variant.name}/seed-{job.seed}/{job.member}")
         prepared = self.prepared(job.variant).folder
         section = "router" if job.member == ROUTER else "expert"
-        fixed = [
-            *job.variant.overrides,
-            f"seed={job.seed}",
-            f"run_dir={run.root}",
-            f"island.shards={prepared.shards.resolve()}",
-        ]
+        fixed = [*job.variant.overrides, f"seed={job.seed}", f"run_dir={run.root}"]
+        fixed.append(f"island.shards={prepared.shards.resolve()}")
         if job.variant.branch_at:
             trunk = self.at_budget(self.variants[0], job.seed, job.variant.branch_at)
             fixed.append(f"expert.init_from={trunk.artifact(MONOLITH)}")

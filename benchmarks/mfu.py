@@ -23,6 +23,7 @@ from ddm_lightning.training.measure import samples_per_second
 
 LATENTS = DataSizes((4, 32, 32), 768, (77, 768), 1000)
 """Sizes of 256 x 256 images encoded by Stable Diffusion's VAE, and of captions encoded by CLIP ViT-L/14."""
+HEADINGS = ["samples per step", "ms per step", "samples/s", "MFU", "HFU", "planned, GB", "peak, GB"]
 
 
 def main(arguments: Sequence[str] | None) -> None:
@@ -33,10 +34,7 @@ def main(arguments: Sequence[str] | None) -> None:
     options = parse(cli, arguments)
     device = device_of(options).type
     own = load(options)
-    report = Report(
-        f"{MEMBER} of {own.name} on one {device} device, {own.island.precision}",
-        ["samples per step", "ms per step", "samples/s", "MFU", "HFU", "planned, GB", "peak, GB"],
-    )
+    report = Report(f"{MEMBER} of {own.name} on one {device} device, {own.island.precision}", HEADINGS)
     for batch in options.batch:
         total = batch * own.prepare.partition.num_clusters
         settings = [f"expert.train.global_batch_size={total}", f"island.accelerator={ACCELERATORS[device]}"]
@@ -75,7 +73,8 @@ def add(report: Report, experiment: Experiment, sizes: DataSizes = LATENTS) -> N
         shares = [f"{mfu:.1%}", f"{hfu:.1%}"]
 
     times = [f"{1000 * batch / rate:.1f}", f"{rate:,.1f}"]
-    report.row(str(batch), *times, *shares, f"{planned / 1e9:.2f}", f"{peak / 1e9:.2f}")
+    memory = [f"{planned / 1e9:.2f}", f"{peak / 1e9:.2f}"]
+    report.row(str(batch), *times, *shares, *memory)
     report.notes = [f"{cost.num_parameters / 1e6:,.2f} M parameters; {step.line}"]
 
 

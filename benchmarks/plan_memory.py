@@ -47,7 +47,8 @@ def main(arguments: Sequence[str] | None) -> None:
     errors = []
     for name in QUICK if options.quick else CASES:
         member = "router" if name == "router" else MEMBER
-        planned, held = planned_and_held(member, load(options, *SETTINGS, *CASES[name]))
+        experiment = load(options, *SETTINGS, *CASES[name])
+        planned, held = planned_and_held(member, experiment)
         ratio = held / planned
         errors.append(abs(ratio - 1))
         report.figures[f"held_over_planned_{name}"] = ratio

@@ -31,10 +31,12 @@ def main(arguments: Sequence[str] | None) -> None:
         with tempfile.TemporaryDirectory(prefix="prepare-scale-") as folder:
             began = time.monotonic()
             told = start("prepare", options, source, "prepare.num_processes=1", f"run_dir={folder}").ended()
-            seconds = {name: float(number.replace(",", "")) for name, number in _STAGE.findall(told)}
-            seconds["in all"] = time.monotonic() - began
+            seconds = {"in all": time.monotonic() - began}
+            for name, number in _STAGE.findall(told):
+                seconds[name] = float(number.replace(",", ""))
+
             found.append(seconds)
-            num_files = sum(path.is_file() for path in (Path(folder) / "prepared").rglob("*"))
+            num_files = sum(map(Path.is_file, Path(folder, "prepared").rglob("*")))
 
     fewer, more = found
     report = Report("Seconds of `prepare` by the number of images", ["stage", *map("{:,}".format, sizes)])

@@ -39,7 +39,8 @@ def main(arguments: Sequence[str] | None) -> None:
     ensembles = {}
     for name, own in ways.items():
         call("fit", options, *own)
-        ensembles[name] = Run(options.config, [*options.overrides, *own]).ensemble()
+        overrides = [*options.overrides, *own]
+        ensembles[name] = Run(options.config, overrides).ensemble()
 
     held_out = ShardImages(data.folder.shards, data.manifest, HELD_OUT)
     train = ShardImages(data.folder.shards, data.manifest, TRAIN)
@@ -54,7 +55,7 @@ def main(arguments: Sequence[str] | None) -> None:
     shares = []
     for bucket in data.manifest.buckets:
         rows = held_out.sections[bucket]
-        chosen = [rows[number * len(rows) // options.num] for number in range(options.num)]
+        chosen = np.linspace(rows.start, rows.stop, options.num, endpoint=False).astype(int).tolist()
         prompts = held_out.column(chosen, "caption")
         sets = {}
         for name, ensemble in ensembles.items():
@@ -69,7 +70,8 @@ def main(arguments: Sequence[str] | None) -> None:
             found.setdefault(name, []).append(distances[name])
 
         shares.append(len(rows))
-        add_row(report, bucket.name, [len(sets["floor"]), len(rows)], distances)
+        counts = [len(sets["floor"]), len(rows)]
+        add_row(report, bucket.name, counts, distances)
 
     whole = {name: averaged(each, shares) for name, each in found.items()}
     add_row(report, "all", [train.num, held_out.num], whole)
@@ -83,7 +85,7 @@ def main(arguments: Sequence[str] | None) -> None:
 def averaged(distances: Sequence[KernelDistance], weights: Sequence[int]) -> KernelDistance:
     """Weighted mean of the shapes' distances."""
     value = np.average([distance.value for distance in distances], weights=weights)
-    halves = np.average([distance.halves.numpy() for distance in distances], axis=0, weights=weights)
+    halves = np.average(np.stack([distance.halves for distance in distances]), axis=0, weights=weights)
     return KernelDistance(float(value), torch.from_numpy(halves))
 
 
@@ -96,7 +98,8 @@ def add_row(report: Report, shape: str, counts: Sequence[int], distances: Mappin
         report.figures[f"kid_{name}_{shape}"] = distance.value
         cells.append(f"{1000 * distance.value:.2f}")
 
-    report.row(shape, *map("{:,}".format, counts), *cells[:2], str(over), cells[2])
+    cells.insert(2, str(over))
+    report.row(shape, *map("{:,}".format, counts), *cells)
 
 
 if __name__ == "__main__":

@@ -25,24 +25,20 @@ from ddm_lightning.core.devices import configure_torch
 from ddm_lightning.core.errors import UserError, first_line
 
 Step = Callable[[Place], Iterator[Check]]
-STEPS: dict[int, Step] = dict(
-    enumerate(
-        (
-            smoke_networks.environment,
-            smoke_networks.kernels,
-            smoke_commands.tests,
-            smoke_networks.training,
-            smoke_commands.training,
-            smoke_commands.stop_and_resume,
-            smoke_networks.checkpoint,
-            smoke_commands.strategies,
-            smoke_commands.ensemble,
-            smoke_commands.options,
-            smoke_commands.two_devices,
-        ),
-        1,
-    )
+ORDER: Sequence[Step] = (
+    smoke_networks.environment,
+    smoke_networks.kernels,
+    smoke_commands.tests,
+    smoke_networks.training,
+    smoke_commands.training,
+    smoke_commands.stop_and_resume,
+    smoke_networks.checkpoint,
+    smoke_commands.strategies,
+    smoke_commands.ensemble,
+    smoke_commands.options,
+    smoke_commands.two_devices,
 )
+STEPS = dict(enumerate(ORDER, 1))
 """The docstring of each is its title."""
 
 

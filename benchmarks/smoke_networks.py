@@ -77,7 +77,8 @@ def kernels(place: Place) -> Iterator[Check]:
         wanted = _with_gradients(_plain, *(x[:4].double() for x in inputs))  # rows do not depend on each other
         error = 0.0
         for x, exact in zip(found, wanted, strict=True):
-            error = max(error, ((x[:4] - exact).norm() / exact.norm()).item())
+            difference = x[:4] - exact
+            error = max(error, (difference.norm() / exact.norm()).item())
             if not x.isfinite().all():
                 error = float("inf")
 
@@ -92,7 +93,8 @@ def _with_gradients(function: Callable[..., Tensor], *inputs: Tensor) -> list[Te
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    weights = torch.einsum("bnhd,bmhd->bhnm", q / q.shape[-1] ** 0.5, k).softmax(-1)
+    logits = torch.einsum("bnhd,bmhd->bhnm", q, k)
+    weights = (logits / q.shape[-1] ** 0.5).softmax(-1)
     return torch.einsum("bhnm,bmhd->bnhd", weights, v)
 
 
@@ -105,7 +107,8 @@ class Between(L.Callback):
 
     def on_train_batch_start(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
         """Allow waiting in steps that log, and before the first one that does."""
-        waits = trainer.global_step < LOG_EVERY or (trainer.global_step + 1) % LOG_EVERY == 0
+        step = trainer.global_step
+        waits = step < LOG_EVERY or (step + 1) % LOG_EVERY == 0
         if self.on_gpu:
             torch.cuda.set_sync_debug_mode(("error", "default")[waits])
 
@@ -136,7 +139,8 @@ def training(place: Place) -> Iterator[Check]:
             yield shown(what, f"not run: it takes {planned:.0f} GB")
             continue
 
-        losses, figures = _train([*settings, f"expert.train.global_batch_size={2 * batch}"], place)
+        own = f"expert.train.global_batch_size={2 * batch}"
+        losses, figures = _train([*settings, own], place)
         # One serves all blocks; another is that of ``check_compiler``.
         yield same(f"{what} compiled graphs", torch._dynamo.utils.counters["stats"]["unique_graphs"], 2)
         yield at_most(f"{what} last loss over the first", losses[-1] / losses[0], 0.99)
@@ -168,7 +172,8 @@ def _train(settings: list[str], place: Place) -> tuple[list[float], dict[str, fl
     trainer.callbacks = [*kept, between]  # type: ignore[attr-defined]  # Lightning's list
     trainer.limit_val_batches = 0
     trainer.fit(module, datamodule=data)
-    return between.losses, {name: float(value) for name, value in trainer.callback_metrics.items()}
+    figures = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return between.losses, figures
 
 
 def checkpoint(place: Place) -> Iterator[Check]:
@@ -196,5 +201,6 @@ def checkpoint(place: Place) -> Iterator[Check]:
     writer.close()
     into = {name: torch.full_like(value, -1) for name, value in tensors.items()}
     read_tensors(path, into)
-    yield same("tensors read back to the bit", all(map(torch.equal, into.values(), tensors.values())))
+    are_equal = map(torch.equal, into.values(), tensors.values())
+    yield same("tensors read back to the bit", all(are_equal))
     shutil.rmtree(path)

@@ -41,21 +41,20 @@ class Loop(Sizes):
 
     def overrides(self, folder: Path, num_groups: int, device: str, num_samples: int) -> list[str]:
         """Overrides of ``tiny_2x.yaml``; it has two clusters, so the expert takes half of the global batch."""
+        settings = [f"run_dir={folder}", *ISLANDS[device]]
+        settings.append(f"prepare.source.params={{num_samples: {num_samples}, image_size: {self.edge}}}")
+        settings.append(f"prepare.caption_encoder.params.size={self.text_size}")
         sizes = f"width: {self.width}, depth: {self.depth}, num_heads: {self.num_heads}, patch_size: {self.patch_size}"
+        settings.append(f"expert.network={{name: dit, params: {{{sizes}}}}}")
+        settings.append(f"expert.train.global_batch_size={2 * self.batch_size}")
         num_steps = num_groups * STEPS_PER_GROUP
-        settings = [
-            f"run_dir={folder}",
-            f"prepare.source.params={{num_samples: {num_samples}, image_size: {self.edge}}}",
-            f"prepare.caption_encoder.params.size={self.text_size}",
-            f"expert.network={{name: dit, params: {{{sizes}}}}}",
-            f"expert.train.max_steps={num_steps}",
-            f"expert.train.global_batch_size={2 * self.batch_size}",
-            f"island.log_every_n_steps={STEPS_PER_GROUP}",
-            # Neither validate nor save: their time is not the loop's.
-            f"island.validate_every_n_steps={num_steps + 1}",
-            f"island.checkpoint_every_n_steps={num_steps + 1}",
-        ]
-        return settings + ISLANDS[device]
+        settings.append(f"expert.train.max_steps={num_steps}")
+        settings.append(f"island.log_every_n_steps={STEPS_PER_GROUP}")
+        # Neither validate nor save: their time is not the loop's.
+        for work in ("validate", "checkpoint"):
+            settings.append(f"island.{work}_every_n_steps={num_steps + 1}")
+
+        return settings
 
 
 ISLANDS = {
@@ -129,7 +128,8 @@ def add_networks(report: Report, sizes: Sizes, precision: str, device: torch.dev
         "diffusers": diffusers_side(sizes, nearest=False),
         "diffusers_nearest": diffusers_side(sizes, nearest=True),
     }
-    ways = {"ours": Step(our_side(sizes), sizes, device, precision, compiled=precision == HALF).take}
+    ours = Step(our_side(sizes), sizes, device, precision, compiled=precision == HALF)
+    ways = {"ours": ours.take}
     for name, side in others.items():
         ways[name] = Step(side, sizes, device, precision, compiled=False).take
 
@@ -154,7 +154,8 @@ def add_shapes(report: Report, sizes: Sizes, precision: str, device: torch.devic
 
         return take
 
-    found = in_turn({"shapes": steps(GRIDS), "one": steps(GRIDS[:1])}, device, num_rounds // 3, len(GRIDS))
+    ways = {"shapes": steps(GRIDS), "one": steps(GRIDS[:1])}
+    found = in_turn(ways, device, num_rounds // 3, len(GRIDS))
     title = f"DiT, {precision}, nine shapes (ours) or one (other): {sizes}"
     add_ratio(report, f"shapes_over_one{ENDS[precision]}", title, found["shapes"], found["one"])
 

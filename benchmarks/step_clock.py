@@ -91,7 +91,8 @@ def add_ratio(report: Report, name: str, title: str, ours: Sequence[Seconds], ot
     value = statistics.median(each)
     cpu = ratio(ours, others, "cpu")
     report.figures |= {name: value, f"{name}_cpu_seconds": cpu}
-    figures = (1000 * median(ours), 1000 * median(others), value, min(each), max(each), cpu)
+    times = [1000 * median(ours), 1000 * median(others)]
+    figures = [*times, value, min(each), max(each), cpu]
     report.row(title, *map("{:.3f}".format, figures))
 
 

@@ -170,9 +170,9 @@ def train(experiment: Experiment, steps: int) -> Trained:
     callbacks.insert(kinds.index(RollingCheckpoints), turns)
     trainer.fit(module, datamodule=data_of_ours)
     state = trainer.optimizers[0].state
-    same = True
-    for ours, bare, average in zip(module.network.parameters(), loop.parameters, loop.averages, strict=True):
-        # The Trainer moves its network back to the host.
-        same &= torch.equal(ours.cpu(), bare.cpu()) and torch.equal(state[ours]["ema"].cpu(), average.cpu())
-
+    ours: list[Tensor] = list(module.network.parameters())
+    ours += [state[parameter]["ema"] for parameter in ours]
+    bare = [*loop.parameters, *loop.averages]
+    # The Trainer moves its network back to the host.
+    same = all(torch.equal(one.cpu(), other.cpu()) for one, other in zip(ours, bare, strict=True))
     return Trained(turns.ours, turns.bare, same)
