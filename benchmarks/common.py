@@ -125,7 +125,7 @@ class Child(subprocess.Popen[bytes]):
     """
 
     running: ClassVar[list[Child]] = []
-    """All of them that nobody has ended; see ``end_all``."""
+    """All of them that nobody has ended; see ``all_of``."""
     seconds: ClassVar[float | None] = None
     """Limit of ``ended``, which then kills it."""
 
@@ -154,12 +154,6 @@ class Child(subprocess.Popen[bytes]):
             env=environment,
         )
         self.running.append(self)
-
-    @classmethod
-    def end_all(cls) -> None:
-        """Ask each to stop, once."""
-        while cls.running:
-            cls.running.pop().terminate()
 
     def children(self) -> list[int]:
         """Process ids of those that it has started."""
@@ -236,7 +230,9 @@ def all_of(futures: Sequence[Future[T]], title: str = "") -> list[T]:
                 one.cancel()
 
             while wait(futures, 0.1).not_done:
-                Child.end_all()  # again, because a thread may have started one meanwhile
+                # Ask each to stop, once; a thread may have started another one meanwhile.
+                while Child.running:
+                    Child.running.pop().terminate()
 
             raise
 

@@ -47,7 +47,6 @@ from faults_island import (
     HARMED,
     LEASE,
     PAUSES,
-    REFUSED,
     TAKEN_OVER,
     Island,
     flip,
@@ -142,7 +141,7 @@ class Trials:
         began = time.monotonic()
         kind = ("s3", "sftp")[number % 2]
         record: dict[str, Any] = {"trial": number, "store": kind, "commit": commit()}
-        for key in ("faults", REFUSED, *HARMS):
+        for key in ("faults", *HARMS):
             record[key] = []
 
         with ExitStack() as stack:
@@ -166,8 +165,8 @@ class Trials:
                     all_of([pool.submit(island.train) for island in islands])
                 finally:
                     over.set()
-                    for island in islands:
-                        island.kill()
+                    for training in chain.from_iterable(island.trainings for island in islands):
+                        training.kill()
 
             record["faults"] += failing.result()
             self._judge(islands, url, folder / "reader", record)

@@ -31,7 +31,6 @@ MINUTE = 60.0
 PAUSES = {"SIGSTOP for 5 s": 5.0, "SIGSTOP for a minute": MINUTE}
 TAKEN_OVER = "SIGSTOP for a minute, taken over elsewhere"
 HARMED = "members_harmed"
-REFUSED = "starts_refused"
 STALL_SECONDS = 5.0
 """A step that lasts longer, instead of half a second, is a stall. A busy machine alone causes two or three seconds."""
 _DISK_MEGABYTES = 64
@@ -120,8 +119,7 @@ class Island:
     record: dict[str, list[Any]]
     """Of all islands. ``faults``: kind and member of each fault that happened, and the seconds that it itself took:
     until the end of a pause, or until a new process began its first step. ``members_harmed``: what no fault of the
-    member explains. ``starts_refused``: last lines of processes that could not start, such as while the store did not
-    work."""
+    member explains; a start that is refused while the store does not work is none."""
 
     def __post_init__(self) -> None:
         self.trainings: list[Training] = []
@@ -155,11 +153,6 @@ class Island:
                 self.seconds_of_faults += seconds
 
         self._reached(None)
-
-    def kill(self) -> None:
-        """Leave no process behind."""
-        for training in self.trainings:
-            training.kill()
 
     def repeat(self) -> None:
         """Run the command of the finished member once more."""
@@ -245,11 +238,12 @@ class Island:
                 return began - (since or began)
 
             code, said = training.end()
-            key = (HARMED, REFUSED)[code == 2]
-            self.record[key].append(f"{self.member}: a start ended with code {code}: {said}")
+            if code != 2:
+                self.record[HARMED].append(f"{self.member}: a start ended with code {code}: {said}")
+
             time.sleep(1)
 
-        raise UserError(f"{self.member}: does not start: {self.record[REFUSED]}")
+        raise UserError(f"{self.member}: does not start")
 
     def _reached(self, step: int | None) -> bool:
         """Wait for a step, or for the end; return whether the member still trains."""

@@ -114,9 +114,9 @@ def show_plan(study: Study) -> None:
 
     partition = study.costs.partition / study.budget(1.0)
     table.note(
-        f"All trainings: {total / 1e12:,.1f} TFLOP. The partition (features of all images and k-means), {partition:.2%} "
-        "of the whole budget, is charged at every budget. The monolith takes as many FLOPs as experts, router and "
-        "partition."
+        f"All trainings: {total / 1e12:,.1f} TFLOP. The partition (features of all images and k-means) is "
+        f"{partition:.2%} of the largest budget, and charged at every one. The monolith takes as many FLOPs as the "
+        "ensemble."
     )
     table.show()
 

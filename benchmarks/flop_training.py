@@ -285,11 +285,8 @@ class Study:
         names = [model]
         weights = [1]
         if model == ENSEMBLE:
-            names = []
-            weights = []
-            for number, cluster in enumerate(self.prepared(variant).manifest.clusters):
-                names.append(f"expert-{number}")
-                weights.append(cluster.held_out)
+            weights = [cluster.held_out for cluster in self.prepared(variant).manifest.clusters]
+            names = list(map("expert-{}".format, range(len(weights))))
 
         metrics = [read_meta(run.artifact(name)).metrics for name in names]
         noisiest = max(key for key in metrics[0] if key.startswith("held_out/loss_t"))

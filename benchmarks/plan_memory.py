@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from common import MEMBER, Report, load, parse, parser, run
 from step_memory import peak_bytes
 
-from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.islands.plan import Planner, rates_of
 from ddm_lightning.islands.plan_data import data_of
 
@@ -48,7 +47,9 @@ def main(arguments: Sequence[str] | None) -> None:
     for name in QUICK if options.quick else CASES:
         member = "router" if name == "router" else MEMBER
         experiment = load(options, *SETTINGS, *CASES[name])
-        planned, held = planned_and_held(member, experiment)
+        planner = Planner(experiment, [member], data_of(experiment), rates_of(None, ()))
+        planned = planner.on(None).members[0].memory.peak
+        held = peak_bytes(planner.members[0], experiment.island)
         ratio = held / planned
         errors.append(abs(ratio - 1))
         report.figures[f"held_over_planned_{name}"] = ratio
@@ -57,13 +58,6 @@ def main(arguments: Sequence[str] | None) -> None:
 
     report.figures["largest_error"] = max(errors)
     report.finish(options.json)
-
-
-def planned_and_held(name: str, experiment: Experiment) -> tuple[int, int]:
-    """Bytes of a member's training as ``plan`` predicts them, and as measured."""
-    planner = Planner(experiment, [name], data_of(experiment), rates_of(None, ()))
-    planned = planner.on(None).members[0].memory.peak
-    return planned, peak_bytes(planner.members[0], experiment.island)
 
 
 if __name__ == "__main__":

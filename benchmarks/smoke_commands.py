@@ -17,7 +17,6 @@ import torch
 from common import ACCELERATORS, LOGS_SAMPLES, MEMBER, REPOSITORY, TINY, Child
 
 from ddm_lightning.core.registry import STRATEGIES
-from ddm_lightning.members.skipped import SkippedStep, skipped_file
 from ddm_lightning.members.status import MemberStatus
 from ddm_lightning.use.ensemble import DecentralizedEnsemble
 
@@ -218,7 +217,7 @@ def _resumed(place: Place, name: str, *more: str) -> Iterator[Check]:
 
 
 def ensemble(place: Place) -> Iterator[Check]:
-    """Train an ensemble, a monolith and a student; sample in every way, evaluate, replay, compare averages."""
+    """Train an ensemble, a monolith and a student; sample in every way, evaluate, compare averages."""
     whole = replace(place, folder=place.folder / "whole")  # shards of its own
     whole.start("fit", "run", *WHOLE, *place.island, "--jobs", "4").ended()
     for name in ("monolith", "student"):
@@ -227,13 +226,6 @@ def ensemble(place: Place) -> Iterator[Check]:
 
     yield from images(whole)
     yield same("evaluate", "results:" in whole.start("evaluate", "run", METRIC).ended())
-    lines = (whole.member("run") / "sample_ids.txt").read_text(encoding="utf-8").splitlines()
-    ids = list(map(int, lines[40].split()[1:]))
-    numbers = [0.5] * len(ids)
-    line = SkippedStep(40, 0, ids, numbers, numbers).line()
-    skipped_file(whole.member("run"), 0, 1).write_text(f"{line}\n", encoding="utf-8")
-    output = whole.start("replay", "run", f"member={MEMBER}").ended()
-    yield same("replay", "every gradient is finite" in output)
     output = whole.start("ema", "run", f"member={MEMBER}", "--width", "0.08").ended()
     yield same("ema", "next:" in output)
 
