@@ -26,6 +26,7 @@ def main(arguments: Sequence[str] | None) -> None:
     options = parse(parser(__doc__ or "", fixed=True), arguments)
     sizes = SIZES[options.quick]
     found = []
+    num_files = 0
     for num_samples in sizes:
         source = f"prepare.source.params={{num_samples: {num_samples}, image_size: 8}}"
         with tempfile.TemporaryDirectory(prefix="prepare-scale-") as folder:
