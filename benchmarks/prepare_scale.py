@@ -32,10 +32,12 @@ def main(arguments: Sequence[str] | None) -> None:
         with tempfile.TemporaryDirectory(prefix="prepare-scale-") as folder:
             began = time.monotonic()
             told = start("prepare", options, source, "prepare.num_processes=1", f"run_dir={folder}").ended()
-            seconds = {"in all": time.monotonic() - began}
+            took = time.monotonic() - began
+            seconds = {}
             for name, number in _STAGE.findall(told):
                 seconds[name] = float(number.replace(",", ""))
 
+            seconds["in all"] = took
             found.append(seconds)
             num_files = sum(map(Path.is_file, Path(folder, "prepared").rglob("*")))
 
