@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from operator import attrgetter, itemgetter
+from collections.abc import Mapping
+from operator import itemgetter
 from statistics import mean, pstdev
 from typing import Any
 
 import numpy as np
 from common import Report
 from flop_sampling import COSTS, METHODS
-from flop_scores import Interval, Point, grouped, kids_of, mean_kid, mean_score, shares_of
+from flop_scores import LOSS, Interval, Point, baseline_of, grouped, kids_of, mean_kid, mean_score, shares_of
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
 CURVES = [method.name for method in METHODS if method.curve]
 """Methods that are sampled at every budget."""
 _NOISIEST = "held_out_loss_at_high_noise"
-_SEED = attrgetter("seed")
 
 
 class Results:
@@ -54,6 +53,32 @@ class Results:
 
         found = Interval(*itemgetter(name, f"{name}_low", f"{name}_high")(self.figures))
         return str(found) if found.low > 0 else "–"
+
+    def gain(self, method: str, share: float, variant: str, prefix: str = "") -> str:
+        """``ratio`` at one budget of a variant; older results have some without an interval."""
+        found = self.ratio(method, f"{prefix}{variant}_{share:g}_")
+        if not found and (variant, share) == ("main", self.shares[-1]):
+            found = self.ratio(method, prefix)
+
+        sides = [self.rows(method, share, variant), self.rows(baseline_of(method), share, variant)]
+        if not found and not prefix and all(sides):
+            ours, theirs = [mean_kid(rows, self.network) for rows in sides]
+            found = f"{ours / theirs:.3f}"
+
+        return found or "–"
+
+    def loss_ratio(self, share: float, variant: str, level: str = LOSS) -> str:
+        """Held-out loss of the experts over the monolith's; a dash unless both are known for the same seeds."""
+        sides = []
+        for method in ("bayes", "monolith"):
+            rows = [row for row in self.rows(method, share, variant) if _NOISIEST in row.scores]
+            sides.append({row.seed: row.scores[level] for row in rows})
+
+        experts, monolith = sides
+        if not experts or experts.keys() != monolith.keys():
+            return "–"
+
+        return f"{mean(experts.values()) / mean(monolith.values()):.3f}"
 
 
 def label_of(method: str) -> str:
@@ -124,22 +149,20 @@ def loss_table(results: Results) -> Report:
     headings += ["router right at the highest noise", "with the condition"]
     table = Report("Held-out loss of the members", headings)
     for variant, share in results.compared:
-        monolith = _with_losses(results.rows("monolith", share, variant))
-        experts = _with_losses(results.rows("bayes", share, variant))
-        if not monolith or list(map(_SEED, monolith)) != list(map(_SEED, experts)):
+        ratios = [results.loss_ratio(share, variant, level) for level in (LOSS, _NOISIEST)]
+        if "–" in ratios:
             continue
 
-        cells = [f"{mean_score(side, 'held_out_loss'):.4f}" for side in (monolith, experts)]
-        for level in ("held_out_loss", _NOISIEST):
-            cells.append(f"{mean_score(experts, level) / mean_score(monolith, level):.3f}")
-
+        experts = results.rows("bayes", share, variant)
+        cells = [f"{mean_score(side, LOSS):.4f}" for side in (results.rows("monolith", share, variant), experts)]
+        cells += ratios
         for accuracy in ("router_accuracy_at_high_noise", "router_accuracy_conditional_at_high_noise"):
             try:
                 cells.append(f"{mean_score(experts, accuracy):.3f}")
             except KeyError:
                 cells.append("–")
 
-        table.row(label_of(variant), f"{share:g}", str(len(monolith)), *cells)
+        table.row(label_of(variant), f"{share:g}", str(len(experts)), *cells)
 
     table.note(
         "Each expert is validated on the held-out samples of its own cluster, the monolith on all, both at the centres "
@@ -147,10 +170,6 @@ def loss_table(results: Results) -> Report:
         "cluster of a held-out sample there, with the condition and without, says how much the condition tells of it."
     )
     return table
-
-
-def _with_losses(rows: Sequence[Point]) -> list[Point]:
-    return [row for row in rows if _NOISIEST in row.scores]
 
 
 def curves_figure(results: Results) -> Figure:

@@ -1,6 +1,7 @@
 """Write the tables of README.md and docs/ anew from the committed results.
 
-A table stands between ``<!-- table mix FILE -->`` and ``<!-- end of table -->``; FILE is below ``benchmarks/results``.
+A table stands between ``<!-- table mix FILE -->`` or ``<!-- table gains -->`` and ``<!-- end of table -->``; FILE is
+below ``benchmarks/results``.
 
     make report
 """
@@ -15,11 +16,22 @@ from typing import Any
 
 from common import REPOSITORY, Report, save_figure
 from flop_report import Results, curves_figure
-from flop_scores import mean_kid, mean_score
+from flop_scores import OTHER, mean_kid, mean_score
 
 from ddm_lightning.core.files import atomic_write_text
 
-_TABLE = re.compile(r"(<!-- table mix (\S+) -->)\n.*?(<!-- end of table -->)", re.DOTALL)
+_TABLE = re.compile(r"(<!-- table (?:mix (\S+)|gains) -->)\n.*?(<!-- end of table -->)", re.DOTALL)
+_GAINS = (
+    # condition, prediction, clusters, width, results, variant
+    ("none", "x_0", 2, 32, "mix_4x_variants", "clusters_2"),
+    ("none", "x_0", 4, 32, "mix_4x", "main"),
+    ("none", "x_0", 8, 32, "mix_8x", "main"),
+    ("none", "velocity", 2, 32, "mix_4x_velocity_variants", "clusters_2"),
+    ("none", "velocity", 4, 32, "mix_4x_velocity_variants", "main"),
+    ("none", "velocity", 4, 32, "mix_4x_velocity", "main"),
+    ("classes", "x_0", 4, 32, "mixt_4x", "class_condition"),
+    ("captions", "x_0", 4, 32, "mixt_4x", "main"),
+)
 _MIX = {
     "monolith, ODE": "monolith",
     "monolith, ancestral": "monolith_ancestral",
@@ -43,14 +55,41 @@ def _mix(document: Mapping[str, Any]) -> Report:
     return table
 
 
+def _gains(results: Path) -> Report:
+    """What experts gain over a monolith, by condition, prediction, clusters, width and budget."""
+    methods = ("top1", "sample1", "bayes")
+    headings = ["condition", "prediction", "K", "width", "budget", "seeds", "held-out loss"]
+    headings += [
+        "`top-1`",
+        "`sample-1`",
+        "`bayes`",
+        "`top-1`, SqueezeNet",
+        "`sample-1`, SqueezeNet",
+        "`bayes`, SqueezeNet",
+    ]
+    table = Report("", headings)
+    for *setting, file, variant in _GAINS:
+        found = Results(json.loads((results / f"flop_matched_{file}.json").read_text()))
+        has_other = found.other == OTHER.name
+        for share in [share for name, share in found.compared if name == variant]:
+            rows = found.rows("bayes", share, variant)
+            cells = [f"{share:g}", str(len(rows)), found.loss_ratio(share, variant)]
+            cells += [found.gain(method, share, variant) for method in methods]
+            for method in methods:
+                cells.append(found.gain(method, share, variant, "other_features_") if has_other else "–")
+
+            table.row(*map(str, setting), *cells)
+
+    return table
+
+
 def rendered(text: str, results: Path) -> str:
     """``text`` with all its tables made anew."""
 
     def table(found: re.Match[str]) -> str:
         start, file, end = found.groups()
-        document = json.loads((results / file).read_text())
-        lines = _mix(document).table_lines()
-        return "\n".join([start, *lines, end])
+        made = _mix(json.loads((results / file).read_text())) if file else _gains(results)
+        return "\n".join([start, *made.table_lines(), end])
 
     return _TABLE.sub(table, text)
 
