@@ -1,17 +1,19 @@
 """Cold loading from S3 on loopback, beside a client that gets the same shards by as many requests at once.
 
-The client neither keeps, checks nor decodes them. Each turn has a process of its own; the server shares the cores.
-In memory, because a virtual machine may get the pages of new files from its host, slowly.
+The plain client only reads them; another keeps them and takes their SHA-1. Neither makes batches. Each turn has a
+process of its own; the server shares the cores. In memory, because a virtual machine may get the pages of new files
+from its host, slowly.
 
     TMPDIR=/dev/shm python benchmarks/cold.py --json benchmarks/results/cold.json
 """
 
 from __future__ import annotations
 
+import hashlib
 import multiprocessing
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -51,7 +53,9 @@ def main(arguments: Sequence[str] | None) -> None:
 
     # Speeds of one to the other are times of the other to the one.
     report = Report(f"Cold loading of {num_samples:,} samples: client (ours), and our loader (other)", HEADINGS)
-    add_ratio(report, "cold_over_plain_client", "S3, cold", found["client"], found["ours"])
+    for name in ("plain_client", "keeping_client"):
+        add_ratio(report, f"cold_over_{name}", name.replace("_", " "), found[name], found["ours"])
+
     report.finish(options.json)
 
 
@@ -62,18 +66,39 @@ def _ours(folder: Path) -> None:
         epoch(data.train_dataloader())
 
 
-def _client(folder: Path) -> None:
+def _client(folder: Path, take: Callable[[str, Iterable[bytes]], object]) -> None:
     client = boto3.Session().client("s3", endpoint_url=os.environ["S3_ENDPOINT_URL"])
 
     def get(path: Path) -> None:
         body = client.get_object(Bucket="images", Key=f"run/{_PART}/{path.name}")["Body"]
-        assert sum(map(len, body.iter_chunks(1 << 18))) == path.stat().st_size
+        take(path.name, body.iter_chunks(1 << 18))
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(get, (folder / "store" / _PART).glob("*.mds")))
 
 
-SIDES: dict[str, Callable[[Path], None]] = {"ours": _ours, "client": _client}
+def _plain_client(folder: Path) -> None:
+    _client(folder, lambda _, blocks: sum(map(len, blocks)))
+
+
+def _keeping_client(folder: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=folder) as cache:
+
+        def keep(name: str, blocks: Iterable[bytes]) -> None:
+            digest = hashlib.sha1(usedforsecurity=False)
+            with Path(cache, name).open("wb") as file:
+                for block in blocks:
+                    digest.update(block)
+                    file.write(block)
+
+        _client(folder, keep)
+
+
+SIDES: dict[str, Callable[[Path], None]] = {
+    "ours": _ours,
+    "plain_client": _plain_client,
+    "keeping_client": _keeping_client,
+}
 
 
 if __name__ == "__main__":
