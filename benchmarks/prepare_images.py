@@ -184,8 +184,8 @@ def decibels(path: Path, image: Pixels) -> float:
     shorter = min(whole.size)
     left, top = (2 * round((side - shorter) / 4) for side in whole.size)
     end = shorter // 2 * 2
-    full = whole.resize((SIZE, SIZE), Image.Resampling.LANCZOS, (left, top, left + end, top + end))
-    return -10 * log10(np.square(np.subtract(image, full, dtype=float) / 255).mean())
+    full = np.asarray(whole.resize((SIZE, SIZE), Image.Resampling.LANCZOS, (left, top, left + end, top + end)), float)
+    return -10 * log10(np.square((image - full) / 255).mean())
 
 
 if __name__ == "__main__":
