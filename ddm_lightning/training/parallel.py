@@ -222,7 +222,8 @@ def choose_strategy(island: IslandConfig, state: State, optimizer: str = "adamw"
 
     reason = "asked for by island.strategy"
     if island.strategy == "auto":
-        reason = f"weights, gradients, optimizer and EMA take {format_bytes(state.training)} per device unsharded"
+        parts = "weights, gradients, optimizer and EMA" if state.ema else "weights, gradients and optimizer"
+        reason = f"{parts} take {format_bytes(state.training)} per device unsharded"
 
     if name == "ddp":
         # A bucket view: otherwise DDP keeps another copy of all gradients.

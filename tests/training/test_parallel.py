@@ -76,6 +76,16 @@ def test_a_named_strategy_is_used(name, devices, kind, said):
     assert getattr(strategy, "reshard_after_forward", True) == (name != "fsdp-shard-grad-op")
 
 
+@pytest.mark.parametrize(
+    ("ema", "said"), [(40, "optimizer and EMA take 200 bytes"), (0, "and optimizer take 160 bytes")]
+)
+def test_the_reason_names_the_parts_that_it_counts(ema, said):
+    """Averages in the host's memory take none of the device."""
+    _, reason = choose_strategy(island(devices=2), State(40, 40, 80, ema, host=40 - ema))
+
+    assert f"{said} per device unsharded" in reason
+
+
 def test_under_ddp_only_rank_zero_saves(tmp_path, monkeypatch):
     """The others have no part in it: a strategy that knows no module yet would fail if it tried."""
     strategy, _ = choose_strategy(island(strategy="ddp", devices=2), state(1))
