@@ -12,6 +12,7 @@ from ddm_lightning.cli.status import command_line
 from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core.checks import check_positive
 from ddm_lightning.core.errors import UserError, note
+from ddm_lightning.core.formatting import Bars
 from ddm_lightning.core.registry import LAUNCHERS
 from ddm_lightning.islands import plan, plan_tables
 from ddm_lightning.islands.launch import build_launcher, cancel, jobs_of, launch
@@ -56,12 +57,13 @@ def plan_command(experiment: Experiment, options: argparse.Namespace) -> None:
     rates = plan.rates_of(options.mfu, options.prices or ())
     devices, source = plan.devices_of(experiment, options.device, rates)
     data = data_of(experiment, options.samples)
-    planner = plan.Planner(experiment, members, data, rates)
-    plans = sorted(map(planner.on, devices), key=_by_price)
-    plans = [planner.with_suggestions(one) for one in plans]
-    best = plans[0]
+    with Bars() as bars:
+        planner = plan.Planner(experiment, members, data, rates, bars)
+        plans = sorted(map(planner.on, devices), key=_by_price)
+        plans = [planner.with_suggestions(one) for one in plans]
+
     sources = plan_tables.sources_of(data, rates, source, plans)
-    warnings = [*best.warnings()]
+    warnings = [line for one in plans for line in one.warnings()]
     if options.json:
         found = {
             "experiment": experiment.name,
@@ -72,13 +74,13 @@ def plan_command(experiment: Experiment, options: argparse.Namespace) -> None:
         print(json.dumps(found))
         return
 
-    tables = plan_tables.tables(best)
+    tables = plan_tables.tables(plans[0])
     if len(plans) > 1:
         tables.append(plan_tables.comparison(plans))
 
     Console().print(*tables)
     for title, lines in {
-        "smallest changes that fit": [line for one in plans for line in plan_tables.suggestions(one)],
+        "settings that fit": [line for one in plans for line in one.suggestions()],
         "sources": [f"{name}: {text}" for name, text in sources.items()],
         "warnings": warnings,
     }.items():

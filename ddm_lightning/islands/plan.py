@@ -7,10 +7,10 @@ divides by devices and multiplies by hours, and names the source of each figure.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from ddm_lightning.core import checks
 from ddm_lightning.core.devices import check_devices, device_bytes, resolve_accelerator
 from ddm_lightning.core.errors import UserError, say
 from ddm_lightning.core.files import read_json
-from ddm_lightning.core.formatting import format_bytes
+from ddm_lightning.core.formatting import Bars, format_bytes
 from ddm_lightning.core.gpus import Device, find_gpu, parse_gpu
 from ddm_lightning.core.weights import free_bytes
 from ddm_lightning.islands.local import default_jobs
@@ -126,8 +126,8 @@ class Setting:
     """Bytes of averages in the host's memory."""
 
     def __str__(self) -> str:
-        settings = self.changes or "its own settings"
-        line = f"fits a card of {self.device_bytes / 1e9:.3g} GB with {settings}: {format_bytes(self.peak)}"
+        settings = f"with {self.changes}" if self.changes else "without changes"
+        line = f"fits {settings}: {format_bytes(self.peak)} of {format_bytes(self.device_bytes)}"
         if self.devices > 1:
             line += f" on each of {self.devices} ({self.strategy})"
 
@@ -210,17 +210,39 @@ class Plan:
 
     def warnings(self) -> Iterator[str]:
         """Say what does not fit, and what would."""
-        for one in self.members:
-            if one.fits is False:
-                peak = format_bytes(one.memory.peak)
-                remedy = one.suggestion or "no setting of one node does; use a larger device"
-                yield f"{one.member}: does not fit: {peak} of {self.device}, of which {USABLE:.0%} are usable; {remedy}"
-
+        yield from self.suggestions(fits=False)
         if self.device_bytes and not self.jobs and self.totals["hours"] is None:
             yield (
                 f"{self.device}: no hours, as its peak in island.precision is not known; GPUs without bfloat16 units "
                 "(T4, V100) need 16-mixed"
             )
+
+    def suggestions(self, *, fits: bool = True) -> Iterator[str]:
+        """Say under which settings the members fit that do, or that do not; alike ones share a line."""
+        rows = []
+        for one in self.members:
+            if one.fits is fits and (one.suggestion or not fits):
+                line = str(one.suggestion or "no setting of one node does; use a larger device")
+                if not fits:
+                    line = (
+                        f"does not fit: {format_bytes(one.memory.peak)}, with {USABLE:.0%} of the device usable; {line}"
+                    )
+
+                rows.append((one.member, line))
+
+        for members, line in merged(rows):
+            yield f"{members} on {self.device}: {line}"
+
+
+def merged(rows: Iterable[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
+    """Join neighbouring rows that differ in their first cell only."""
+    for rest, group in groupby(rows, key=lambda row: row[1:]):
+        names = [row[0] for row in group]
+        label = names[0]
+        if len(names) > 1:
+            label += f"…{names[-1].rpartition('-')[2]}"
+
+        yield label, *rest
 
 
 class Planner:
@@ -231,15 +253,19 @@ class Planner:
         members: names.
         data: sizes of its data.
         rates: hours and prices.
+        bars: for the members of each device, by default none.
 
     Raises:
         UserError: a network cannot be built.
     """
 
-    def __init__(self, experiment: Experiment, members: Sequence[str], data: Data, rates: Rates) -> None:
+    def __init__(
+        self, experiment: Experiment, members: Sequence[str], data: Data, rates: Rates, bars: Bars | None = None
+    ) -> None:
         self.experiment = experiment
         self.data = data
         self.rates = rates
+        self._bars = bars or Bars(show=False)
         self.members = [Run(experiment).resolve(name, data.sizes) for name in members]
         self._costs: dict[str, MemberCost] = {}
         self._speeds: dict[str, float] = {}
@@ -281,7 +307,10 @@ class Planner:
         else:
             found = parse_gpu(device)
 
-        members = tuple(self._plan(member, found, is_here=jobs is not None) for member in self.members)
+        members = tuple(
+            self._plan(member, found, is_here=jobs is not None)
+            for member in self._bars.track(self.members, description=found.name)
+        )
         return Plan(found.name, found.num_bytes, members, jobs)
 
     def with_suggestions(self, plan: Plan) -> Plan:
@@ -292,7 +321,7 @@ class Planner:
         gpu = find_gpu(plan.device)
         has_bfloat16 = gpu is None or "bf16" in gpu.peaks
         planned = []
-        for one, member in zip(plan.members, self.members, strict=True):
+        for one, member in self._bars.track([*zip(plan.members, self.members, strict=True)], description=plan.device):
             cost, _, _ = self._cost(member)
             island = island_of(member.name, self.experiment)
             nodes = sorted({*_NODE, island.devices})
@@ -499,13 +528,14 @@ def shortages(experiment: Experiment, members: Sequence[str], devices: Sequence[
     """
     found: list[str] = []
     if devices:
-        planner = Planner(experiment, members, data_of(experiment), rates_of(None, ()))
-        for device in devices:
-            with suppress(UserError):
-                plan = planner.on(device)
-                if not plan.fits:
-                    plan = planner.with_suggestions(plan)
+        with Bars(transient=True) as bars:
+            planner = Planner(experiment, members, data_of(experiment), rates_of(None, ()), bars)
+            for device in devices:
+                with suppress(UserError):
+                    plan = planner.on(device)
+                    if not plan.fits:
+                        plan = planner.with_suggestions(plan)
 
-                found += plan.warnings()
+                    found += plan.warnings()
 
     return found

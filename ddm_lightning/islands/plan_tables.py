@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from itertools import groupby
 from typing import Any
 
 from rich.table import Table
 
 from ddm_lightning.core.formatting import format_bytes, format_duration, format_number, table
-from ddm_lightning.islands.plan import Plan, Rates
+from ddm_lightning.islands.plan import Plan, Rates, merged
 from ddm_lightning.islands.plan_data import Data
 
 
@@ -76,9 +75,9 @@ def tables(plan: Plan) -> list[Table]:
     heads = ("M\nparams", "GFLOP\na sample", "FLOP", "check-\npoint", "out,\nMB/s", "shards", "in,\nMB/s")
     parts = ["weights", "grads", "opti-\nmizer", "EMA", "activ-\nations", "tem-\nporary", "peak", "host's\nEMA"]
     return [
-        table(["", *heads], _merged(sizes), "networks and traffic"),
-        table(["", *parts, "fits"], _merged(memory), f"memory of one device, GB: {plan.device}"),
-        table(["", "devices", "strategy", "samples\nat once", *_TIMES], _merged(training), "training"),
+        table(["", *heads], merged(sizes), "networks and traffic"),
+        table(["", *parts, "fits"], merged(memory), f"memory of one device, GB: {plan.device}"),
+        table(["", "devices", "strategy", "samples\nat once", *_TIMES], merged(training), "training"),
     ]
 
 
@@ -95,12 +94,6 @@ def comparison(plans: Sequence[Plan]) -> Table:
     return table(["", "fits", *_TIMES], rows, "devices")
 
 
-def suggestions(plan: Plan) -> list[str]:
-    """What each member needs to fit, in words; equal ones share a line."""
-    named = [(one.member, str(one.suggestion)) for one in plan.members if one.suggestion]
-    return [f"{members}: {suggestion}" for members, suggestion in _merged(named)]
-
-
 def _times(hours: float | None, device_hours: float | None, dollars: float | None) -> tuple[str, str, str]:
     return (
         _or_dash(hours, lambda hours: format_duration(3600 * hours)),
@@ -114,14 +107,3 @@ def _or_dash(value: Any, form: Callable[[Any], str]) -> str:
         return "–"
 
     return form(value)
-
-
-def _merged(rows: Sequence[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
-    """Join neighbouring rows that differ in their first cell only."""
-    for rest, group in groupby(rows, key=lambda row: row[1:]):
-        names = [row[0] for row in group]
-        label = names[0]
-        if len(names) > 1:
-            label += f"…{names[-1].rpartition('-')[2]}"
-
-        yield label, *rest
