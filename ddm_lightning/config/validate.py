@@ -271,6 +271,8 @@ def _problems_of_island(name: str, batch_size: int, experiment: Experiment) -> I
     section, train = "expert", expert_section(name, experiment).train
     if name == "router":
         section, train = "router", experiment.router.train
+    elif train.optimizer != experiment.expert.train.optimizer:
+        section = f"expert.overrides.{name}"
 
     problems = _problems_of_devices(name, batch_size, island_of(name, experiment), section, train.optimizer)
     for key, problem in problems:
@@ -297,7 +299,7 @@ def _problems_of_devices(
 
     if island.precision == "bf16-true" and optimizer == "muon":
         needs = f"{section}.train.optimizer = 'muon' needs"
-        yield "precision", f"keeps no weights in float32, which {needs}; set bf16-mixed, or adamw"
+        yield "precision", f"keeps no weights in float32, which {needs}; set bf16-mixed, or bf16-true for others alone"
 
 
 def _problems_of_sampling(sample: SampleConfig, condition: ConditionConfig) -> Iterator[Problem]:

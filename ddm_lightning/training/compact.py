@@ -48,7 +48,7 @@ class EightBits:
         if not signed:
             # No second moment becomes 0, as in torchao: beside larger ones in its block, a step would then be tens of
             # times the learning rate.
-            self._middles[0] = 0.0
+            self._middles[:1].zero_()
 
         upper = torch.arange(1 << 16, dtype=torch.int32, device=device) << 16
         smallest = torch.where(upper < 0, upper | 0xFFFF, upper).view(torch.float32).nan_to_num()

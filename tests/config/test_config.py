@@ -284,6 +284,10 @@ def test_numbers_that_yaml_reads_in_another_base_are_refused(path: Path, text: s
             ["islands={router: {precision: bf16-true}}", "router.train.optimizer=muon"],
             "'islands.router' = {'precision': 'bf16-true'}: precision keeps no weights in float32, which router.",
         ),
+        (
+            ["island.precision=bf16-true", "expert.overrides={expert-1: {train: {optimizer: muon}}}"],
+            "'island.precision' = 'bf16-true': keeps no weights in float32, which expert.overrides.expert-1.tr",
+        ),
         (["sample.strategy=best"], "'sample.strategy' = 'best': is unknown; known: bayes, full, "),
         (["condition.kind=text"], "'condition.kind' = 'text': needs prepare.caption_encoder, which is null"),
         (["sample.prompts=[a]"], "'condition.kind' = 'none': sample.prompts need"),

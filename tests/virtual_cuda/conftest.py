@@ -55,7 +55,11 @@ def commands(run_dir):
         command("fit", "member=expert-0", "island.precision=bf16-mixed", "island.ema=host", stop_at=5, code=130),
         command("fit", "member=expert-0", "island.precision=bf16-mixed", "island.ema=host"),
         command(
-            "fit", "member=expert-1", "island.micro_batch_size=3", "island.precision=bf16-true", "island.num_workers=1"
+            "fit",
+            "member=expert-1",
+            "island.micro_batch_size=3",
+            "islands.expert-1.precision=bf16-true",
+            "island.num_workers=1",
         ),
         command("fit", "member=expert-2", "island.activation_checkpointing=true"),
         command("fit", "member=router", "island.precision=16-mixed"),
