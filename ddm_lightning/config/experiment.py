@@ -103,8 +103,7 @@ class ImagesConfig:
     """Whether to keep images that are enlarged; false skips and counts them."""
     reduce: bool = True
     """Whether to decode large JPEGs at 1/2, 1/4 or 1/8 of their size, as long as both sides are still at least twice
-    those of the resized image; false decodes all pixels. A folder prepared without this rule, or by an earlier one,
-    keeps to that."""
+    those of the resized image; false decodes all pixels. A folder prepared without this rule keeps to that."""
 
 
 @dataclass

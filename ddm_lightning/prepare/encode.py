@@ -338,7 +338,6 @@ class _Records:
         self._sides = [side for bucket in plugins.buckets for side in bucket.size]
         self._records: list[Record] = []
         """Without images."""
-        self._plugins = plugins
         self._max_thumbnails = max(1, MAX_THUMBNAILS // num_parts)
         self._thumbnails: list[tuple[int, int, Pixels]] = []
         """Hash, row and image of the lowest hashes so far, which are a random sample."""
@@ -352,9 +351,8 @@ class _Records:
 
         self._thumbnails = []
         for rank, row, image in sorted(found, key=itemgetter(0, 1))[: self._max_thumbnails]:
-            whole = self._plugins.cuts_whole(self._records[row])
             # With margins, so that images of all shapes are of one size.
-            small = to_square(image, min(max([len(image), *self._sides]), _THUMBNAIL_SIZE), "pad", None, whole)
+            small = to_square(image, min(max([len(image), *self._sides]), _THUMBNAIL_SIZE), "pad")
             # A copy, because an image of the size of a thumbnail would keep its whole chunk in memory.
             self._thumbnails.append((rank, row, small.copy()))
 

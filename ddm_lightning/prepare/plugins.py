@@ -36,10 +36,6 @@ from ddm_lightning.shards.manifest import DataSizes
 ENOUGH = 1000
 """Samples to read before a judgement on all."""
 _PARTS_TO_LOOK_AT = 20
-CENTRED: Any = "centred"
-"""``images.reduce`` in a folder made by commits that cropped reduced images in fractions of a pixel, by Pillow."""
-# Values in hashes; the first is that of those commits.
-_REDUCE_RULES = {CENTRED: True, True: "whole pixels"}
 _OVER_TARGET = 2  # below, what a JPEG's decoder leaves out would show after Lanczos
 _COMMON_PACKAGES = ("ddm_lightning", "torch", "numpy", "pillow", "mosaicml-streaming")
 
@@ -57,7 +53,7 @@ def inputs_of_images(config: ImagesConfig) -> dict[str, Any]:
     if not config.upscale:
         inputs["upscale"] = False
     if config.reduce and config.size is not None:
-        inputs["reduce"] = _REDUCE_RULES[config.reduce]
+        inputs["reduce"] = "whole pixels"
 
     return inputs
 
@@ -195,10 +191,6 @@ class Plugins:
 
         height, width = self.target(size)[1] or size
         return _OVER_TARGET * max(height, side), _OVER_TARGET * max(width, side)
-
-    def cuts_whole(self, record: Record) -> bool:
-        """Whether what is resized of a reduced image is cut at whole pixels; see ``cropped``."""
-        return record.full_size is not None and self.config.images.reduce is True
 
     @property
     def bucket_names(self) -> list[str | None]:

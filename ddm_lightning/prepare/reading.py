@@ -140,14 +140,13 @@ class Reading:
                 continue
 
             number, target = self.plugins.target(record.size)
-            whole = self.plugins.cuts_whole(record)
-            image = square = self._resized(record, target, whole)
+            image = square = self._resized(record, target)
             facts = vars(record) | {"image": image.shape}
             del facts["full_size"]  # as before there was one
             self.content.update(repr(facts).encode())
             self.content.update(np.ascontiguousarray(image).data)
             if size is not None and self.sizes:
-                square = to_square(record.image, size, "stretch", record.full_size, whole)
+                square = to_square(record.image, size, "stretch", record.full_size)
                 self.content.update(square.tobytes())
 
             self.buckets.append(number)
@@ -204,12 +203,12 @@ class Reading:
         is_smaller = [own < wanted for own, wanted in zip(size, target, strict=True)]
         return not images.upscale and (all(is_smaller) if images.aspect == "pad" else any(is_smaller))
 
-    def _resized(self, record: Record, target: Size | None, whole: bool) -> Pixels:
+    def _resized(self, record: Record, target: Size | None) -> Pixels:
         image = record.image
         if target is not None and self.sizes:
-            return cropped(image, target, record.full_size, whole)
+            return cropped(image, target, record.full_size)
         if target is not None:
-            return to_square(image, target[0], self.config.images.aspect, record.full_size, whole)
+            return to_square(image, target[0], self.config.images.aspect, record.full_size)
         if image.shape[0] != image.shape[1]:
             raise self._error(record, f"has {_size(image)} pixels and is not square", _SET_SIZE)
 
@@ -267,15 +266,14 @@ def _share_cropped(size: Size, middle: Pixels) -> float:
     return 1 - min(aspect, 1 / aspect)
 
 
-def cropped(image: Pixels, size: Size, full_size: Size | None = None, whole: bool = False) -> Pixels:
+def cropped(image: Pixels, size: Size, full_size: Size | None = None) -> Pixels:
     """Resize an image to cover height and width of ``size`` (Lanczos), and keep the middle of its longer side.
 
     Args:
         image: RGB.
         size: height and width of the result.
-        full_size: see ``Record``.
-        whole: whether to cut at whole pixels, for speed; those of a reduced image are at most half as large as the
-            result's.
+        full_size: see ``Record``. A reduced image is cut at whole pixels, for speed; they are at most half as large as
+            the result's.
     """
     if image.shape[:2] == size:
         return image
@@ -290,14 +288,14 @@ def cropped(image: Pixels, size: Size, full_size: Size | None = None, whole: boo
 
     top = (height - own_height) / 2
     left = (width - own_width) / 2
-    return _resized(image, size, (top, left, own_height, own_width), whole)
+    return _resized(image, size, (top, left, own_height, own_width), full_size is not None)
 
 
-def _resized(image: Pixels, size: Size, box: tuple[float, ...], whole: bool) -> Pixels:
+def _resized(image: Pixels, size: Size, box: tuple[float, ...], is_reduced: bool) -> Pixels:
     """Resize the part of an image that begins at the first two numbers of ``box`` and has the last two as its size."""
     top, left, height, width = box
     inner: tuple[float, float, float, float] | None = (left, top, left + width, top + height)
-    if whole:
+    if is_reduced:  # cut at whole pixels
         image = np.array(image[round(top) :, round(left) :][: int(height), : int(width)])
         inner = None
         if _HAS_LANCZOS:
@@ -318,7 +316,7 @@ def _extent(image: Pixels, full_size: Size | None) -> tuple[float, float]:
     return full_size[0] / factor, full_size[1] / factor
 
 
-def to_square(image: Pixels, size: int, aspect: str, full_size: Size | None = None, whole: bool = False) -> Pixels:
+def to_square(image: Pixels, size: int, aspect: str, full_size: Size | None = None) -> Pixels:
     """Resize an image to ``size`` × ``size`` pixels (Lanczos).
 
     Args:
@@ -327,22 +325,24 @@ def to_square(image: Pixels, size: int, aspect: str, full_size: Size | None = No
         aspect: ``crop`` keeps the middle of the longer side, as ADM and DiT do; ``pad`` keeps the whole image, on
             white; ``stretch`` keeps the whole image and changes its proportions.
         full_size: see ``Record``.
-        whole: see ``cropped``.
     """
     if image.shape[:2] == (size, size):
         return image
     if aspect == "crop":
-        return cropped(image, (size, size), full_size, whole)
+        return cropped(image, (size, size), full_size)
 
+    is_reduced = full_size is not None
     extent = _extent(image, full_size)
     box = (0, 0, *extent)
     if aspect == "stretch":
-        return _resized(image, (size, size), box, whole)
+        return _resized(image, (size, size), box, is_reduced)
 
     sides = full_size or extent
     height, width = (max(1, round(side * size / max(sides))) for side in sides)
     sheet = np.full((size, size, 3), 255, np.uint8)
-    sheet[(size - height) // 2 :, (size - width) // 2 :][:height, :width] = _resized(image, (height, width), box, whole)
+    sheet[(size - height) // 2 :, (size - width) // 2 :][:height, :width] = _resized(
+        image, (height, width), box, is_reduced
+    )
     return sheet
 
 

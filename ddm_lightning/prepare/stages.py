@@ -51,7 +51,7 @@ from ddm_lightning.prepare.encode import (
 from ddm_lightning.prepare.engine import Reporter, run_jobs
 from ddm_lightning.prepare.ledger import Job, Ledger, Store, hash_of_files
 from ddm_lightning.prepare.merge import buckets_in_words, merge_groups
-from ddm_lightning.prepare.plugins import CENTRED, Plugins, inputs_of_images
+from ddm_lightning.prepare.plugins import Plugins, inputs_of_images
 from ddm_lightning.prepare.prepared import Prepared, Thumbnails, write_index
 from ddm_lightning.prepare.records import Part, count_samples
 from ddm_lightning.prepare.report import report_partition
@@ -168,21 +168,16 @@ class Preparation:
         self._keep_rule()
 
     def _keep_rule(self) -> None:
-        """Go on with an earlier rule of ``images.reduce``, or with none, in a folder whose parts were made so."""
-        if not self.config.images.reduce:
-            return
-
+        """Go on without ``images.reduce`` in a folder whose parts were made without it."""
+        images = replace(self.config.images, reduce=False)
+        config = replace(self.config, images=images)
+        columns = inputs_of_columns(Plugins(config))
+        digest = sha256_json(columns[RECORDS])
         keys = [ledger.entries[RECORDS]["key"] for ledger in self.prepared.ledgers if RECORDS in ledger.entries]
-        for rule in (False, CENTRED):
-            images = replace(self.config.images, reduce=rule)
-            config = replace(self.config, images=images)
-            columns = inputs_of_columns(Plugins(config))
-            digest = sha256_json(columns[RECORDS])
-            if any(key.endswith(digest) for key in keys):
-                self.experiment = replace(self.experiment, prepare=config)
-                self.config = self.plugins.config = config
-                self.columns = columns
-                return
+        if any(key.endswith(digest) for key in keys):
+            self.experiment = replace(self.experiment, prepare=config)
+            self.config = self.plugins.config = config
+            self.columns = columns
 
     def _list_parts(self) -> Sequence[Part]:
         try:

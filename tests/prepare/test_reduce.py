@@ -11,7 +11,7 @@ from prepare.listed import Listener, experiment_of, hashes, part_folder, plug_in
 from ddm_lightning.config.experiment import ImagesConfig
 from ddm_lightning.core.registry import SOURCES
 from ddm_lightning.prepare import reading as reading_module
-from ddm_lightning.prepare.plugins import CENTRED, Plugins, inputs_of_images
+from ddm_lightning.prepare.plugins import Plugins, inputs_of_images
 from ddm_lightning.prepare.reading import Reading, cropped, to_square
 from ddm_lightning.prepare.records import BrokenSample, Part, Record
 from ddm_lightning.prepare.sources.decode import decode, decode_reduced
@@ -186,7 +186,12 @@ def test_a_reduced_image_is_resized_as_pillow_does(monkeypatch, has_lanczos, siz
     """By torch to the same or the next level: its weights have fewer bits. Earlier ones have no Lanczos."""
     monkeypatch.setattr(reading_module, "_HAS_LANCZOS", has_lanczos and reading_module._HAS_LANCZOS)
     image = np.random.default_rng(0).integers(0, 256, (97, 131, 3), np.uint8)
-    found = to_square(image, size[0], "stretch", None, True) if size[0] == size[1] else cropped(image, size, None, True)
+    full_size = image.shape[:2]
+    if size[0] == size[1]:
+        found = to_square(image, size[0], "stretch", full_size)
+    else:
+        found = cropped(image, size, full_size)
+
     left, top, width, height = {20: (0, 0, 131, 97), 24: (33, 0, 64, 97), 47: (56, 0, 18, 97)}[size[0]]
     part = Image.fromarray(image).crop((left, top, left + width, top + height))
     expected = np.asarray(part.resize(size[::-1], Image.Resampling.LANCZOS))
@@ -202,14 +207,12 @@ def test_images_below_twice_the_size_keep_their_bits_and_their_hash(monkeypatch)
     assert len(contents) == 1
 
 
-@pytest.mark.parametrize("rule", [False, CENTRED])
-def test_an_older_folder_stays_valid_and_is_completed_by_its_own_rule(tmp_path, monkeypatch, rule):
+def test_an_older_folder_stays_valid_and_is_completed_by_its_own_rule(tmp_path, monkeypatch):
     """The hash without the rule is that of releases that had none."""
     assert inputs_of_images(ImagesConfig(size=16, reduce=False)) == {"size": 16, "aspect": "crop"}
     assert inputs_of_images(ImagesConfig()) == {"size": None, "aspect": "crop"}
     source = plug_in(monkeypatch, SOURCES, Photos())
-    assert inputs_of_images(ImagesConfig(size=16, reduce=CENTRED)) == {"size": 16, "aspect": "crop", "reduce": True}
-    older = experiment_of(source, images=ImagesConfig(size=16, reduce=rule))
+    older = experiment_of(source, images=ImagesConfig(size=16, reduce=False))
     newer = experiment_of(source, images=ImagesConfig(size=16))
     for experiment in (older, newer):
         experiment.prepare.partition.kind = "random"
@@ -226,6 +229,3 @@ def test_an_older_folder_stays_valid_and_is_completed_by_its_own_rule(tmp_path, 
     assert fresh.images == {**manifest.images, "reduce": "whole pixels"}
     columns = [np.load(part_folder(tmp_path / run, "part-1") / "x_0.npy") for run in ("run", "fresh")]
     assert 20 < psnr(*columns) < np.inf
-    without = experiment_of(source, images=ImagesConfig(size=16, reduce=False))
-    without.prepare.partition.kind = "random"
-    assert "reduce" not in prepare(without, tmp_path / "run").images
