@@ -21,7 +21,7 @@ from ddm_lightning.ensemble.residency import ResidentExperts
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.path import Samples, Times, expand_rows, guided, velocity_of
 from ddm_lightning.flow.spec import ConditionSpec
-from ddm_lightning.members.cost import forward_flops
+from ddm_lightning.members.flops import forward_flops
 from ddm_lightning.networks.blocks import check_compiler, compile_blocks
 from ddm_lightning.networks.calibration import temperature_at
 from ddm_lightning.networks.rows import IndependentRows

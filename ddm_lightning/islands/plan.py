@@ -321,7 +321,9 @@ class Planner:
         gpu = find_gpu(plan.device)
         has_bfloat16 = gpu is None or "bf16" in gpu.peaks
         planned = []
-        for one, member in self._bars.track([*zip(plan.members, self.members, strict=True)], description=plan.device):
+        for one, member in self._bars.track(
+            [*zip(plan.members, self.members, strict=True)], description=f"{plan.device}, what fits"
+        ):
             cost, _, _ = self._cost(member)
             island = island_of(member.name, self.experiment)
             nodes = sorted({*_NODE, island.devices})

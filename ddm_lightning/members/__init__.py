@@ -2,6 +2,6 @@
 
 - ``run``: an experiment and its folder; ``run_folder``: paths and locks; ``roles``, ``member``: what a member is
 - ``initial``: weights to start from; ``meta``, ``artifact``, ``load``, ``signatures``: what is handed over and trusted
-- ``cost``: memory and FLOPs; ``preflight``: checks before a start
+- ``flops``, ``cost``: operations, and memory; ``preflight``: checks before a start
 - ``status``, ``checkpoints``, ``skipped``: what a member's folder tells of its training
 """

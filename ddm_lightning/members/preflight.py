@@ -14,7 +14,7 @@ from ddm_lightning.config.validate import blamed
 from ddm_lightning.core import registry
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.members.artifact import described
-from ddm_lightning.members.cost import flops_by_shape
+from ddm_lightning.members.flops import flops_by_shape
 from ddm_lightning.members.member import Member
 from ddm_lightning.members.meta import read_meta
 from ddm_lightning.members.roles import MONOLITH, ROUTER

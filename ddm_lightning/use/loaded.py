@@ -26,7 +26,7 @@ from ddm_lightning.ensemble.manifest import About, EnsembleManifest
 from ddm_lightning.ensemble.sampler import sample
 from ddm_lightning.ensemble.velocity import Cost, Ensemble
 from ddm_lightning.flow.condition import Condition
-from ddm_lightning.members.cost import flops_per_sample
+from ddm_lightning.members.flops import flops_per_sample
 from ddm_lightning.members.meta import ArtifactMeta
 from ddm_lightning.use import call
 from ddm_lightning.use.rows import Rows, built_encoder, listed, rows_without_prompts, spread, text_condition

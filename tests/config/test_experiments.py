@@ -11,7 +11,7 @@ import torch
 
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.registry import CAPTION_ENCODERS, EXPERTS, FEATURES, IMAGE_ENCODERS, ROUTERS, SOURCES
-from ddm_lightning.members.cost import flops_per_sample
+from ddm_lightning.members.flops import flops_per_sample
 from ddm_lightning.members.member import Member
 from ddm_lightning.members.preflight import check_plugins
 from ddm_lightning.members.roles import batch_size_of, section_of

@@ -4,8 +4,8 @@ from torch import nn
 
 from ddm_lightning.core.registry import EXPERTS
 from ddm_lightning.flow.spec import ConditionSpec
-from ddm_lightning.members import cost
-from ddm_lightning.members.cost import flops_per_sample, forward_flops
+from ddm_lightning.members import flops
+from ddm_lightning.members.flops import flops_per_sample, forward_flops
 from ddm_lightning.networks.dit import DiT, RouterDiT
 from ddm_lightning.networks.mmdit import MMDiT
 
@@ -115,7 +115,7 @@ def test_the_count_with_weights_is_that_without():
 
 @pytest.mark.parametrize(("limit", "device"), [(1e9, "cpu"), (1, "meta")])
 def test_a_large_network_is_counted_without_data(limit, device, monkeypatch):
-    monkeypatch.setattr(cost, "_SMALL", limit)
+    monkeypatch.setattr(flops, "_SMALL", limit)
     network = Plugin()
     devices = []
     network.down.register_forward_pre_hook(lambda _, inputs: devices.append(inputs[0].device.type))

@@ -29,7 +29,8 @@ from ddm_lightning.ensemble.manifest import single
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.spec import ConditionSpec
 from ddm_lightning.members.artifact import write_artifact
-from ddm_lightning.members.cost import MemberCost, flops_per_sample, forward_flops
+from ddm_lightning.members.cost import MemberCost
+from ddm_lightning.members.flops import flops_per_sample, forward_flops
 from ddm_lightning.members.load import build_network, load_network
 from ddm_lightning.members.member import Member
 from ddm_lightning.members.run import Run

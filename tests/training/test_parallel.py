@@ -21,7 +21,8 @@ from ddm_lightning.core.devices import (
 )
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.flow.spec import ConditionSpec
-from ddm_lightning.members.cost import State, flops_per_sample
+from ddm_lightning.members.cost import State
+from ddm_lightning.members.flops import flops_per_sample
 from ddm_lightning.networks.blocks import checkpoint_blocks, compile_blocks
 from ddm_lightning.networks.dit import DiT
 from ddm_lightning.training.parallel import choose_strategy
