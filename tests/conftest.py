@@ -83,10 +83,10 @@ def _own_environment():
 @pytest.fixture(scope="session")
 def slurm_cluster():
     """SLURM, started here if there is none and root allows; it stays for other tests: ``slurm.sh stop`` ends it."""
-    if shutil.which("sinfo") and subprocess.run(["sinfo"], capture_output=True, check=False).returncode == 0:
-        return
     script = Path(__file__).parent / "islands" / "slurm.sh"
     if os.getuid() != 0:
+        if shutil.which("sinfo") and subprocess.run(["sinfo"], capture_output=True, check=False).returncode == 0:
+            return
         pytest.skip(f"needs SLURM; as root: {script} start")
     done = subprocess.run([script, "start"], capture_output=True, text=True, timeout=300, check=False)
     if done.returncode:

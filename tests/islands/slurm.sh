@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SLURM on this machine for tests marked `slurm`, from Debian packages. Needs root.
-#   slurm.sh start   install what is missing, start three nodes that are all this machine, print sinfo
+#   slurm.sh start   install what is missing, start three nodes that are all this machine, cancel old jobs
 #   slurm.sh stop    end the daemons by their recorded process ids
 # LLN puts each job on another node, so that one node's failure hits one of them.
 set -euo pipefail
@@ -13,6 +13,7 @@ start)
     DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends slurmctld slurmd slurm-client munge >/dev/null
   fi
   if ! grep -qs ClusterName=islands /etc/slurm/slurm.conf && [[ -e /etc/slurm/slurm.conf ]]; then
+    sinfo >/dev/null && exit 0
     echo "/etc/slurm/slurm.conf is of another cluster; start that one" >&2
     exit 2
   fi
@@ -50,11 +51,12 @@ END
     mkdir -p "/var/spool/slurmd/$node"
     pgrep -f "slurmd -N $node" >/dev/null || slurmd -N "$node"
   done
+  # SLURM keeps jobs over a restart; those of tests that were broken off would hold the nodes.
+  squeue --noheader --format=%A | xargs --no-run-if-empty scancel
   for _ in $(seq 60); do
     [[ $(sinfo --noheader --Node --states=idle 2>/dev/null | wc -l) == "${#nodes[@]}" ]] && break
     sleep 0.5
   done
-  sinfo
   ;;
 stop)
   for file in /run/slurmd-*.pid /run/slurmctld.pid /run/munge/munged.pid; do
