@@ -276,10 +276,10 @@ class Study:
         return RunFolder(self.root / f"{variant.name}/seed-{seed}/budget-{share:g}")
 
     def losses(self, variant: Variant, seed: int, share: float, model: str) -> dict[str, float]:
-        """Held-out loss of ``model`` at one budget, over all noise levels and at the highest ones.
+        """Held-out loss of ``model`` at one budget, over all noise levels and at each.
 
         An ensemble's is the mean of its experts', each on its own cluster, weighted by the held-out samples there. Its
-        router's accuracy at the highest noise, with and without the condition, says how much the condition tells.
+        router's accuracy and cross-entropy, with and without the condition, say how much the condition tells.
         """
         run = self.at_budget(variant, seed, share)
         names = [model]
@@ -289,17 +289,17 @@ class Study:
             names = list(map("expert-{}".format, range(len(weights))))
 
         metrics = [read_meta(run.artifact(name)).metrics for name in names]
-        noisiest = max(key for key in metrics[0] if key.startswith("held_out/loss_t"))
+        _, _, noisiest = max(key for key in metrics[0] if key.startswith("held_out/loss_t")).rpartition("_")
         found = {}
-        for score, key in (("held_out_loss", "held_out/loss"), ("held_out_loss_at_high_noise", noisiest)):
-            found[score] = float(np.average([one[key] for one in metrics], weights=weights))
+        for key in metrics[0]:
+            if key.startswith("held_out/loss"):
+                score = key.replace("/", "_").replace(noisiest, "at_high_noise")
+                found[score] = float(np.average([one[key] for one in metrics], weights=weights))
 
         if model == ENSEMBLE and run.has_artifact(ROUTER):
-            of_router = read_meta(run.artifact(ROUTER)).metrics
-            for kind in ("accuracy", "accuracy_conditional"):
-                key = noisiest.replace("loss", kind)
-                if key in of_router:
-                    found[f"router_{kind}_at_high_noise"] = of_router[key]
+            for key, value in read_meta(run.artifact(ROUTER)).metrics.items():
+                if key.startswith(("held_out/accuracy", "held_out/cross_entropy")):
+                    found[key.replace("held_out/", "router_").replace(noisiest, "at_high_noise")] = value
 
         return found
 

@@ -214,7 +214,11 @@ def test_from_nothing_to_results_and_nothing_is_trained_twice(tmp_path):
     whole = RunFolder(root / "main" / "seed-0" / "budget-1")
     losses = [read_meta(whole.artifact(name)).metrics["held_out/loss"] for name in ("expert-0", "expert-1")]
     assert min(losses) <= points["main", 1, "bayes"]["held_out_loss"] <= max(losses)
+    levels = [value for name, value in points["main", 1, "bayes"].items() if name.startswith("held_out_loss_")]
+    assert len(levels) == 8
+    assert sum(levels) / 8 == pytest.approx(points["main", 1, "bayes"]["held_out_loss"], rel=1e-5)
     assert "router_accuracy_at_high_noise" in points["main", 1, "bayes"]
+    assert "router_cross_entropy_t0.062" in points["main", 1, "bayes"]
     assert "router_accuracy_at_high_noise" not in points["main", 1, "monolith"]
     assert (root / "curves.png").stat().st_size > 10_000
     written = {path: path.stat().st_mtime_ns for path in root.rglob("*") if path.suffix in (".npz", ".safetensors")}
