@@ -12,6 +12,7 @@ import numpy as np
 from common import Report
 from flop_sampling import COSTS, METHODS
 from flop_scores import LOSS, Interval, Point, baseline_of, grouped, kids_of, mean_kid, mean_score, shares_of
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
@@ -40,32 +41,34 @@ class Results:
         return self.groups.get((variant, share or self.shares[-1], method), [])
 
     def ratio(self, method: str, prefix: str = "", over: str = "monolith") -> str:
-        """KID over the monolith's with its interval; empty for the monolith itself, a dash if the interval reaches 0.
+        """KID over the monolith's with its interval; empty for the monolith itself.
 
         Args:
             method: the compared method.
             prefix: ``other_features_``, the variant and share of the budget, ``VARIANT_SHARE_``, or both.
             over: ``scratch`` for the ratio to experts that did not branch off.
         """
-        name = f"{prefix}{method}_over_{over}"
+        return str(self.interval(f"{prefix}{method}_over_{over}") or "")
+
+    def interval(self, name: str) -> Interval | None:
+        """A figure with its interval; None if there is none."""
         if name not in self.figures:
-            return ""
+            return None
 
-        found = Interval(*itemgetter(name, f"{name}_low", f"{name}_high")(self.figures))
-        return str(found) if found.low > 0 else "–"
+        return Interval(*itemgetter(name, f"{name}_low", f"{name}_high")(self.figures))
 
-    def gain(self, method: str, share: float, variant: str, prefix: str = "") -> str:
-        """``ratio`` at one budget of a variant; older results have some without an interval."""
-        found = self.ratio(method, f"{prefix}{variant}_{share:g}_")
+    def gain(self, method: str, share: float, variant: str, prefix: str = "") -> Interval | None:
+        """``ratio`` at one budget of a variant; older results have some without bounds, or none."""
+        found = self.interval(f"{prefix}{variant}_{share:g}_{method}_over_monolith")
         if not found and (variant, share) == ("main", self.shares[-1]):
-            found = self.ratio(method, prefix)
+            found = self.interval(f"{prefix}{method}_over_monolith")
 
         sides = [self.rows(method, share, variant), self.rows(baseline_of(method), share, variant)]
-        if not found and not prefix and all(sides):
-            ours, theirs = [mean_kid(rows, self.network) for rows in sides]
-            found = f"{ours / theirs:.3f}"
+        if found or prefix or not all(sides):
+            return found
 
-        return found or "–"
+        ours, theirs = [mean_kid(rows, self.network) for rows in sides]
+        return Interval(ours / theirs)
 
     def loss_ratio(self, share: float, variant: str, level: str = LOSS) -> str:
         """Held-out loss of the experts over the monolith's; a dash unless both are known for the same seeds."""
@@ -172,6 +175,13 @@ def loss_table(results: Results) -> Report:
     return table
 
 
+def powers_of_two(axis: Axis) -> None:
+    """Label a logarithmic axis at powers of two."""
+    axis.set_major_locator(LogLocator(base=2))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_locator(NullLocator())
+
+
 def curves_figure(results: Results) -> Figure:
     """KID against training FLOPs, in all and of the busiest machine; means over seeds with their spread."""
     figure = Figure(figsize=(11, 4.5), layout="constrained")
@@ -199,9 +209,7 @@ def curves_figure(results: Results) -> Figure:
     left.set_ylabel(f"KID ({results.network}), lower is better")
     right.set(xscale="log", xlabel=f"training TFLOPs per machine: {num_islands} islands, or one monolith")
     for axis in (left.xaxis, right.xaxis, left.yaxis):
-        axis.set_major_locator(LogLocator(base=2))
-        axis.set_major_formatter("{x:g}")
-        axis.set_minor_locator(NullLocator())
+        powers_of_two(axis)
 
     left.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 6, 7, 8)))
     for axes in (left, right):

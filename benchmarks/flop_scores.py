@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
+from math import isnan, nan
 from operator import attrgetter
 from pathlib import Path
 from statistics import mean
@@ -97,14 +98,21 @@ class Interval:
     """An estimate with its 95 % interval."""
 
     value: float
-    low: float
-    high: float
+    low: float = nan
+    high: float = nan
+    """Bounds; NaN where they are unknown."""
 
     def figures(self, name: str) -> dict[str, float]:
         """The three numbers as figures ``name``, ``name_low`` and ``name_high``."""
         return {name: self.value, f"{name}_low": self.low, f"{name}_high": self.high}
 
     def __str__(self) -> str:
+        if isnan(self.low):
+            return f"{self.value:.3f}"
+
+        if self.low <= 0:
+            return "–"  # one of the two KIDs cannot be told from 0
+
         return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
