@@ -99,46 +99,60 @@ def test_in_float32_it_is_torchs_adamw_to_the_bit():
     same(dict(network.named_parameters()), dict(reference.named_parameters()))
 
 
-def test_with_eight_bits_it_is_torchaos():
-    """As torchao's function of one step without its compiler; weights of rows that 256 divides."""
+def test_the_first_step_with_eight_bits_is_torchaos():
+    """As torchao's function of one step without its compiler, but for rounding; weights of rows that 256 divides."""
     adam = pytest.importorskip("torchao.optim.adam")
     states = pytest.importorskip("torchao.optim.subclass_8bit")
     weight = nn.Parameter(torch.randn(6, 1024, generator=torch.Generator().manual_seed(0)))
     theirs = weight.detach().clone()
     optimizer = CompactAdamW([{"params": [weight], "weight_decay": 0.1}], 0.01, eight_bits=True)
     moments = [states.OptimState8bit.zeros(theirs.shape, signed) for signed in (True, False)]
-    count = torch.tensor(0.0)
-    for number in range(6):
-        weight.grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(number + 1))
-        optimizer.step()
-        count += 1
-        settings = (torch.tensor(0.01), 0.9, 0.999, 0.1, 1e-8, True, False)
-        adam.single_param_adam(theirs, weight.grad, count, *moments, None, *settings)
+    weight.grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
+    optimizer.step()
+    settings = (torch.tensor(1.0), *moments, None, torch.tensor(0.01), 0.9, 0.999, 0.1, 1e-8, True, False)
+    adam.single_param_adam(theirs, weight.grad, *settings)
 
-    torch.testing.assert_close(weight.detach(), theirs, rtol=0, atol=1e-5)
-    state = optimizer.state[weight]
-    different = (state["exp_avg_codes"] != moments[0].codes).float().mean()
-    assert different < 1e-3, "but for ties"
+    torch.testing.assert_close(weight.detach(), theirs, rtol=0, atol=1e-6)
+    for name, expected in zip(("exp_avg", "exp_avg_sq"), moments, strict=True):
+        state = optimizer.state[weight]
+        assert (state[f"{name}_codes"].int() - expected.codes.int()).abs().max() == 1
+        torch.testing.assert_close(state[f"{name}_scales"].flatten(), expected.scale, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("signed", [True, False])
-def test_codes_are_those_of_the_nearest_numbers(signed):
+def test_codes_are_those_of_the_two_nearest_numbers_and_right_in_the_mean(signed):
     eight = EightBits(signed, torch.device("cpu"))
-    values = eight.values.double()
-    middles = ((values[1:] + values[:-1]) / 2).float()
-    around = [middles, middles.nextafter(torch.tensor(2.0)), middles.nextafter(torch.tensor(-2.0))]
-    numbers = torch.cat([*around, eight.values, torch.rand(5000, generator=torch.Generator().manual_seed(0))])
-    kept = eight.values
-    if signed:
-        numbers = torch.cat([numbers, -numbers])
-    else:  # 0 gets the code of the smallest number
-        numbers = numbers[numbers > 0]
-        kept = kept[1:]
+    generator = torch.Generator().manual_seed(0)
+    values = eight.values[0 if signed else 1 :]  # no second moment becomes 0
+    shares = torch.rand(len(values) - 1, generator=generator)
+    numbers = values[:-1] + shares * values.diff()
+    found = eight.decode(eight.encode(numbers.expand(4000, -1).contiguous(), generator))
+    assert ((found == values[:-1]) | (found == values[1:])).all()
 
-    found = (eight.decode(eight.encode(numbers)).double() - numbers).abs()
-    nearest = (values[None] - numbers[:, None]).abs().amin(1)
-    assert (found - nearest).max() < 1e-7, "but for ties"
-    assert torch.equal(eight.decode(eight.encode(kept)), kept)
+    error = (found.double().mean(0) - numbers) / values.diff()
+    assert error.abs().max() < 5 * 0.5 / math.sqrt(4000)
+    assert torch.equal(eight.decode(eight.encode(values, generator)), values)
+
+
+def test_second_moments_follow_gradients_that_grow():
+    """Their relative sizes change after 2,000 steps; torchao's moments are then half of those in float32."""
+    generator = torch.Generator().manual_seed(0)
+    weight = nn.Parameter(torch.zeros(16, 256))
+    optimizer = CompactAdamW([{"params": [weight], "weight_decay": 0.0}], 0.0, eight_bits=True)
+    exact = torch.zeros_like(weight)
+    sizes = torch.randn(weight.shape, generator=generator).div(2).exp()
+    for number in range(5000):
+        if number == 2000:
+            sizes = 0.3 * sizes.roll(7, 1)
+
+        weight.grad = sizes * torch.randn(weight.shape, generator=generator)
+        optimizer.step()
+        exact.lerp_(weight.grad**2, 0.001)
+
+    state = optimizer.state[weight]
+    scales = state["exp_avg_sq_scales"].repeat_interleave(256, 1)
+    ratio = EightBits(False, weight.device).decode(state["exp_avg_sq_codes"]) * scales / exact
+    assert ratio.mean().item() == pytest.approx(1, abs=0.03)
 
 
 def test_small_gradients_beside_large_ones_take_no_large_steps():
@@ -352,10 +366,9 @@ def over_ranks(folder, kind, half, rank):
     expected = all_gathered(single, reference)
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        if half:
-            torch.testing.assert_close(found[name].float().mean(), value.float().mean(), rtol=0.1, atol=0.3)
-        elif value.dtype != torch.uint8:
-            torch.testing.assert_close(found[name], value, rtol=1e-2, atol=1e-4)
+        torch.testing.assert_close(found[name].float().mean(), value.float().mean(), rtol=0.1, atol=0.3)
+        if not half and name.startswith("model/"):  # after four steps of 0.01 whose moments were rounded otherwise
+            torch.testing.assert_close(found[name], value, rtol=0, atol=4e-3)
 
     save(folder / "two", ours, optimizer, writer=writer_of(hosts, is_rank_zero=rank == 0))
     dist.barrier()
