@@ -12,7 +12,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeAlias, TypeVar
@@ -146,10 +146,10 @@ def option(
     return field(default=default, metadata=metadata)
 
 
-def guess(name: str, known: Iterable[str]) -> str:
-    """Part of a line about an unknown ``name``: the known one that resembles it, or nothing."""
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {near[0]!r}? " if near else ""
+def guess(name: str, known: Iterable[str], others: Iterable[str] = ()) -> str:
+    """Part of a line about an unknown ``name``: the known one that resembles it and ``others``, or nothing."""
+    near = [*difflib.get_close_matches(name, known, n=1), *others]
+    return f"did you mean {' or '.join(map(repr, near))}? " if near else ""
 
 
 @functools.cache
@@ -157,6 +157,15 @@ def hints(kind: Any) -> dict[str, Any]:
     """Types of a dataclass's fields by name, with the checks that narrow them."""
     resolved = typing.get_type_hints(kind, include_extras=True)
     return {own.name: narrowed(resolved[own.name], own) for own in fields(kind)}
+
+
+def keys_of(kind: Any, key: str) -> Iterator[str]:
+    """Yield ``key``, of type ``kind``, and all dotted keys below it."""
+    yield key
+    kind, _ = without_none(kind)
+    if is_dataclass(kind):
+        for name, inner in hints(kind).items():  # type: ignore[arg-type]  # a class
+            yield from keys_of(inner, f"{key}.{name}")
 
 
 def narrowed(kind: Any, own: Field[Any]) -> Any:
@@ -189,7 +198,7 @@ def check(value: Any, kind: Any, key: str, source: str, references: bool = True)
     Raises:
         UserError: an unknown key, a wrong type, or a value outside the limits of its ``option``.
     """
-    _Checker(source, references).checked(value, kind, key)
+    _Checker(source, references, keys=keys_of(kind, key)).checked(value, kind, key)
 
 
 def record(document: Any, kind: type[_Kind], source: str, remedy: str) -> _Kind:
@@ -274,6 +283,8 @@ class _Checker:
     """Whether references pass."""
     remedy: str = ""
     """Ends error lines about a record, which must be complete and becomes what it describes; empty for settings."""
+    keys: Iterable[str] = ()
+    """All dotted keys, for a hint where a misplaced one belongs."""
 
     def checked(self, value: Any, kind: Any, key: str) -> Any:
         """Check a value; return what it describes."""
@@ -351,7 +362,9 @@ class _Checker:
         for name in value:
             if name not in kinds:
                 below = f"{key}.{name}".lstrip(".")
-                self._refuse(f"unknown key {below!r}; {guess(str(name), kinds)}{known}")
+                others = [full.lstrip(".") for full in self.keys if full.endswith(f".{name}")]
+                inside = [full for full in others if full.startswith(f"{key}.")]
+                self._refuse(f"unknown key {below!r}; {guess(str(name), kinds, inside or others)}{known}")
 
         if not self.remedy:
             return found

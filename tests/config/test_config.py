@@ -150,6 +150,22 @@ def test_the_source_of_a_mistake_is_named(path: Path) -> None:
     assert refusal(path).startswith(": unknown key 'colour'; known there: name, run_dir, seed, remote, prepare")
 
 
+@pytest.mark.parametrize(
+    ("key", "places"),
+    [
+        ("expert.optimizer", ["expert.train.optimizer"]),
+        ("expert.overrides.expert-0.optimizer", ["expert.overrides.expert-0.train.optimizer"]),
+        ("expert.precision", ["island.precision", "sample.precision"]),
+        ("precision", ["island.precision", "sample.precision"]),
+        ("router.condition", ["conditional", "condition"]),
+        ("prepare.seed", ["seed"]),
+    ],
+)
+def test_a_key_in_the_wrong_section_is_told_where_it_belongs(path: Path, key: str, places: list[str]) -> None:
+    """Within its own section first; else wherever the schema has that name."""
+    assert f"unknown key '{key}'; did you mean {' or '.join(map(repr, places))}? known" in refusal(path, f"{key}=1")
+
+
 def test_every_mandatory_key_is_asked_for(path: Path) -> None:
     path.write_text("")
     line = refusal(path)
