@@ -157,15 +157,19 @@ def refuse_unprepared(experiment: Experiment) -> None:
     Raises:
         UserError: naming the keys that changed since.
     """
-    run = RunFolder.of(experiment)
-    now = asdict(experiment)
-    before = recorded(run)
-    prepared = {key: before[key] for key in before.keys() & {"prepare", "seed"}}
-    if changed := changes({**now, **prepared}, now):
+    if changed := changed_since_prepared(experiment):
         raise UserError(
-            f"{run.experiment}: the shards were prepared with other settings: {changed}; repeat prepare, or set them "
-            "back"
+            f"{RunFolder.of(experiment).experiment}: the shards were prepared with other settings: {changed}; repeat "
+            "prepare, or set them back"
         )
+
+
+def changed_since_prepared(experiment: Experiment) -> str:
+    """Describe ``changes`` of what the run folder was prepared with; empty if it has no record of that."""
+    now = asdict(experiment)
+    before = recorded(RunFolder.of(experiment))
+    prepared = {key: before[key] for key in before.keys() & {"prepare", "seed"}}
+    return changes({**now, **prepared}, now)
 
 
 def recorded(run: RunFolder) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from ddm_lightning.core import remote
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write, atomic_write_json, locked, sha256_file, sha256_json
 from ddm_lightning.core.formatting import format_bytes
-from ddm_lightning.members.run_folder import RunFolder
+from ddm_lightning.members.run_folder import RunFolder, changed_since_prepared
 from ddm_lightning.partition.build import check_partition, fit_partition
 from ddm_lightning.partition.columns import save_array
 from ddm_lightning.partition.partition import Partition
@@ -165,6 +165,7 @@ class Preparation:
             self.store = Store(url, self.plugins.versions())
 
         self._read_ledgers()
+        self._changed = changed_since_prepared(experiment)
         self._keep_rule()
 
     def _keep_rule(self) -> None:
@@ -396,6 +397,10 @@ class Preparation:
     def _run_unless_done(self, stage: Stage) -> None:
         if self._is_done(stage):
             return
+
+        if self._changed:
+            self.reporter.say(f"settings changed: {self._changed}; {stage.name} and what depends on it are made anew")
+            self._changed = ""
 
         start = time.monotonic()
         stage.begin()

@@ -210,6 +210,16 @@ def test_a_change_runs_again_what_hangs_on_it_and_gives_what_a_fresh_run_gives(t
     assert manifest == fresh
 
 
+def test_the_setting_that_makes_stages_anew_is_named_before_the_work(tiny_prepared, tmp_path, capsys):
+    settings = ["prepare", "-c", str(TINY), f"run_dir={tmp_path}"]
+    shutil.copytree(tiny_prepared, tmp_path / "prepared")
+    assert main(settings) == 0 and "changed" not in capsys.readouterr().out
+    assert main([*settings, "prepare.horizontal_flips=true", "prepare.num_processes=1"]) == 0
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    expected = "settings changed: prepare.horizontal_flips (was false); encode and what depends on it are made anew"
+    assert first == expected and second.startswith("encode: done in")
+
+
 def test_the_same_bytes_upstream_spare_the_stages_below(tmp_path, first):
     (Prepared(tmp_path / "prepared").part_folder(0) / "features.npy").unlink()
     again, listener = run(tiny_experiment(), tmp_path)
