@@ -112,7 +112,7 @@ def _read_mfu(mfu: str) -> tuple[float, str]:
 
 @dataclass(frozen=True)
 class Setting:
-    """Settings under which a member fits."""
+    """Settings under which a member fits; if none do, those that save the most memory."""
 
     device_bytes: int
     devices: int
@@ -128,6 +128,8 @@ class Setting:
     def __str__(self) -> str:
         settings = f"with {self.changes}" if self.changes else "without changes"
         line = f"fits {settings}: {format_bytes(self.peak)} of {format_bytes(self.device_bytes)}"
+        if self.peak > USABLE * self.device_bytes:
+            line = f"on one node needs at least {format_bytes(self.peak / USABLE)} {settings}"
         if self.devices > 1:
             line += f" on each of {self.devices} ({self.strategy})"
 
@@ -155,7 +157,8 @@ class MemberPlan:
     memory: Memory
     fits: bool | None
     suggestion: Setting | None
-    """Fewest devices of one node that hold it, or smallest change; None if none do, or if it was not looked for."""
+    """Fewest devices of one node that hold it, or smallest change, or if none does, all that save memory; None if it
+    was not looked for, or ``fit`` refuses all."""
     checkpoint_bytes: int
     shard_bytes: int | None
     samples_per_second: float | None
@@ -328,11 +331,7 @@ class Planner:
             island = island_of(member.name, self.experiment)
             nodes = sorted({*_NODE, island.devices})
             own = nodes.index(island.devices)
-            if one.fits:
-                nodes = nodes[: own + 1]
-            else:
-                nodes = nodes[own:]
-
+            nodes = nodes[: own + 1] if one.fits else nodes[own:]
             setting = smallest(cost, island, plan.device_bytes, nodes, has_bfloat16=has_bfloat16)
             planned.append(replace(one, suggestion=setting))
 
@@ -423,7 +422,7 @@ def _key(member: Member) -> str:
 def smallest(
     cost: MemberCost, island: IslandConfig, num_bytes: int, nodes: Sequence[int], *, has_bfloat16: bool
 ) -> Setting | None:
-    """Find the cheapest change of settings under which a member fits.
+    """Find the cheapest change of settings under which a member fits; if none does, return the last that was tried.
 
     Smaller micro-batches are tried first, because they cost no FLOPs. Then come activation checkpointing, averages in
     the host's memory, 8-bit moments and bfloat16 weights, each alone before it is tried with those before it.
@@ -434,7 +433,11 @@ def smallest(
         num_bytes: memory of a device.
         nodes: numbers of devices to try, the best first.
         has_bfloat16: whether the device has bfloat16 units.
+
+    Returns:
+        The settings; None if ``fit`` would refuse all.
     """
+    found = None
     most = micro_batch_of(cost.member, island)[0]
     now = (island.precision, cost.member.train.optimizer, island.ema, island.activation_checkpointing)
     choices = product(*(dict.fromkeys((value, _CHEAPER.get(value, value))) for value in now))
@@ -456,33 +459,40 @@ def smallest(
             continue
         if strategy.startswith("fsdp") and (by_muon or precision == "16-mixed"):
             continue
-
-        size = _largest(changed, tried, strategy, most, USABLE * num_bytes)
-        if size is None:
+        if cost.member.batch_size % devices:
             continue
 
-        if size < micro_batch_of(cost.member, tried)[0]:
-            tried = replace(tried, micro_batch_size=size)
+        found = changed, tried, strategy
+        size = _largest(*found, most, USABLE * num_bytes)
+        if size:
+            break
 
-        words = []
-        for key, value in vars(tried).items():
-            if value != getattr(island, key):
-                words.append(f"island.{key}={str(value).lower()}")
-
-        if changed.member.train != cost.member.train:
-            words.append(f"{cost.member.role.section}.train.optimizer={optimizer}")
-
-        memory = changed.memory(tried, strategy)
-        return Setting(num_bytes, devices, strategy, size, " ".join(words), memory.peak, memory.host)
-
-    return None
-
-
-def _largest(cost: MemberCost, island: IslandConfig, strategy: str, most: int, room: float) -> int | None:
-    """Largest micro-batch that fits, of at most ``most``: it, or a smaller power of two; None if none does."""
-    shares = island.devices if strategy.startswith("fsdp") else 1
-    if cost.member.batch_size % island.devices or cost.state(island).training / shares > room:
+    if found is None:
         return None
+
+    changed, tried, strategy = found
+    size = size or 1
+    if size < micro_batch_of(cost.member, tried)[0]:
+        tried = replace(tried, micro_batch_size=size)
+
+    words = []
+    for key, value in vars(tried).items():
+        if value != getattr(island, key):
+            words.append(f"island.{key}={str(value).lower()}")
+
+    train = changed.member.train
+    if train != cost.member.train:
+        words.append(f"{cost.member.role.section}.train.optimizer={train.optimizer}")
+
+    memory = changed.memory(tried, strategy)
+    return Setting(num_bytes, tried.devices, strategy, size, " ".join(words), memory.peak, memory.host)
+
+
+def _largest(cost: MemberCost, island: IslandConfig, strategy: str, most: int, room: float) -> int:
+    """Largest micro-batch that fits, of at most ``most``: it, or a smaller power of two; 0 if none does."""
+    shares = island.devices if strategy.startswith("fsdp") else 1
+    if cost.state(island).training / shares > room:
+        return 0
 
     def peak(size: int) -> int:
         return cost.memory(replace(island, micro_batch_size=size), strategy).peak
@@ -494,7 +504,7 @@ def _largest(cost: MemberCost, island: IslandConfig, strategy: str, most: int, r
 
     at_least = peak(1)
     if at_least > room:
-        return None
+        return 0
 
     # Memory is nearly linear in the samples; to count each size would take some seconds.
     each = (at_most - at_least) / (most - 1)
