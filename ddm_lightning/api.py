@@ -301,7 +301,7 @@ class Run:
 
         with set_up_torch(experiment.island):
             ensemble = DecentralizedEnsemble.open(experiment, partial=True)
-            write_samples(ensemble, self.grid, experiment.sample.prompts, show_progress=True)
+            write_samples(ensemble, self.grid, experiment.sample.prompts)
 
     def lightning(self, member: str) -> tuple[MemberModule, ClusterDataModule]:
         """Build what a Lightning Trainer of your own needs to train a member: ``Trainer(…).fit(module, data)``.
@@ -399,7 +399,7 @@ class Run:
 
         run = self._fetched()
         with set_up_torch(run.experiment.island):
-            return evaluate(run, images, out, show_progress=True)
+            return evaluate(run, images, out)
 
     def diagnose(self, strategies: Sequence[str] | None = None, num: int = 256) -> dict[str, Any]:
         """Measure experts by cluster, the router by noise level and the clusters' shares in samples.
@@ -419,4 +419,4 @@ class Run:
         check_positive("num", num)
         run = OpenRun.open(self._fetched(whole=True).experiment)
         with set_up_torch(run.experiment.island):
-            return diagnose(run, strategies, num, self.overrides, show_progress=True)
+            return diagnose(run, strategies, num, self.overrides)

@@ -99,7 +99,6 @@ def sample_command(experiment: Experiment, options: argparse.Namespace) -> None:
         classes=options.classes or (),
         singles=path.with_suffix(""),
         gif=options.gif,
-        show_progress=True,
         only=only,
         negative_prompt=options.negative_prompt or "",
         image=options.image,

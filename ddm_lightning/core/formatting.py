@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from rich import box, filesize
@@ -121,6 +121,11 @@ class Bars(Progress):
     def add_task(self, description: str, *options: Any, **fields: Any) -> TaskID:
         """Add a task; its field ``note`` is empty by default."""
         return super().add_task(description, *options, **{"note": "", **fields})
+
+    def from_here(self, task: TaskID) -> Callable[[float], None]:
+        """Return a function to call with what has been completed of a task since this call."""
+        before = self.tasks[task].completed
+        return lambda done: self.update(task, completed=before + done)
 
     def _print_lines(self) -> None:
         last = ""

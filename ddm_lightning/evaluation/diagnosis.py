@@ -85,8 +85,6 @@ def diagnose(
     strategies: Sequence[str] | None,
     num: int,
     overrides: Sequence[str] = (),
-    *,
-    show_progress: bool = False,
 ) -> Figures:
     """Diagnose a run's ensemble; write ``diagnosis.json`` and charts to the run's folder ``diagnosis``.
 
@@ -95,7 +93,6 @@ def diagnose(
         strategies: strategies whose samples are classified; None for ``STRATEGIES_SHOWN``.
         num: images per strategy.
         overrides: those of the experiment; its ``sample.strategy_params`` go to the given strategies.
-        show_progress: whether to show a progress bar on stderr.
 
     Raises:
         UserError: no ensemble or no held-out samples, or an unknown strategy.
@@ -105,11 +102,7 @@ def diagnose(
     whole = DecentralizedEnsemble(manifest_with_about(run.folder.root, experiment), device)
     ensemble = whole.field
     ensemble.precision = experiment.sample.precision
-    params = []
-    for text in overrides:
-        if strategies and text.startswith("sample.strategy_params."):
-            params.append(text)
-
+    params = [text for text in overrides if strategies and text.startswith("sample.strategy_params.")]
     chosen = {}
     for name in strategies or (*STRATEGIES_SHOWN, experiment.sample.strategy):
         own = whole.with_settings(params, f"--strategy {name}", strategy=name)
@@ -144,7 +137,7 @@ def diagnose(
             counts = samples.clusters.bincount(minlength=ensemble.num_clusters)
             figures.setdefault("buckets", {})[bucket.name] = counts.tolist()
 
-    with Bars(show=show_progress) as bars:
+    with Bars() as bars:
         task = bars.add_task("experts", total=len(times))
         figures["experts"] = expert_figures(ensemble, repeated, experiment.seed, lambda: bars.advance(task))
         figures["router"] = router_figures(ensemble, repeated, experiment.seed)
@@ -204,7 +197,7 @@ def _share_figures(
                 (*samples.x_0.shape[1:],),
                 batch_size=BATCH_SIZE,
                 keys=[(number,) for number in numbers],
-                progress=lambda done, task=task, first=numbers.start: bars.update(task, completed=first + done),
+                progress=bars.from_here(task),
                 clusters=samples.clusters if is_conditional else None,
             )
             images.append(x_0)
@@ -346,11 +339,8 @@ def router_figures(ensemble: Ensemble, held_out: Sequence[Samples], seed: int) -
             is_right = (as_trained.argmax(1) == truth).double()
             curves["accuracy"].append(float(is_right.mean()))
             if len(held_out) > 1:
-                means = []
-                for of_bucket in is_right.split([*map(len, held_out)]):
-                    means.append(float(of_bucket.mean()))
-
-                curves["accuracy_by_bucket"].append(means)
+                of_buckets = is_right.split([*map(len, held_out)])
+                curves["accuracy_by_bucket"].append([float(found.mean()) for found in of_buckets])
 
             # If the clusters were drawn from the router's own probabilities, it would be perfectly calibrated.
             perfect = calibrated[judged]

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from dataclasses import asdict
 from datetime import timedelta
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -96,10 +97,7 @@ class Evaluation:
         self.metrics = [
             (plugin, METRICS.build(plugin.name, plugin.params).to(device)) for plugin in self.settings.metrics
         ]
-
-        def of_shards(side: str, max_num: int | None = None) -> ShardImages:
-            return ShardImages(run.folder.shards, manifest, side, max_num)
-
+        of_shards = partial(ShardImages, run.folder.shards, manifest)
         buckets = manifest.buckets if manifest else ()
         self.generated: ImageSet
         if images:
@@ -141,13 +139,12 @@ class Evaluation:
     def _open(self, out: str | Path | None) -> Path:
         """Find the results folder, refuse one with other settings, and write the settings into it."""
         generated = self.generated
-        sample = self.experiment.sample
         root = Path(__file__).parents[1]
         code = {str(path.relative_to(root)): sha256_file(path) for path in root.rglob("*.py")}
         self.origin = {"version": version("ddm_lightning"), "commit": _commit(), "code_sha256": sha256_json(code)}
         if isinstance(generated, Generated):
             self.origin |= generated.settings
-            name = sample.member or sample.strategy
+            name = generated.name
         else:
             self.origin["images_sha256"] = generated.sha256
             name = "images"
@@ -193,19 +190,26 @@ class Evaluation:
         found = [self.features(metric, images, rows) for rows in parts(images, bucket)]
         return torch.from_numpy(np.concatenate(found))
 
-    def compute_parts(self, rank: int, world: int, show_progress: bool) -> None:
+    def compute_parts(self, rank: int, world: int) -> None:
         """Generate this rank's parts of the samples, and compute the features of its parts of all sets."""
         sets: list[ImageSet] = [self.generated, self.reference, *self.known]
-        with Bars(show=show_progress) as bars:
+        with Bars(show=not rank) as bars:
             for images in sets:
                 metrics = self.by_features
                 if images in self.known:
                     metrics = metrics[:1]  # memorisation() takes the first one's features
 
-                for rows in bars.track(parts(images)[rank::world], description=f"{images.name}, {images.num} images"):
-                    images.images(rows)  # generates them if they are not on disk
+                own = parts(images)[rank::world]
+                task = bars.add_task(images.name, total=sum(map(len, own)))
+                for rows in own:
+                    progress = bars.from_here(task)
+                    if isinstance(images, Generated):
+                        images.images(rows, progress)  # generates them if they are not on disk
+
                     for metric in metrics:
                         self.features(metric, images, rows)
+
+                    progress(len(rows))
 
     def scores(self, bucket: Bucket | None = None) -> dict[str, dict[str, Any]]:
         """Compute all metrics from the finished parts; if two have one name, the second one's params follow it.
@@ -336,11 +340,8 @@ class Evaluation:
 
 
 def _image(images: ImageSet, row: int) -> UInt8[np.ndarray, "h w 3"]:
-    for rows in parts(images):
-        if row in rows:
-            return images.images(rows)[row - rows.start]
-
-    raise IndexError(row)
+    rows = next(rows for rows in parts(images) if row in rows)
+    return images.images(rows)[row - rows.start]
 
 
 def _commit() -> str:
@@ -353,14 +354,12 @@ def _commit() -> str:
     return told.stdout.strip() or "unknown"
 
 
-def evaluate(
-    run: Run, images: str | Path | None, out: str | Path | None, *, show_progress: bool = False
-) -> Results | None:
+def evaluate(run: Run, images: str | Path | None, out: str | Path | None) -> Results | None:
     """Generate and compare; see ``Evaluation``. All ranks of torchrun call it; only rank zero gets a result."""
     mine = Ranks.read()
     if mine.world_size == 1:
         evaluation = Evaluation(run, images, out)
-        evaluation.compute_parts(0, 1, show_progress)
+        evaluation.compute_parts(0, 1)
         return evaluation.write()
 
     # On CPUs, because ranks only wait for each other's files.
@@ -373,7 +372,7 @@ def evaluate(
         if not mine.rank:
             distributed.barrier()
 
-        evaluation.compute_parts(mine.rank, mine.world_size, show_progress and not mine.rank)
+        evaluation.compute_parts(mine.rank, mine.world_size)
         distributed.barrier()
     finally:
         distributed.destroy_process_group()

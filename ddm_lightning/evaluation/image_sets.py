@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
@@ -67,7 +67,7 @@ def sections(counts: Mapping[Bucket | None, int], num: int) -> Sections:
 
 def lengths(groups: Mapping[Bucket | None, Sized]) -> dict[Bucket | None, int]:
     """Number of images in each bucket."""
-    return dict(zip(groups, map(len, groups.values()), strict=True))
+    return {bucket: len(group) for bucket, group in groups.items()}
 
 
 def parts(images: ImageSet, bucket: Bucket | None = None) -> list[range]:
@@ -144,15 +144,13 @@ def open_side(shards: Path, manifest: Manifest | None, side: str) -> tuple[Shard
                 name = shard_name(k, side, bucket.name if bucket else None)
                 folders.append(shards / name)
                 hashes.append(manifest.index_sha256[name])
+                verify_shards(folders[-1], hashes=side == HELD_OUT, index_sha256=hashes[-1])
 
     if not folders:
         raise UserError(
             f"{shards}: no {side} samples here; "
             "copy or prepare some (prepare.held_out_fraction); evaluate.reference=FOLDER compares with other images"
         )
-
-    for folder, index_sha256 in zip(folders, hashes, strict=True):
-        verify_shards(folder, hashes=side == HELD_OUT, index_sha256=index_sha256)
 
     return open_shards(folders), counts, hashes
 
@@ -199,12 +197,8 @@ class FileImages:
         self.shape = self.images(range(1)).shape[1:]
 
     def _sort_by_bucket(self) -> None:
-        sizes = []
-        groups: dict[Bucket | None, list[Any]] = {}
-        for bucket in self._buckets:
-            sizes.append(bucket.size)
-            groups[bucket] = []
-
+        sizes = [bucket.size for bucket in self._buckets]
+        groups: dict[Bucket | None, list[Any]] = {bucket: [] for bucket in self._buckets}
         for name, image in zip(self._source, self._read(self._source), strict=True):
             bucket = self._buckets[nearest(sizes, *image.shape[:2])]
             groups[bucket].append(name)
@@ -291,12 +285,12 @@ class Generated:
         UserError: no ensemble, neither shards nor prompts, or damaged shards.
     """
 
-    name = "samples"
     folder: Path
     sha256: str
 
     def __init__(self, run: Run, manifest: Manifest | None) -> None:
         experiment = run.experiment
+        self.name = experiment.sample.member or experiment.sample.strategy
         self._ensemble = DecentralizedEnsemble.open(experiment)
         self._evaluate = experiment.evaluate
         meta = self._ensemble.meta
@@ -363,8 +357,8 @@ class Generated:
 
         return text_condition(self.given(rows, "caption"), self._ensemble.meta)
 
-    def images(self, rows: range) -> Images:
-        """Return one part, generated now if it is not there."""
+    def images(self, rows: range, progress: Callable[[float], object] | None = None) -> Images:
+        """Return one part, generated now if it is not there, with ``progress`` as in ``sampler.sample``."""
         path = self.folder / "parts" / f"{rows.start:08d}.npz"
         settings = self._evaluate
         if not path.exists():
@@ -380,6 +374,7 @@ class Generated:
                 bucket.x_shape if bucket else None,
                 batch_size=settings.batch_size,
                 keys=[("evaluate", row) for row in rows],
+                progress=progress,
                 clusters=clusters,
             )
             images = self._ensemble.decode(x_0)
@@ -399,8 +394,4 @@ them), and ``images`` of one of ``parts``."""
 
 def section_of(images: ImageSet, row: int) -> tuple[Bucket | None, range]:
     """Return the bucket of an image, and the positions of all that are in it."""
-    for bucket, rows in images.sections.items():
-        if row in rows:
-            return bucket, rows
-
-    raise IndexError(row)
+    return next((bucket, rows) for bucket, rows in images.sections.items() if row in rows)

@@ -255,7 +255,7 @@ class DecentralizedEnsemble(LoadedEnsemble):
 
             with Bars(show=not self._progress_bar_config.get("disable")) as bars:
                 task = bars.add_task("images", total=total)
-                more["progress"] = lambda done: bars.update(task, completed=done)
+                more["progress"] = bars.from_here(task)
                 x_0 = chosen.samples(rows, num, range(total), **more)
 
             images = call.converted(x_0, self.decode, output_type)

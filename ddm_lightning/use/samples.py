@@ -49,7 +49,6 @@ def write_samples(
     classes: Sequence[str] = (),
     singles: Path | None = None,
     gif: bool = False,
-    show_progress: bool = False,
     only: int | None = None,
     negative_prompt: str = "",
     image: Path | None = None,
@@ -67,7 +66,6 @@ def write_samples(
         prompts, classes: rows of the grid; see ``DecentralizedEnsemble.rows``.
         singles: folder for single images; None writes none.
         gif: whether to write the trajectory as a GIF.
-        show_progress: whether to show a progress bar on stderr.
         only: number of the image of each row, if ``sample.num_per_prompt`` is 1; by default the first.
         negative_prompt: takes the place of the null condition; empty for none.
         image: file of an image to start from; None starts from noise.
@@ -128,7 +126,7 @@ def write_samples(
         trace = Trace(in_grid, labels)
 
     files: dict[str, Path] = {}
-    with atomic_files(path.parent) as folder, Bars(show=show_progress) as progress:
+    with atomic_files(path.parent) as folder, Bars() as progress:
         total = num * len(lines)
         least = 4096 * total  # a file takes at least a block
         free = shutil.disk_usage(folder).free
@@ -141,13 +139,10 @@ def write_samples(
         task = progress.add_task("images", total=total)
         number = -1
         for rows, size in zip(parts, sizes, strict=True):
-            before = (number + 1) * num
-
-            def advance(done: float, before: int = before) -> None:
-                progress.update(task, completed=before + done)
-
+            before = number + 1
+            advance = progress.from_here(task)
             for row, index, made in ensemble.images(rows, num, advance, trace=trace, strength=strength):
-                number = before // num + row
+                number = before + row
                 if singles is not None:
                     words = _NO_WORD.sub("-", rows.labels[row])[:40].strip("-")
                     single = folder / singles.name / f"{number:03d}-{words}-{index:04d}.png"

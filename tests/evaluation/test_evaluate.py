@@ -2,9 +2,11 @@
 
 import hashlib
 import json
+import re
 import shutil
 import socket
 import struct
+import time
 import zlib
 
 import numpy as np
@@ -236,6 +238,22 @@ def test_a_second_call_samples_only_what_is_missing(run, monkeypatch):
     assert "recall (pixels)" in json.loads(second.read_text())["scores"]
     assert evaluate(run, "evaluate.reference=train") == 0  # nor does another reference replace them
     assert len([*folder.glob("evaluation-*.json")]) == 2 and result(folder) == first
+
+
+def test_progress_and_time_left_show_before_the_first_part_is_done(run, monkeypatch, capsys):
+    """All images are one part; a line under the strategy's name says how many are made."""
+    monkeypatch.setattr(image_sets, "PART_SIZE", 256)
+    monkeypatch.setattr("ddm_lightning.core.formatting.LINE_SECONDS", 0.01)
+    sample = loaded.sample
+
+    def slow(*arguments, progress, **named):
+        return sample(*arguments, progress=lambda done: (progress(done), time.sleep(0.1)), **named)
+
+    monkeypatch.setattr(loaded, "sample", slow)
+    assert evaluate(run, "sample.strategy=full", "sample.num_steps=4") == 0
+    lines = capsys.readouterr().err
+    assert re.search(r"^full: (5|10|15) of 20, \S+ m?s left$", lines, re.MULTILINE)
+    assert re.search(r"^full: 20 of 20$", lines, re.MULTILINE)
 
 
 def test_results_of_other_settings_are_refused(run, tmp_path, capsys):
