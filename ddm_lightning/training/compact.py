@@ -1,8 +1,8 @@
 """AdamW in less memory: moments in eight bits, weights in bfloat16, or both, by torch's fused kernel.
 
 Weights, gradients and moments are brought to float32 for some parameters at a time. The fused kernel computes the step,
-clips it and skips it. Moments then become codes again, and weights bfloat16. Both are rounded stochastically: rounding to
-the nearest of few numbers would lose most small steps.
+clips it and skips it. Then moments become codes again, and weights bfloat16. Both are rounded stochastically: rounding
+to the nearest of few numbers would lose most small steps.
 """
 
 from __future__ import annotations
