@@ -94,7 +94,7 @@ def test_bad_variants_are_refused(tmp_path, text, words):
 
 def test_all_variants_for_the_mixtures_are_valid():
     variants = []
-    for name in ("mix", "mixt"):
+    for name in ("mix", "mixt", "when"):
         variants += variants_of([str(Path(flop_matched.__file__).with_name(f"variants_{name}.yaml"))])
     main = Variant("main", budgets=(0.125, 0.25, 0.5, 1.0), seeds=(0,))
 
