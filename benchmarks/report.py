@@ -32,6 +32,7 @@ _GAINS = (
     ("none", "velocity", 4, 32, "mix_4x_velocity_variants", "main"),
     ("none", "velocity", 4, 32, "mix_4x_velocity", "main"),
     ("classes", "x_0", 4, 32, "mixt_4x", "class_condition"),
+    ("classes", "velocity", 4, 32, "mixt_4x_velocity", "main"),
     ("captions", "x_0", 4, 32, "mixt_4x", "main"),
 )
 _PANELS = {
