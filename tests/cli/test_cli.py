@@ -124,7 +124,7 @@ def test_a_log_shows_that_a_long_command_goes_on(capsys, monkeypatch, run, comma
     name, *more = command.split()
     few = ["sample.num_steps=1", "evaluate.metrics=[{name: kid, params: {features: pixels}}]"]
     assert main([name, *settings(run), *few, *more]) == 0
-    assert re.search(r"^[\w, ]+: \d+ of \d+", capsys.readouterr().err, re.MULTILINE)
+    assert re.search(r"^[\w, -]+: \d+ of \d+", capsys.readouterr().err, re.MULTILINE)
 
 
 def test_prepare_names_its_results_and_the_next_command(called, tmp_path):
